@@ -352,10 +352,8 @@ def this_host() -> OneHost:
     membership = process_group.joined()
     if membership is None or membership.count == 1:
         return ONE_HOST
-    place, communicator = (
-        (membership.rank, membership.count),
-        process_group.communicator(),
-    )
+    place = membership.rank, membership.count
+    communicator = process_group.communicator()
     if place not in _places:
         _places[place] = Cluster(membership.names, membership.rank, communicator)
     found = _places[place]

@@ -1,5 +1,7 @@
 """Other towers that somebody asks for, by `towers resize`."""
 
+import os
+
 from towers.cluster import process_group
 from towers.devices import Devices
 from towers.elastic.requests import Inbox, Request
@@ -7,7 +9,7 @@ from towers.elastic.wish import Wish
 from towers.program import words
 
 # A request that comes between two calls of `fit` is for the second one.
-_CLEARED: set[str] = set()
+_cleared: set[str] = set()
 
 
 class Asked:
@@ -23,9 +25,10 @@ class Asked:
         """
         self._shared = shared
         self._devices, self._inbox = devices, Inbox(model_dir)
-        if model_dir not in _CLEARED:
+        path = os.path.realpath(model_dir)
+        if path not in _cleared:
             self._inbox.clear()
-            _CLEARED.add(model_dir)
+            _cleared.add(path)
 
     def look(self) -> Wish | None:
         """Returns a wish that has come; `None` if none has, or it was refused."""

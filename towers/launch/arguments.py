@@ -64,6 +64,8 @@ class Options:
 
 
 def _rank(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number or auto")
     return text if text == "auto" else int(text)
 
 
@@ -204,8 +206,10 @@ def _find_rank(found: dict) -> None:
     task = environment.task(os.environ, socket.gethostname())
     found["host_rank"] = task.rank
     found["coordinator"] = found["coordinator"] or task.coordinator
-    where = found["coordinator"] and f"; the first one waits at {found['coordinator']}"
-    voice.say(f"This is host {task.rank}, by {task.by}{where or ''}.")
+    said = f"This is host {task.rank}, by {task.by}"
+    if found["coordinator"]:
+        said += f"; the first one waits at {found['coordinator']}"
+    voice.say(f"{said}.")
 
 
 def _hosts(text: str | None) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from towers.launch import gpus
 from towers.launch.arguments import Options
@@ -19,6 +20,32 @@ SIGNALS = {
     **{each: each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
     signal.SIGHUP: signal.SIGTERM,
 }
+
+
+class Places(Protocol):
+    """Where the hosts that come and go start.
+
+    Attributes:
+        token: What all hosts know and strangers do not.
+        listens_at: Where the coordinator listens.
+        places_later: Whether a host may have to wait for a place.
+    """
+
+    token: str
+    listens_at: str
+    places_later: bool
+
+    def start(
+        self,
+        number: int,
+        place: Mapping[str, str],
+        ended: Callable[[Host], None],
+        placed: Callable[[Host], None],
+    ) -> Host:
+        """Starts a host; see `Machine.start`."""
+
+    def say_where(self, count: int) -> None:
+        """Says how many hosts start, and where they write."""
 
 
 class Machine:

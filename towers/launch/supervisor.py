@@ -25,25 +25,21 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     Raises:
         ValueError: They cannot be started as is asked for.
     """
-    if options.host_file is not None:
-        wanted = HostFile(options.host_file, options.least, options.most).read()
-        if not isinstance(wanted, int):
-            return _run_by_ssh(options, wanted)
+    file = HostFile.of(options)
+    if file is not None and not isinstance(file.wanted, int):
+        launcher = Launcher(options, ssh.Machines(options, file.wanted), file)
+        signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
+        return launcher.run()
     machine = Machine(options, environ)
-    kind = Launcher if options.elastic else Supervisor
-    launcher, strays = kind(options, machine), machine.strays
+    strays, launcher = machine.strays, Supervisor(options, machine)
+    if options.elastic:
+        launcher = Launcher(options, machine, file)
     strays.watch(options.fail_seconds)
     signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
     try:
         return launcher.run()
     finally:
         strays.end(0)
-
-
-def _run_by_ssh(options, wanted):
-    launcher = Launcher(options, ssh.Machines(options, wanted))
-    signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
-    return launcher.run()
 
 
 class Supervisor:

@@ -128,7 +128,12 @@ class Job:
             ValueError: It has not.
         """
         equal = (1,) * max(devices // self.settings.stages, 1)
-        _check_sizes(self.data.settings, ratios or equal)
+        ratios, settings = ratios or equal, self.data.settings
+        if self.settings.batch_per_tower:
+            # The rest of the epoch has its batch, in which a tower may have no part.
+            size = self.settings.batch_size * len(ratios)
+            settings = settings.but(batch_size=size)
+        _check_sizes(settings, ratios)
 
     def with_batches_of(self, size: int) -> Self:
         """Returns the run with other batches, of so many examples, on its towers."""

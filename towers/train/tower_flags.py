@@ -29,7 +29,7 @@ HELPS = {
     "elastic_batch": (
         "What --batch_size and --learning_rate are for. global: for all towers, so "
         "that the numbers stay the same with any number of towers. per_tower: for one "
-        "tower. Both are multiplied by the number of towers as each epoch begins."
+        "tower; each epoch has them times the number of towers with which it begins."
     ),
     "max_staleness": (
         "With --variable_update=asynchronous, the largest number of updates by "

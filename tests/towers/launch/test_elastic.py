@@ -17,6 +17,8 @@ from towers.cluster import addresses
 from towers.cluster.elastic import Over
 from towers.launch import arguments
 from towers.launch.elastic import Launcher, course, host_file, hosts, slot
+from towers.launch.elastic.ssh import __main__ as there
+from towers.launch.elastic.ssh import machines as listed
 from towers.launch.machine import Machine
 from towers.program.ending import ANOTHER_FAILED
 
@@ -257,13 +259,75 @@ def test_machines_of_a_list(by_ssh):
     after = run.begin(0, 1)
     assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
     _replace(run.folder / "hosts", "127.0.0.2\n127.0.0.3\n")
-    # The first one's place is taken by one on another machine.
-    moved = run.begin(0, 1)
-    assert moved[1]["pid"] == after[1]["pid"] and moved[0]["pid"] != after[0]["pid"]
+    # The first one leaves, and another machine has one.
+    moved = run.begin(1, 2)
+    assert moved[1]["pid"] == after[1]["pid"]
     reached = (run.folder / "reached").read_text().split()
     assert sorted(reached[:2]) == ["127.0.0.1", "127.0.0.2"]
     assert reached[2:] == ["127.0.0.2", "127.0.0.3"]
     run.stop()
+
+
+def test_a_file_that_changes_again_while_a_host_ends(by_ssh):
+    run, start = by_ssh
+    start()
+    run.begin(0, 1)
+    for text in ("127.0.0.3\n127.0.0.2\n", "127.0.0.2\n"):
+        _replace(run.folder / "hosts", text)
+        run.says("its machine is no longer wanted|1 host goes on")
+    until(lambda: _alone(run))
+    _replace(run.folder / "hosts", "127.0.0.2\n127.0.0.4\n")
+    run.begin(0, 1)
+    run.stop()
+
+
+def _alone(run):
+    return any(each.get("place", [0, 0])[1] == 1 for each in run.lines())
+
+
+def test_other_machines_have_places_of_their_own(by_ssh, monkeypatch):
+    run, _ = by_ssh
+    asked = arguments.Options(1, 4, ("x",), elastic=True, log_dir=str(run.folder))
+    monkeypatch.setenv("TOWERS_SSH", "true")
+    one = listed.Machines(asked, ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    slots = [slot.Slot(number) for number in range(4)]
+    for each in slots[:3]:
+        each.begin("a process")
+        one._machine_for(each.number)
+    assert one.want(["d", "127.0.0.2", "127.0.0.3"], slots) == {0}
+    # It is still there: nobody acts on what is wanted while the run ends.
+    assert one.want(["127.0.0.2", "e"], slots) == {0, 2}
+    assert one.want(["127.0.0.2"], slots) == {0, 2}
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 3), (255, 1)])
+def test_a_host_has_no_input_and_its_own_exit_code(tmp_path, code, expected):
+    asked = {"number": 0, "folder": str(tmp_path), "environ": {}}
+    asked["command"] = ["sh", "-c", f"cat; exit {code}"]
+    read, write = os.pipe()
+    os.write(write, f"{json.dumps(asked)}\n".encode())
+    with open(read) as lines:
+        assert there.main(lines) == expected
+        os.close(write)
+
+
+@pytest.mark.parametrize("command", ["", "ssh 'x", "/no/such -x"])
+def test_no_ssh(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("TOWERS_SSH", command)
+    asked = arguments.Options(1, 2, ("x",), elastic=True, log_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="another by TOWERS_SSH"):
+        listed.Machines(asked, ["127.0.0.1"])
+
+
+def test_machines_reach_the_launcher_where_others_do(monkeypatch):
+    routes = {"here": "127.0.0.1", "node2": "10.0.0.1", "gone": None}
+    monkeypatch.setattr(listed, "_route_to", routes.get)
+    asked = arguments.Options(1, 2, ("x",), elastic=True)
+    found = listed._address_for(asked, ["here", "me@gone", "me@node2"])
+    assert found == "10.0.0.1"
+    assert listed._address_for(asked, ["here"]) == "127.0.0.1"
+    with pytest.raises(ValueError, match="Received gone in --host_file, which is not"):
+        listed._address_for(asked, ["gone"])
 
 
 def test_a_machine_that_is_not_reached_is_tried_again(by_ssh):
@@ -566,11 +630,13 @@ def test_who_leaves_and_who_starts():
     every.end_surplus(1, {0: "trains", 1: "leaves"})
     assert [each.signals for each in processes[:3]] == [[], [], [signal.SIGTERM]]
     places[2].end(0.0)
-    # Where one still runs, another one starts after it.
     assert every.missing(1) == []
-    assert every.missing(3) == [places[2]] and places[1].again
+    assert every.missing(3) == [places[2], places[3]] and not places[1].again
+    # Where one still runs, another one starts after it.
     places[2].is_out = True
-    assert every.missing(4) == [places[3]]
+    assert every.missing(4) == [places[3]] and places[1].again
+    # What was wanted before does not count.
+    assert every.missing(1) == [] and not places[1].again
 
 
 def test_the_exit_code():
@@ -612,13 +678,22 @@ def test_pauses_double_until_one_trains_well(monkeypatch):
     assert one.failures == 0 and not one.is_there
 
 
-@pytest.mark.parametrize("text", ["", "0", "4", "1\n2", "a b", "a\n;b", "a\nb\nc\nd"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "4", "1\n2", "a b", "a\n;b", "-oX", "a\nb\nc\nd"]
+)
 def test_a_file_with_something_else(tmp_path, text):
     file = tmp_path / "hosts"
     file.write_text(text)
     said = f"Received {text!r} in {file}; expected the number of hosts, or machines, "
     said += "one on each line, from 1 to 3."
     with pytest.raises(ValueError, match=re.escape(said)):
+        host_file.HostFile(str(file), 1, 3).read()
+
+
+def test_a_machine_that_is_listed_twice(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\na\n")
+    with pytest.raises(ValueError, match="Received a twice in "):
         host_file.HostFile(str(file), 1, 3).read()
 
 

@@ -198,6 +198,8 @@ class Generations:
         stay = [each for each in there if each not in go]
         for entry in [*go, *reversed(stay[count:])]:
             why = f"{words.count(count, 'host is', 'hosts are')} wanted"
+            if entry in go:
+                why = "its machine is no longer wanted"
             entry.send({"leave": why})
             self.leave(entry, why)
         self._decide()

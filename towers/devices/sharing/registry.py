@@ -291,8 +291,8 @@ def _check_parts(run, others):
         for gpu, theirs in _parts(other).items():
             if mine.get(gpu, theirs) != theirs:
                 raise RegistryError(
-                    f"Received {gpu} in {mine[gpu]} parts, which {other.name} shares "
-                    f"in {theirs}; expected the same number of parts in all runs."
+                    f"Received --gpu_split={mine[gpu]} for {gpu}, which {other.name} "
+                    f"has with --gpu_split={theirs}; expected the same in all runs."
                 )
 
 

@@ -4,10 +4,11 @@ import os
 import re
 import time
 
+from towers.launch.arguments import Options
 from towers.launch.machine import say
 
 # Names and addresses, with a user where ssh needs one.
-_MACHINE = re.compile(r"(?:[\w.-]+@)?(?!\d+$)[\w.:-]+")
+_MACHINE = re.compile(r"(?:\w[\w.-]*@)?(?!\d+$)\w[\w.:-]*")
 _MOST_BYTES = 2**20
 _EXPECTED = {
     "number": "the number of hosts",
@@ -22,6 +23,7 @@ class HostFile:
     """The file: a number, or a machine on each line.
 
     Attributes:
+        wanted: What was read last, as `read` returns it.
         next_s: When to look at it again, by `time.monotonic`.
     """
 
@@ -29,8 +31,21 @@ class HostFile:
         """Takes the path, and which numbers may be there."""
         self._path, self._least, self._most = path, least, most
         self._seen: tuple[int, ...] = ()
-        self._kind = ""
+        self._kind, self.wanted = "", 0
         self.next_s = 0.0
+
+    @classmethod
+    def of(cls, options: Options) -> "HostFile | None":
+        """Reads the file that is asked for; `None` if none is.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        if options.host_file is None:
+            return None
+        file = cls(options.host_file, options.least, options.most)
+        file.read()
+        return file
 
     def read(self) -> int | list[str]:
         """Returns the number, or the names or addresses of the machines.
@@ -62,8 +77,18 @@ class HostFile:
                 f"Received {text[:200]!r} in {self._path}; expected {expected}, from "
                 f"{self._least} to {self._most}."
             )
-        self._kind = kind
-        return count if number else machines
+        if repeated := [each for each in machines if machines.count(each) > 1]:
+            raise ValueError(
+                f"Received {repeated[0]} twice in {self._path}; expected each machine "
+                "once, as its host has all of its GPUs."
+            )
+        self._kind, self.wanted = kind, count if number else machines
+        return self.wanted
+
+    @property
+    def count(self) -> int:
+        """How many hosts were wanted last."""
+        return len(self.wanted) if isinstance(self.wanted, list) else self.wanted
 
     def changed(self) -> int | list[str] | None:
         """Returns what `read` does if the file has changed, once in a second at most.

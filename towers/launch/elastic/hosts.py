@@ -12,7 +12,7 @@ from towers.launch.elastic.course import Ended, Placed
 from towers.launch.elastic.slot import Slot
 from towers.launch.generation import LAST_WORDS_S
 from towers.launch.host import Host
-from towers.launch.machine import Machine
+from towers.launch.machine import Places
 from towers.launch.strays import Strays
 
 # What one process of a host's has started is ended with it, while the others go on.
@@ -28,7 +28,7 @@ class Hosts:
     """
 
     def __init__(
-        self, options: Options, machine: Machine, tell: Callable[[Ended | Placed], None]
+        self, options: Options, machine: Places, tell: Callable[[Ended | Placed], None]
     ):
         """Starts none yet.
 
@@ -55,6 +55,9 @@ class Hosts:
             ValueError: It cannot be started.
         """
         options, strays = self._options, Strays(name=_MARK)
+        # Of a list of machines, it is the launcher's own.
+        on_many = options.host_rank is not None or options.launcher == "ray"
+        interface = options.interface if on_many else None
 
         def ended(host: Host) -> None:
             at_s = time.monotonic()
@@ -67,7 +70,7 @@ class Hosts:
 
         place = ElasticPlace(
             *(self.where, self._machine.token, slot.number),
-            *(options.join_seconds, options.interface, restarted),
+            *(options.join_seconds, interface, restarted),
         )
         variables = environment.elastic_variables(place) | strays.mark
         slot.begin(self._machine.start(slot.number, variables, ended, placed))
@@ -148,7 +151,10 @@ class Hosts:
 
         Another one starts, too, where one that leaves still runs.
         """
+        for slot in self.slots:
+            slot.again = False  # what was wanted before
         free = [each for each in self.slots if not each.is_there and not each.is_out]
+        free.sort(key=lambda slot: slot.host is not None)
         found = free[: max(0, count - len(self.staying()))]
         for slot in found:
             slot.failures, slot.again = 0, slot.host is not None

@@ -16,7 +16,7 @@ from towers.launch.elastic.hosts import Hosts
 from towers.launch.elastic.slot import TIMES, Slot
 from towers.launch.generation import STOPPED, USAGE
 from towers.launch.host import Host
-from towers.launch.machine import Machine, say
+from towers.launch.machine import Places, say
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
@@ -32,25 +32,21 @@ class Launcher:
         events: Where signals are put.
     """
 
-    def __init__(self, options: Options, machine: Machine):
+    def __init__(self, options: Options, machine: Places, file: HostFile | None = None):
         """Starts nothing yet.
 
         Args:
             options: What is asked for.
             machine: Where hosts start.
-
-        Raises:
-            ValueError: The file does not say how many hosts are wanted.
+            file: What says how many hosts are wanted, or on which machines.
         """
         # Of signals' numbers, `Ended`, `Placed`, and what the coordinator tells.
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self._options, self._course = options, Course()
-        self._file: HostFile | None = None
+        self._file = file
         self._count = 1 if options.host_rank is not None else options.most
-        if options.host_file is not None:
-            self._file = HostFile(options.host_file, options.least, options.most)
-            wanted = self._file.read()
-            self._count = wanted if isinstance(wanted, int) else len(wanted)
+        if file is not None:
+            self._count = file.count
         self._machine = machine
         self._hosts = Hosts(options, machine, self.events.put)
         self._coordinator: Coordinator | None = None

@@ -114,9 +114,9 @@ class VariableUpdate:
         self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
         self._kept: dict[Layout, _Kept] = {}
-        # Of hosts that come and go, by what `_place` returns.
+        # Of hosts that come and go, by rank, ratios of all, choice and layout.
         self._kept_places: dict[Any, _Kept] = {}
-        self._place: Any = None
+        self._place: tuple[Any, ...] | None = None
         self._membership: Membership | None = process_group.joined()
 
     def reset_if_changed(self) -> bool:
@@ -271,10 +271,14 @@ class VariableUpdate:
         Returns:
             What was made by the other one before, by name; nothing if it is new.
         """
-        if self._place is not None:
+        if self._place is not None and self._place[-1] == self.layout:
+            # The choice may be another one since.
+            place = *self._place[:2], self.choice, self.layout
             aside = _Kept(self.builder, self.choice, functions, self._places())
-            self._kept_places[self._place] = aside
+            self._kept_places[place] = aside
             _limit(self._kept_places)
+            for copy in _copies(self.builder):
+                empty(copy)
         self._membership = process_group.joined()
         self._recipe.follow_hosts()
         self._kept.clear()
@@ -289,6 +293,8 @@ class VariableUpdate:
         if all(hosts.tell_all(has_it)):
             self.builder, self.choice = kept.builder, choice
             self._recipe.agreement = kept.builder.context.agreement
+            for copy in _copies(self.builder):
+                give_room(copy)
             self.builder.mark_copies_stale()
             functions = kept.functions
         else:

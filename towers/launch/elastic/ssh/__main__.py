@@ -5,13 +5,15 @@
 Reads a line of JSON from the standard input: the number of the host, its command, the
 folder to run it in and what to add to its environment. Each further line is the number
 of a signal for the host. Where the input ends, the launcher has gone, and the host is
-asked to end. The exit code is the host's.
+asked to end. The exit code is the host's, but
+1 for 255.
 """
 
 import json
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 from typing import IO
@@ -22,6 +24,7 @@ from towers.launch.strays import Strays
 # In which a host may save and end by itself once its launcher has gone.
 _END_S = 30.0
 _LAST_WORDS_S = 1.0
+_SSH_FAILED = 255
 
 
 def main(lines: IO[str]) -> int:
@@ -33,7 +36,11 @@ def main(lines: IO[str]) -> int:
     strays.watch(0)
     environ = {**os.environ, **asked["environ"], **strays.mark}
     try:
-        host = Host(asked["number"], asked["command"], environ, None, ended.put)
+        # The input is the launcher's.
+        quiet = {"stdin": subprocess.DEVNULL}
+        host = Host(
+            *(asked["number"], asked["command"], environ, None, ended.put), **quiet
+        )
     except ValueError as error:
         print(f"towers.launch.elastic.ssh: {error}", file=sys.stderr)
         return 1
@@ -41,7 +48,8 @@ def main(lines: IO[str]) -> int:
     ended.get()
     strays.end(_LAST_WORDS_S)
     strays.stop_watching()
-    return host.exit_code
+    # With that, ssh tells that it has failed itself.
+    return 1 if host.exit_code == _SSH_FAILED else host.exit_code
 
 
 def _pass_on(lines, host):

@@ -1,12 +1,15 @@
 """Machines of a list as places for hosts that come and go."""
 
+import contextlib
 import json
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from towers.cluster import addresses
@@ -20,6 +23,9 @@ from towers.program import words
 _PASSED_ON = "TOWERS_", "TF_", "XLA_", "NCCL_", "KERAS_"
 # What ssh ends with where it reaches nobody, or has lost the other machine.
 _SSH_FAILED = 255
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10"
+# For a host elsewhere to be killed before its ssh is.
+_KILLED_S = 5.0
 # Any that is not used here: for the address by which this machine reaches another one.
 _ANY_PORT = 9
 
@@ -43,6 +49,7 @@ class RemoteHost(Host):
             how: As of `Host`.
         """
         self.machine = machine
+        self._lock = threading.Lock()
         read, self._input = os.pipe()
         with open(read) as stdin:
             super().__init__(rank, ssh, os.environ, stdin=stdin, **how)
@@ -66,17 +73,20 @@ class RemoteHost(Host):
             self._write(str(int(number)))
         if number == signal.SIGKILL:
             # Where the network is cut, ssh would not end; the host there does, then.
-            self._process.kill()
+            end = threading.Timer(_KILLED_S, self._process.kill)
+            end.daemon = True
+            end.start()
 
     def _write(self, line):
-        try:
-            os.write(self._input, f"{line}\n".encode())
-        except OSError:
-            pass  # its end will be told
+        with self._lock, contextlib.suppress(OSError):  # its end will be told
+            if self._input is not None:
+                os.write(self._input, f"{line}\n".encode())
 
     def _wait(self, ended):
         self._process.wait()
-        os.close(self._input)
+        with self._lock:
+            os.close(self._input)
+            self._input = None
         ended(self)
 
 
@@ -99,10 +109,11 @@ class Machines:
             wanted: The machines that are to have a host, one for each.
 
         Raises:
-            ValueError: One is not known here, or no log can be written.
+            ValueError: None is known here, there is no ssh, or no log can be written.
         """
         self.token = secrets.token_hex(16)
         self._options, self._wanted = options, tuple(wanted)
+        self._ssh = _command()
         self._of_slots: dict[int, str] = {}
         here = _address_for(options, wanted)
         self.listens_at = addresses.joined(here, 0)
@@ -124,9 +135,8 @@ class Machines:
                 left.remove(machine)
             else:
                 gone.add(number)
-        self._of_slots = {k: v for k, v in self._of_slots.items() if k in there}
-        for number in gone:
-            del self._of_slots[number]
+        stay = {*there} - gone
+        self._of_slots = {k: v for k, v in self._of_slots.items() if k in stay}
         return gone
 
     def start(
@@ -139,6 +149,7 @@ class Machines:
         """Starts a host on a machine that has none yet; see `Machine.start`."""
         machine = self._machine_for(number)
         passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+        passed.pop("TOWERS_INTERFACE", None)  # this machine's
         asked = {
             "number": number,
             "command": self._options.command,
@@ -146,15 +157,8 @@ class Machines:
             "environ": {**passed, **place},
         }
         log = os.path.join(self._log_dir, f"host{number}.log") if number else None
-        ssh = shlex.split(
-            os.environ.get(
-                "TOWERS_SSH", "ssh -o BatchMode=yes -o ServerAliveInterval=10"
-            )
-        )
-        ssh += [
-            machine,
-            shlex.join([sys.executable, "-m", "towers.launch.elastic.ssh"]),
-        ]
+        program = [sys.executable, "-m", "towers.launch.elastic.ssh"]
+        ssh = [*self._ssh, machine, shlex.join(program)]
         line = json.dumps(asked)
         return RemoteHost(machine, number, ssh, line, log=log, ended=ended)
 
@@ -177,17 +181,44 @@ class Machines:
         return self._of_slots[number]
 
 
+def _command():
+    """The command that reaches other machines."""
+    text = os.environ.get("TOWERS_SSH", _SSH)
+    try:
+        command = shlex.split(text)
+    except ValueError:
+        command = []
+    if not command or shutil.which(command[0]) is None:
+        raise ValueError(
+            f"Received machines in --host_file, which {text!r} is to reach; expected a "
+            "command that is installed, so install ssh or give another by TOWERS_SSH."
+        )
+    return command
+
+
 def _address_for(options, machines):
     """The address at which the machines reach this one."""
     if options.interface is not None:
         return addresses.of_interface(options.interface)
-    name = machines[0].rpartition("@")[2]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((addresses.resolved(name), _ANY_PORT))  # which sends nothing
-        except OSError as error:
-            raise ValueError(
-                f"Received {name} in --host_file, which is not known here "
-                f"({error.strerror}); expected the name or IP address of a machine."
-            ) from error
-        return way.getsockname()[0]
+    names = [each.rpartition("@")[2] for each in machines]
+    found = [*filter(None, map(_route_to, names))]
+    if not found:
+        raise ValueError(
+            f"Received {names[0]} in --host_file, which is not known here; expected "
+            "the name or IP address of a machine, or --interface as well."
+        )
+    # Others do not reach what this machine calls itself.
+    others = [each for each in found if not addresses.is_only_local(each)]
+    return (others or found)[0]
+
+
+def _route_to(name):
+    """The address by which this machine reaches another one; `None` if unknown."""
+    try:
+        where = addresses.resolved(name)
+        family = socket.AF_INET6 if ":" in where else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((where, _ANY_PORT))  # which sends nothing
+            return way.getsockname()[0]
+    except OSError:
+        return None
