@@ -81,6 +81,7 @@ def page() -> str:
         for title, members in groups.items():
             lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
             for name, meaning in members.items():
+                name = name.replace("|", r"\|")
                 lines.append(f"| `{name}` | {meaning.replace('|', '&#124;')} |")
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"

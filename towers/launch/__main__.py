@@ -9,8 +9,8 @@ What follows -- are flags of towers.train, a Python file or -m and a module, eac
 arguments, or a command. If one host fails, all end, and --max_restarts allows a new
 start from the last checkpoint. With a range of hosts, the others go on without it, and
 it starts again. With --host_rank, each machine runs one launcher; set
-TOWERS_TOKEN to the same secret on all of them. With --launcher=ray, Ray Train starts
-the hosts on the nodes of its cluster.
+TOWERS_TOKEN to the same secret on all of them. With --launcher=ray, Ray starts the
+hosts on the nodes of its cluster.
 Exit codes: 0 done; 75 another host failed; 130 stopped by Ctrl-C; 143 by SIGTERM; else
 that of the host that failed first, with 128 and its number for a signal. With a range,
 0 if any host ends with 0, and failures count after which no others have gone on.

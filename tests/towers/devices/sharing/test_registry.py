@@ -179,7 +179,8 @@ def test_runs_divide_a_gpu_alike(world):
     join(world.run(["a/0 of 2", "a/1 of 2", "b/0 of 1"], 1, 3))
     join(world.run(["b/0 of 1", "c/0 of 4"], 1, 2))
     whole = world.run(["a/0 of 1"], 1, 1)
-    with pytest.raises(RegistryError, match=r"Received --gpu_split=1 for a, .*=2; expected"):
+    said = r"Received --gpu_split=1 for a, .*=2; expected"
+    with pytest.raises(RegistryError, match=said):
         join(whole)
 
 
