@@ -2,24 +2,20 @@
 
 import contextlib
 import json
-import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from scripts.bench_faults import digest
+from tests.towers.launch.ray_cluster import Cluster
 from tests.variants import slow
-from towers.cluster import addresses
 
-ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 240
 RANK = "import os; rank = int(os.environ['TOWERS_HOST_RANK']); "
 
@@ -28,38 +24,11 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     """Starts a cluster; returns the environment of who uses it."""
-    with addresses.held_port("127.0.0.1") as free:
-        port = free.getsockname()[1]
-    # Ray's sockets have to have short names.
-    folder = tmp_path_factory.mktemp("ray", numbered=False)
-    environ = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
-        **{"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"},
-        # Ray takes lines for the same that differ by numbers.
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        **{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)},
-    }
-    start = sys.executable, "-m", "ray.scripts.scripts", "start", "--block"
-    nodes = [
-        (
-            *("--head", f"--port={port}", "--node-ip-address=127.0.0.2"),
-            *("--num-cpus=4", "--include-dashboard=false"),
-            *(f"--temp-dir={folder}", "--disable-usage-stats"),
-        ),
-        (
-            *(f"--address=127.0.0.2:{port}", "--node-ip-address=127.0.0.3"),
-            "--num-cpus=2",
-        ),
-    ]
-    with contextlib.ExitStack() as stack:
-        for flags in nodes:
-            node = subprocess.Popen([*start, *flags], env=environ, cwd=folder)
-            stack.enter_context(node)
-            stack.callback(node.terminate)
-        yield environ | {"RAY_ADDRESS": f"127.0.0.2:{port}"}
+    with contextlib.closing(Cluster(cpus=4)) as one:
+        one.start(2)
+        yield one.environ
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from towers.launch.host import Host
+from towers.launch.on_ray.watcher import Watcher
 from towers.launch.strays import Strays
 
 # For what a host has started to end after it.
@@ -24,7 +25,7 @@ class HostActor:
         command: Sequence[str],
         folder: str | None,
         environ: Mapping[str, str],
-    ) -> int:
+    ) -> tuple[int, str]:
         """Starts it.
 
         Args:
@@ -34,27 +35,27 @@ class HostActor:
             environ: What to add to the environment.
 
         Returns:
-            The number of its process.
+            The number of its process, and what Ray calls its node.
 
         Raises:
             ValueError: It cannot be started.
         """
         self._strays, self._ended = Strays(), queue.SimpleQueue()
         # Where Ray ends this process, nobody else ends the host.
-        self._strays.watch(0)
+        self._watcher = Watcher(self._strays)
         if folder is not None and os.path.isdir(folder):
             os.chdir(folder)
         first, *others = command
         command = [sys.executable if first == "python" else first, *others]
         environ = {**os.environ, **environ, **self._strays.mark}
         self._host = Host(number, command, environ, None, self._ended.put)
-        return self._host.pid
+        return self._host.pid, ray.get_runtime_context().get_node_id()
 
     def wait(self) -> tuple[int, str]:
         """Returns its exit code and how it has ended, once it has."""
         self._ended.get()
         self._strays.end(_LAST_WORDS_S)
-        self._strays.stop_watching()
+        self._watcher.stop()
         return self._host.code, self._host.how
 
     def signal(self, number: int) -> None:

@@ -9,8 +9,11 @@ import ray
 from towers.launch.arguments import Options
 
 
-def connect(options: Options) -> None:
+def connect(options: Options) -> bool:
     """Connects to the cluster that there is, or starts one on this machine.
+
+    Returns:
+        Whether it has started one.
 
     Raises:
         ConnectionError: RAY_ADDRESS names one that does not answer.
@@ -19,7 +22,7 @@ def connect(options: Options) -> None:
     if address != "local":
         try:
             ray.init(address=address)
-            return
+            return False
         except ConnectionError:
             if address != "auto":
                 raise
@@ -28,6 +31,7 @@ def connect(options: Options) -> None:
     # Hosts on one machine share its CPUs.
     cpus = max(options.most * options.num_cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=cpus)
+    return True
 
 
 def resources(options: Options) -> dict[str, int]:
@@ -37,6 +41,18 @@ def resources(options: Options) -> dict[str, int]:
     if ray.cluster_resources().get("GPU"):
         found["GPU"] = options.num_gpus or 1
     return found
+
+
+def address() -> str:
+    """Returns where the other nodes reach this one."""
+    here = ray.get_runtime_context().get_node_id()
+    known = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+    return known[here]
+
+
+def has(node: str) -> bool:
+    """Tells whether a node is still there."""
+    return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
 
 
 def in_words(resources: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from towers.launch import signals
 from towers.launch.arguments import Options
 from towers.launch.elastic import Launcher
+from towers.launch.elastic.host_file import HostFile
 from towers.launch.generation import Events, Generation, Outcome
 from towers.launch.on_ray import cluster, worker
 from towers.launch.on_ray.desk import Desk
@@ -28,7 +29,7 @@ from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
-# What hosts get for each signal: Ray's processes, and so they, may ignore SIGINT.
+# What hosts get for each signal: Ray's processes, and so they, block SIGINT.
 _SIGNALS = {**SIGNALS, signal.SIGINT: signal.SIGTERM}
 
 
@@ -38,20 +39,24 @@ def run(options: Options) -> int:
     Raises:
         ValueError: Ray has no place for them, or ended them for a reason of its own.
     """
-    cluster.connect(options)
+    is_own = cluster.connect(options)
     try:
-        return (_run_elastic if options.elastic else _run_trainer)(options)
+        if options.elastic:
+            return _run_elastic(options, is_own)
+        return Driver(options).run()
     except ray.exceptions.RayError as error:
         raise ValueError(f"Ray ended the run: {cluster.first_line(error)}.") from error
 
 
-def _run_trainer(options):
-    return Driver(options).run()
-
-
-def _run_elastic(options):
-    launcher = Launcher(options, Nodes(options))
-    signals.listen(SIGNALS, lambda number: launcher.events.put(SIGNALS[number]))
+def _run_elastic(options, is_own):
+    file = HostFile.of(options)
+    if file is not None and not isinstance(file.wanted, int):
+        raise ValueError(
+            f"Received machines in --host_file={options.host_file} with --launcher=ray;"
+            " expected the number of hosts, as Ray chooses the nodes."
+        )
+    launcher = Launcher(options, Nodes(options, is_own), file)
+    signals.listen(_SIGNALS, lambda number: launcher.events.put(_SIGNALS[number]))
     return launcher.run()
 
 

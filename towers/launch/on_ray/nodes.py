@@ -16,6 +16,7 @@ import ray
 
 from towers.cluster import addresses
 from towers.launch.arguments import Options
+from towers.launch.generation import USAGE
 from towers.launch.machine import say
 from towers.launch.on_ray import cluster
 from towers.launch.on_ray.actor import HostActor
@@ -31,7 +32,7 @@ class ActorHost:
         code: Its exit code, negative for a signal; `None` while it runs.
         how: How it has ended, in words.
         log: Its file; Ray keeps what it writes.
-        is_lost: Whether Ray has lost it, with its node or by itself.
+        is_lost: Whether Ray has lost its node, so that it is not to blame.
         is_stopped: Whether it stands still, which Ray does not tell.
     """
 
@@ -57,6 +58,7 @@ class ActorHost:
         """
         self.rank, self.pid, self.code, self.how = rank, 0, None, ""
         self.is_lost, self._actor, self._given_up = False, actor, 0
+        self._node: str | None = None
         self._ended, self._placed = ended, placed
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
@@ -81,21 +83,33 @@ class ActorHost:
     def _run(self, *args):
         code, how = 1, ""
         try:
-            self.pid = ray.get(self._actor.start.remote(*args))
+            self.pid, self._node = ray.get(self._actor.start.remote(*args))
             self._placed(self)
             code, how = ray.get(self._actor.wait.remote())
         except ray.exceptions.RayTaskError as error:
             how = cluster.first_line(error.cause)
+            if isinstance(error.cause, ValueError):
+                code = USAGE  # it cannot be started
         except ray.exceptions.RayError as error:
             if self._given_up:
                 code, how = -self._given_up, signal.Signals(self._given_up).name
             else:
-                self.is_lost = True
-                how = f"Ray lost it ({cluster.first_line(error)})"
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self._actor)  # which frees its place
+                how = self._lost(error)
         self.how, self.code = how, code
+        # The launcher hears of it before another one gets the place.
         self._ended(self)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)
+
+    def _lost(self, error):
+        """Finds whether its node is to blame, and says what Ray has lost."""
+        if self._node is None:
+            return f"Ray cannot start it ({cluster.first_line(error)})"
+        is_there = not isinstance(error, ray.exceptions.ActorUnavailableError)
+        self.is_lost = not (is_there and cluster.has(self._node))
+        if self.is_lost:
+            return "Ray has lost its node"
+        return f"Ray has lost it ({cluster.first_line(error)})"
 
 
 class Nodes:
@@ -109,14 +123,18 @@ class Nodes:
 
     places_later = True
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, are_here: bool):
         """Takes over what is asked for; Ray is connected.
+
+        Args:
+            options: What is asked for.
+            are_here: Whether no node is on another machine.
 
         Raises:
             ValueError: The interface is none of this machine's.
         """
         self.token = secrets.token_hex(16)
-        here = ray.util.get_node_ip_address()
+        here = "127.0.0.1" if are_here else cluster.address()
         if options.interface is not None:
             here = addresses.of_interface(options.interface)
         self.listens_at = addresses.joined(here, 0)

@@ -19,6 +19,7 @@ from ray.train import collective
 
 from towers.cluster import environment
 from towers.launch.host import Host
+from towers.launch.on_ray.watcher import Watcher
 from towers.launch.strays import Strays
 
 # For what a host has started to end after it.
@@ -66,13 +67,12 @@ def run(work: Work) -> None:
         place = dataclasses.replace(place, generation=generation)
         environ |= environment.variables(place)
     strays = Strays()
-    # Without a delay: Ray starts the next generation soon.
-    strays.watch(0)
+    watcher = Watcher(strays)
     try:
         _Worker(work, generation, environ | strays.mark).run()
     finally:
         strays.end(_LAST_WORDS_S)
-        strays.stop_watching()
+        watcher.stop()
 
 
 class _Worker:
