@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
@@ -31,7 +32,8 @@ def now() -> tf.Tensor:
     """Returns the time in seconds, a float64 scalar, when it is computed."""
     if is_deterministic():
         # TensorFlow refuses its own clock then.
-        found = tf.numpy_function(time.time, [], tf.float64)
+        # An array, as eagerly a float of Python's would become a float32.
+        found = tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64)
         found.set_shape([])
         return found
     return tf.timestamp()

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import once
+from tests import once, warm
 from tests.towers.elastic.test_hosts import SMOOTH, until
 from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
-from tests.towers.train.runs import assembled, heard, main_here, ours, read_settings
+from tests.towers.train.runs import assembled, main_here, ours, read_settings
 from tests.variants import slow
 from towers.elastic import requests, resize
-from towers.parity import __main__ as parity_program
 from towers.train import callbacks
 
 # Of one tower.
@@ -317,8 +316,9 @@ def test_patience_counts_on(tmp_path, dtype):
 
 
 def test_parity(tmp_path):
-    settings = read_settings(*flags_of(tmp_path / "run", "--num_gpus=3"))
-    assert heard(parity_program.check, settings).returncode == 0
+    flags = flags_of(tmp_path / "run", "--num_gpus=3")
+    done = warm.run("towers.parity", *runs.QUICKLY, *flags, timeout_s=runs.TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
 
 
 GATE = """

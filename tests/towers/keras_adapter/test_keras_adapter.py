@@ -1064,6 +1064,8 @@ def _():
     tf.config.experimental.enable_op_determinism()
     try:
         assert runtime.is_deterministic()
+        # Also eagerly, where TensorFlow makes a float32 of a float of Python's.
+        assert runtime.now().dtype == tf.float64
     finally:
         tf_config.disable_op_determinism()
 
