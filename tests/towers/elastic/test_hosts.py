@@ -470,6 +470,7 @@ def test_one_is_killed(run):
         options(data="dataset"),
         options(data="pipeline", validates=True),
         options(steps_per_execution=3),
+        options(data="pipeline", steps_per_execution=3, validates=True),
     ],
     indirect=True,
 )

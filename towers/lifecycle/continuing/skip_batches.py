@@ -132,6 +132,7 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
         before it.
         """
         self._position, self._skips, self._now = position, skips, 0
+        self._hears = False
         # Of data begun in the middle, Keras announces a batch more than there are.
         self._end = options["steps"] or math.inf
         super().__init__(callbacks, **options)
@@ -150,12 +151,16 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Passes on what is not skipped."""
-        if Position(self._now, batch) >= self._position and batch < self._end:
+        self._hears = Position(self._now, batch) >= self._position
+        if self._hears and batch < self._end:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Passes on what is not skipped."""
-        if Position(self._now, batch) >= self._position:
+        """Passes on the end of what has begun unskipped.
+
+        A last call of fewer batches ends, as Keras counts, behind the position.
+        """
+        if self._hears:
             super().on_train_batch_end(batch, logs)
 
 
