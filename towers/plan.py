@@ -104,8 +104,9 @@ class Plan:
         packed: bool | None = None,
         hosts: OneHost = ONE_HOST,
         pipeline: Pipeline = ONE_STAGE,
+        ratios_of_hosts: Sequence[Sequence[int]] | None = None,
     ) -> "Plan":
-        """Makes the plan of this host; all hosts call it together.
+        """Makes the plan of this host.
 
         Args:
             devices: A device string for each tower of this host, or those of its
@@ -117,9 +118,12 @@ class Plan:
             packed: See `Plan`.
             hosts: See `Plan`.
             pipeline: See `Plan`.
+            ratios_of_hosts: The `split_ratios` of all hosts. By default hosts tell
+                them, for which all call this together.
         """
         count = pipeline.micro_batches
-        ratios = hosts.tell_all([n for n in split_ratios for _ in range(count)])
+        told = ratios_of_hosts or hosts.tell_all([*split_ratios])
+        ratios = [[n for n in mine for _ in range(count)] for mine in told]
         first = itertools.count(sum(map(len, ratios[: hosts.index])))
         towers = tuple(
             Tower(next(first), (each,) if isinstance(each, str) else (*each,), n)

@@ -352,14 +352,22 @@ def this_host() -> OneHost:
     membership = process_group.joined()
     if membership is None or membership.count == 1:
         return ONE_HOST
-    place = membership.rank, membership.count
-    communicator = process_group.communicator()
-    if place not in _places:
-        _places[place] = Cluster(membership.names, membership.rank, communicator)
-    found = _places[place]
-    if found.communicator is not communicator:
-        found.reconnect(membership.names, communicator)
-    return found
+    place, names = (membership.rank, membership.count), membership.names
+    return place_among(*place, process_group.communicator(), names)
+
+
+def place_among(
+    index: int, count: int, communicator: Communicator, names: Sequence[str] = ()
+) -> Cluster:
+    """Returns a place among so many hosts, connected to those that are there now.
+
+    Without `names`, they are "host 0" and so on.
+    """
+    names = names or [f"host {k}" for k in range(count)]
+    if (index, count) not in _places:
+        _places[index, count] = Cluster(names, index, communicator)
+    _places[index, count].reconnect(names, communicator)
+    return _places[index, count]
 
 
 # By rank and count, as hosts that come and go have one place after another.

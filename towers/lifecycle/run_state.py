@@ -12,6 +12,7 @@ import keras
 
 from towers.cluster import process_group
 from towers.collectives.hosts import this_host
+from towers.keras_adapter import randomness
 from towers.keras_adapter.models import batches_done
 from towers.lifecycle import contents, handover
 from towers.lifecycle.checkpoints import saved_model, states, store
@@ -24,6 +25,7 @@ from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
 from towers.lifecycle.save_points import SavePoints
 from towers.lifecycle.signals import NAMES, Signals, Stopped
 from towers.loop.agreement import SignalReceived
+from towers.model import fit_data
 from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.not_finite import NotFiniteStep
 from towers.program import voice, words
@@ -104,7 +106,7 @@ class RunState:
         if elastic:
             # Those that have trained before open data as those that have just come.
             for name in ("x", "validation_data"):
-                options[name] = data_position.unopened(options[name])
+                options[name] = fit_data.unopened(options[name])
         start = _start(self, call, data, goes_on)
         options["x"], options["initial_epoch"] = start.data, start.epoch
         self._trained_on = lambda: None
@@ -166,7 +168,7 @@ class RunState:
             self.position,
             past=[*(self.past or ())],
             whole=start.whole,
-            reading=states.undisturbed if start.read else None,
+            reading=randomness.undisturbed if start.read else None,
             at_end=functools.partial(_end_skipping, self),
         )
         call_from_batch(call, self.position, self._fit.data["steps_per_epoch"])
@@ -196,12 +198,12 @@ class RunState:
             self._fit.values_before = saved_model.values(model)
             # What is read again is drawn as it was: the order of a pass, say.
             if (found := self.known.about.get("random_at_begin")) is not None:
-                states.set_random_states(found)
+                randomness.set_random_states(found)
         else:
             self._restore_states()
         call = model.steps_per_execution
         read = math.ceil(self.position.batch / call) * call
-        self._epoch = CurrentEpoch(states.random_states(), read)
+        self._epoch = CurrentEpoch(randomness.random_states(), read)
         self.heed()
 
     def begin_batch(self, batch: int) -> None:

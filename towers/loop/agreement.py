@@ -32,7 +32,7 @@ _MOST, _PRIME = 2**16, 65521
 
 # What a host may wish, beside the number of a signal that stops: a checkpoint, nothing,
 # the end of `fit`, or other hosts, a number that no signal has.
-_SAVE, _GO_ON, _STOP_TRAINING, _CHANGE = -1, 0, 1, 100
+_SAVE, _GO_ON, _STOP_TRAINING, CHANGE = -1, 0, 1, 100
 # Of the sums for each batch of an evaluation, and at its end.
 _EVALUATED = "evaluated batch"
 
@@ -176,10 +176,10 @@ class Agreement:
         except tf.errors.OutOfRangeError:
             if self._heard is None:
                 raise
-            self._check_batches(self._heard)
             number = int(self._heard[:, _STOP].max())
-            if number == _CHANGE:
+            if number == CHANGE:
                 raise HostsChange from None
+            self._check_batches(self._heard)
             self.left_a_batch = model.stop_training = True
             # Keras takes it for the end of the data. `fit` puts an end to this.
             warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -227,7 +227,7 @@ class Agreement:
         (told,) = self._hosts.sum([told], "end of an epoch")
         found = told.numpy()[:, _STOP]
         # Of other hosts, all hear with the next batch, if there is one.
-        found = int(found[found < _CHANGE].max(initial=_GO_ON))
+        found = int(found[found < CHANGE].max(initial=_GO_ON))
         if found > _STOP_TRAINING:
             raise SignalReceived(found)
         return found == _STOP_TRAINING
@@ -283,7 +283,7 @@ class FollowHosts(keras.callbacks.Callback):
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
         elif process_group.change() is not None and self._agreement.wish <= _GO_ON:
-            self._agreement.wish = _CHANGE
+            self._agreement.wish = CHANGE
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stops if any host does."""

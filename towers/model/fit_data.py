@@ -7,8 +7,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from google.protobuf.message import DecodeError
 
 from towers.plan import Share
+
+# Of what a data set refers to outside of itself, such as a table: it stays there.
+_IGNORE = 1
 
 
 def batch_size(options: Mapping[str, Any]) -> int | None:
@@ -53,6 +57,37 @@ def of_host(data: Any, share: Share) -> Any:
         # Kept, as it counts epochs.
         data.of_host = dataclasses.replace(pipeline, share=share).dataset()
     return data.of_host
+
+
+def unopened(data: Any) -> Any:
+    """Returns a data set that has a shuffle of its own, as if never opened.
+
+    Where one fit follows another, each then opens it as a process does that has just
+    begun. What is no `tf.data.Dataset`, or cannot be copied, is returned as it is.
+    """
+    if not isinstance(data, tf.data.Dataset) or hasattr(data, "pipeline"):
+        return data
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(data),
+            external_state_policy=_IGNORE,
+        )
+        copied = tf.raw_ops.DatasetFromGraph(graph_def=_shuffled_anew(graph.numpy()))
+    except (tf.errors.OpError, ValueError, DecodeError):  # too large, say
+        return data
+    copied = tf.data.experimental.from_variant(copied, data.element_spec)
+    return copied.with_options(data.options())
+
+
+def _shuffled_anew(text: bytes) -> bytes:
+    """Has a data set's graph not share what its shuffles draw their orders from."""
+    graph = tf.compat.v1.GraphDef.FromString(text)
+    for node in (each for each in graph.node if each.op == "Const"):
+        for handle in node.attr["value"].tensor.resource_handle_val:
+            if "SeedGenerator" in handle.maybe_type_name:
+                # Of one that is not there, TensorFlow makes one.
+                handle.name = "none"
+    return graph.SerializeToString()
 
 
 def is_arrays(options: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ def fit(
     update: VariableUpdate,
     swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
     run: Callable[[], Any],
+    rehearse: Callable[[], None],
 ) -> Any:
     """Calls `run` in each generation until it ends in one; returns what it returns.
 
@@ -28,10 +29,13 @@ def fit(
             that is in use, which it is given.
         run: Trains. It raises `HostsChange` where all hosts have agreed to stop, and
             whatever a collective raises where a host is lost.
+        rehearse: Traces what `run` will need, before others wait for this process.
 
     Raises:
         HostsMissingError: No other generation begins, or not with this host.
     """
+    if process_group.joined() is None:
+        rehearse()
     _begin(update)
     why = ""
     while True:

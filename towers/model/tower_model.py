@@ -21,6 +21,7 @@ from towers.loop import listeners
 from towers.model import fit_data, generations
 from towers.model.compared import compared
 from towers.model.fit_call import FitCall, given
+from towers.model.rehearsal import rehearse
 from towers.model.update.first_call import FirstCall
 from towers.model.update.variable_update import VariableUpdate
 from towers.numerics import failed_stage, not_finite
@@ -231,8 +232,10 @@ class TowerModel(wrapt.CallableObjectProxy):
         run = functools.partial(self._fit, args, kwargs)
         if process_group.member() is None:
             return run()
-        swap = functools.partial(_swap_functions, self)
-        return generations.fit(self._self_update, swap, run)
+        update, swap = self._self_update, functools.partial(_swap_functions, self)
+        trace = functools.partial(_trace_training, self)
+        prepare = functools.partial(rehearse, self, update, swap, trace, args, kwargs)
+        return generations.fit(update, swap, run, prepare)
 
     def _fit(self, args, kwargs):
         """Calls `fit` of Keras, with these hosts."""
@@ -302,6 +305,16 @@ def _swap_functions(parallel, change):
     for name in _FUNCTIONS:
         setattr(parallel, name, found.get(name))
     return before
+
+
+def _trace_training(parallel, call):
+    """Has a call of `fit` trace its first step, without a first call that tries."""
+    parallel._self_call = call
+    parallel.train_function = parallel._train_function(parallel.builder)
+    try:
+        call.run(notes_place=False)
+    finally:
+        parallel._self_call = None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from pathlib import Path
 EXAMPLES, BATCH = 121, 16
 # The last one of an epoch is smaller than the others.
 STEPS_PER_EPOCH = 8
+# The generations of hosts in which the model was traced; `None` for alone.
+TRACED_IN = []
 # A test that has failed no longer says that there may be more steps.
 _LIMIT_S = 100.0
 _DEFAULTS = {
@@ -39,15 +41,22 @@ def with_defaults(options):
 def plain_model(options):
     """A model that begins, as its data, with the same in each process."""
     import keras
+    import tensorflow as tf
+
+    from towers.cluster import process_group
+
+    class Dense(keras.layers.Dense):
+        """Notes with whom this process is connected as a step is traced."""
+
+        def call(self, inputs, training=None):
+            if tf.is_symbolic_tensor(inputs):
+                hosts = process_group.joined()
+                TRACED_IN.append(None if hosts is None else hosts.generation)
+            return super().call(inputs, training=training)
 
     keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [
-            keras.Input([5]),
-            keras.layers.Dense(9, activation="tanh"),
-            keras.layers.Dense(2),
-        ]
-    )
+    layers = [keras.Input([5]), Dense(9, activation="tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
     model.compile(**_compiled(options))
     return model
 
@@ -139,7 +148,7 @@ def main(folder, options="{}"):
             about = {"pid": pid, "slot": slot, "step": step, "logs": logs}
             about |= {"rank": hosts.rank, "hosts": hosts.count, "time": time.time()}
             about |= {"launcher": launcher, "generation": hosts.generation}
-            about["graph"] = id(parallel.train_function)
+            about |= {"graph": id(parallel.train_function), "traced_in": TRACED_IN}
             file.write(json.dumps(about) + "\n")
             if raises.exists():
                 raises.unlink()

@@ -541,6 +541,37 @@ def build(input_shape, num_outputs):
 """
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        options(is_slow=False),
+        options(data="dataset"),
+        options(data="pipeline", steps_per_execution=3),
+        options(gpus=2, variable_update="replicated"),
+    ],
+    indirect=True,
+)
+def test_who_comes_has_traced_its_step_before(run):
+    file = run.folder / "hosts"
+    file.write_text("1")
+    run.start("1:2", f"--host_file={file}", steps=5)
+    first = run.begin(0)
+    write(file, "2")
+    both = run.begin(0, 1)
+    run.step(MIDDLE)
+    # Alone, it is traced again by whoever comes first, who has traced for itself.
+    kill(both[0])
+    run.begin(1)
+    again = run.begin(0, 1)
+    assert again[1] == both[1] and first[0] == both[0] != again[0]
+    run.finish()
+    traced = {each["pid"]: each["traced_in"] for each in run.lines()}
+    # The first one begins a generation of its own, and traces one of two hosts.
+    assert set(traced[first[0]]) == {0, 1}
+    assert traced[both[1]][0] is None and 1 not in traced[both[1]]
+    assert {*traced[again[0]]} == {None}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
 def test_graphs_of_a_place_are_kept(run):

@@ -56,7 +56,7 @@ def fit(update, *errors):
             raise error() if callable(error) else error
         return "history"
 
-    return generations.fit(update, lambda change: change({}), run)
+    return generations.fit(update, lambda change: change({}), run, lambda: None)
 
 
 def test_a_host_is_lost(hosts):

@@ -12,7 +12,7 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.elastic.events import Event
-from towers.cluster.elastic.generations import Entry, Generations, Rules
+from towers.cluster.elastic.generations import Entry, Generations, Rules, place_of
 from towers.cluster.elastic.talk import Talk
 from towers.cluster.membership import JOIN_SECONDS, Place
 from towers.cluster.rendezvous import meeting
@@ -262,6 +262,8 @@ class Coordinator:
         generations = self._generations
         if "ready" in message:
             generations.ready(entry, int(message["ready"]), str(message["address"]))
+        elif "expects" in message:
+            entry.send({"place": place_of(entry, generations.in_order())})
         elif "leaves" in message:
             generations.leave(entry, str(message["leaves"]))
         elif "wants" in message:

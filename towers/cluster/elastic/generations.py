@@ -66,6 +66,7 @@ class Entry:
         address: Once it is ready, where it listens for the next generation's hosts.
         steps: How many it has done, as it said last.
         leaves: Why it leaves; `None` if it does not.
+        expects: Whether it has asked for its place in a generation to come.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Entry:
     address: str | None = None
     steps: int = 0
     leaves: str | None = None
+    expects: bool = False
 
     @property
     def name(self) -> str:
@@ -366,6 +368,19 @@ class Generations:
         for limit in self._limits:
             limit.cancel()
         self._limits, self._waits = [], False
+
+
+def place_of(entry: Entry, entries: Iterable[Entry]) -> list[int]:
+    """Returns the rank that a new one may expect, and of how many hosts; or nothing.
+
+    It comes behind those that train, and those that have asked before. Nothing is
+    known before any train.
+    """
+    entry.expects = True
+    stay = [each for each in entries if each.leaves is None and each is not entry]
+    present = [each for each in stay if each.rank is not None]
+    rank = sum(each.rank is not None or each.expects for each in stay)
+    return [rank, rank + 1] if present else []
 
 
 def _hosts(entries: Iterable[Entry]) -> list[Host]:

@@ -72,6 +72,7 @@ class Member:
         self._own_host = ""
         self._generation = -1
         self._formed: Membership | None = None
+        self._place_to_come: list[list[int]] = []
         self._change: str | None = None
         self._reason = "it has not answered"
         self._loop = asyncio.new_event_loop()
@@ -92,6 +93,21 @@ class Member:
         on the step after which they call `next`.
         """
         return self._change
+
+    def expects(self) -> tuple[int, int] | None:
+        """Returns the rank that this host will probably have, and of how many hosts.
+
+        It is for one that is in no generation yet; `None` if none has begun.
+
+        Raises:
+            HostsMissingError: No other generation begins, or not with this host.
+            RendezvousError: It has another token or other versions than the others.
+        """
+        with self._changed:
+            self._place_to_come.clear()
+            self._send({"expects": True})
+            (place,) = self._wait(lambda: self._place_to_come)
+        return tuple(place) or None
 
     def next(self, steps: int) -> Membership:
         """Says that this host is ready, and waits for a generation that it is in.
@@ -271,6 +287,10 @@ class Member:
                     **told, **listed, token=self._place.token, elastic=True
                 )
                 self._generation, self._change = told["generation"], None
+                self._changed.notify_all()
+        elif "place" in message:
+            with self._changed:
+                self._place_to_come.append(message["place"])
                 self._changed.notify_all()
         elif "change" in message:
             self._change = self._change or message["change"]

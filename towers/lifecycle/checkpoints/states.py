@@ -1,9 +1,7 @@
 """What a run knows besides its variables, as JSON; arrays are put aside."""
 
-import contextlib
 import json
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers._deprecated import rename_keys
-from towers.keras_adapter.randomness import shared_generator, shared_tf_generator
+from towers.keras_adapter.randomness import random_states, set_random_states
 
 # What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
 _KNOWN = {
@@ -170,51 +168,3 @@ def _from_json(value, arrays):
     # Older checkpoints have dicts as they are.
     pairs = value.get(_DICT, value.items())
     return {_from_json(k, arrays): _from_json(v, arrays) for k, v in pairs}
-
-
-def random_states() -> dict[str, Any]:
-    """Returns those of each generator that all share, as JSON.
-
-    Layers' own are variables of the model.
-
-    Keras and TensorFlow make theirs when they are first asked for a number.
-    """
-    kind, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    found = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), *rest],
-    }
-    if (shared := shared_generator()) is not None:
-        found["keras"] = shared.state.numpy().tolist()
-    if (shared := shared_tf_generator()) is not None:
-        found["tensorflow"] = [shared.algorithm, shared.state.numpy().tolist()]
-    return found
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Gives generators the states that `random_states` has returned."""
-    if "keras" in states:
-        # To make one, Keras draws a number of Python's.
-        shared = shared_generator(create=True)
-        shared.state.assign(states["keras"])
-    if "tensorflow" in states:
-        algorithm, state = states["tensorflow"]
-        if shared_tf_generator() is None:
-            made = tf.random.Generator.from_state(state, algorithm)
-            tf.random.set_global_generator(made)
-        shared_tf_generator().reset(state)
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Leaves random numbers as they were, whoever draws some meanwhile."""
-    found = random_states()
-    try:
-        yield
-    finally:
-        set_random_states(found)

@@ -13,16 +13,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from google.protobuf.message import DecodeError
 
 from towers.lifecycle.checkpoints.store import Position
 from towers.model.fit_data import batch_size, count, is_arrays, length
 
 # What TensorFlow takes if no seed was set for all operations.
 _NO_SEED = 87654321
-
-# Of what a data set refers to outside of itself, such as a table: it stays there.
-_IGNORE = 1
 
 _ONLY_IF = "The run ends as an uninterrupted one only if"
 _OTHER = "The run may end with other numbers than an uninterrupted one"
@@ -114,37 +110,6 @@ def start(
             note = f"{_OTHER}: {other}" if place.batches else None
     # A shuffle draws numbers whenever it is opened, so passes that are over are opened.
     return Start(data, at_pass if used else opened, note=note)
-
-
-def unopened(data: Any) -> Any:
-    """Returns a data set that has a shuffle of its own, as if never opened.
-
-    Where one fit follows another, each then opens it as a process does that has just
-    begun. What is no `tf.data.Dataset`, or cannot be copied, is returned as it is.
-    """
-    if not isinstance(data, tf.data.Dataset) or hasattr(data, "pipeline"):
-        return data
-    try:
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(data),
-            external_state_policy=_IGNORE,
-        )
-        copied = tf.raw_ops.DatasetFromGraph(graph_def=_shuffled_anew(graph.numpy()))
-    except (tf.errors.OpError, ValueError, DecodeError):  # too large, say
-        return data
-    copied = tf.data.experimental.from_variant(copied, data.element_spec)
-    return copied.with_options(data.options())
-
-
-def _shuffled_anew(text: bytes) -> bytes:
-    """Has a data set's graph not share what its shuffles draw their orders from."""
-    graph = tf.compat.v1.GraphDef.FromString(text)
-    for node in (each for each in graph.node if each.op == "Const"):
-        for handle in node.attr["value"].tensor.resource_handle_val:
-            if "SeedGenerator" in handle.maybe_type_name:
-                # Of one that is not there, TensorFlow makes one.
-                handle.name = "none"
-    return graph.SerializeToString()
 
 
 def start_anew(options: dict[str, Any], position: Position) -> Start:

@@ -1,7 +1,7 @@
 """What a builder is made of, whichever choice and layout it is made for."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.guard import Guard
 from towers.builders.strategies import STRATEGIES
-from towers.collectives.hosts import OneHost, this_host
+from towers.collectives.hosts import OneHost
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import is_gpu
 from towers.layers import tables, variables
@@ -77,9 +77,9 @@ class Recipe:
         if self.hosts.count > 1:
             alike.check(self.hosts, {"multi_gpu_model()": self.given})
 
-    def follow_hosts(self) -> None:
-        """Takes the hosts that this process has joined since; see `check_alike`."""
-        self.hosts = this_host().compressing(self.gradient_compression)
+    def follow_hosts(self, hosts: OneHost) -> None:
+        """Takes hosts in the place of those before; see `check_alike`."""
+        self.hosts = hosts.compressing(self.gradient_compression)
         self.check_alike()
 
     def ways(
@@ -91,8 +91,19 @@ class Recipe:
             in_stages=not self.pipeline.alone,
         )
 
-    def builder(self, choice: Choice, layout: Layout) -> Builder:
-        """Makes a builder, and moves the variables to where it needs them."""
+    def builder(
+        self,
+        choice: Choice,
+        layout: Layout,
+        ratios_of_hosts: Sequence[Sequence[int]] | None = None,
+    ) -> Builder:
+        """Makes a builder, and moves the variables to where it needs them.
+
+        Args:
+            choice: How variables are updated.
+            layout: The towers of this host.
+            ratios_of_hosts: As of `Plan.of`.
+        """
         first, model = layout.firsts[0], self.model
         copied = choice.variable_update == "replicated"
         home = first if copied or self.home_follows else self.home
@@ -105,7 +116,7 @@ class Recipe:
             merges = (devices.HOST,) * stages
         plan = Plan.of(
             *(layout.towers, layout.split_ratios, homes, merges, self.packed),
-            *(self.hosts, self.pipeline),
+            *(self.hosts, self.pipeline, ratios_of_hosts),
         )
         self._lay_out_tables(plan, copied)
         variables.move(model, plan.home_of)

@@ -3,16 +3,16 @@
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch, reduce
+from towers.collectives.hosts import OneHost, this_host
 from towers.devices import HOST
 from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
@@ -27,48 +27,12 @@ from towers.model.replayable import ReplayableBatches
 from towers.model.update.auto import Choice
 from towers.model.update.layout import Layout
 from towers.model.update.recipe import Recipe
+from towers.model.update.xla_wish import XlaWish
 from towers.tower.errors import explained_leaks
 from towers.tower.run import is_synchronized
 
 # Layouts whose graphs are kept, beside the one in use.
 _MOST_KEPT = 8
-
-
-class XlaWish:
-    """What `compile` was told of XLA, by the argument `jit_compile`."""
-
-    def __init__(self, model: keras.Model):
-        self._model = model
-        # What was told, and what shows whether that was the last time.
-        self._told = self._config = None
-
-    def tell(self, jit_compile: Any) -> None:
-        """Is told the wish, when the model has been compiled with it."""
-        self._told, self._config = jit_compile, compile_config(self._model)
-
-    def wanted(self, say: Callable[[Sequence[str]], None]) -> bool | None:
-        """Tells whether XLA is to compile towers and update; `None`: what is faster.
-
-        Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
-        compiled for each device and each size of a local batch, so here it is tried.
-        """
-        model, told = self._model, self._told
-        wanted = model.compiled and model.jit_compile
-        if self._config is not compile_config(model):
-            # Compiled without us: Keras keeps only what it has made of the wish.
-            told = wanted
-            if wanted and tf.config.list_physical_devices("GPU"):
-                told = "auto"
-                line = (
-                    f"Model '{model.name}' was compiled before multi_gpu_model() got "
-                    "it, and Keras turns XLA on by itself where there is a GPU, so "
-                    "the towers go without; if XLA is wanted, compile what "
-                    "multi_gpu_model() returns, with jit_compile=True."
-                )
-                say([line])
-        if told is None or told == "auto":
-            return None
-        return bool(told and wanted)
 
 
 class VariableUpdate:
@@ -180,9 +144,9 @@ class VariableUpdate:
         self._install(choice)
         self.create_first(batches)
 
-    def _install(self, choice):
+    def _install(self, choice, ratios_of_hosts=None):
         before = self.builder.context
-        self.builder = self._recipe.builder(choice, self.layout)
+        self.builder = self._recipe.builder(choice, self.layout, ratios_of_hosts)
         self.choice = choice
         self.builder.xla = choice.xla or self.xla
         self.builder.context.callbacks_may_write = before.callbacks_may_write
@@ -261,7 +225,8 @@ class VariableUpdate:
         """Puts a builder for other hosts in use; all of these hosts call it together.
 
         They update variables as the first host does, if that was chosen before. What
-        was traced before for as many hosts is used again, where all have it.
+        was traced before for the same place is used again, unless others would wait for
+        this host while they trace theirs.
 
         Args:
             why: Why they train together, after others; empty for the first ones. What
@@ -280,7 +245,7 @@ class VariableUpdate:
             for copy in _copies(self.builder):
                 empty(copy)
         self._membership = process_group.joined()
-        self._recipe.follow_hosts()
+        self._recipe.follow_hosts(this_host())
         self._kept.clear()
         hosts = self._recipe.hosts
         mine = [self.chosen, [*self.choice], self.xla, why]
@@ -289,8 +254,9 @@ class VariableUpdate:
         ratios = hosts.tell_all(self.layout.split_ratios)
         self._place = hosts.index, str(ratios), choice, self.layout
         kept = self._kept_places.pop(self._place, None)
-        has_it = kept is not None and not _differ(kept.places, self._places())
-        if all(hosts.tell_all(has_it)):
+        if kept is not None and _differ(kept.places, self._places()):
+            kept = None
+        if _agree_to_use(kept, hosts, self.needs_first_call):
             self.builder, self.choice = kept.builder, choice
             self._recipe.agreement = kept.builder.context.agreement
             for copy in _copies(self.builder):
@@ -299,11 +265,30 @@ class VariableUpdate:
             functions = kept.functions
         else:
             self._recipe.agree()
-            self._install(choice)
+            self._install(choice, ratios)
             functions = {}
         self.builder.context.why_hosts = why
         self._seen = self.state()
         return functions
+
+    def expect_hosts(self, hosts: OneHost, functions: dict[str, Any]) -> dict[str, Any]:
+        """Puts a builder in use for hosts that this process has not joined yet.
+
+        What is traced by it is there for `follow_hosts`.
+
+        Args:
+            hosts: As they will probably be, this host's place among them.
+            functions: What was made by the builder that is in use, by name.
+
+        Returns:
+            Nothing, as all functions are new.
+        """
+        self._recipe.follow_hosts(hosts)
+        self._recipe.agree()
+        ratios = [[*self.layout.split_ratios]] * hosts.count
+        self._place = hosts.index, str(ratios), self.choice, self.layout
+        self._install(self.choice, ratios)
+        return {}
 
     def layout_of(
         self,
@@ -354,6 +339,19 @@ class _Kept(NamedTuple):
     choice: Choice
     functions: dict[str, Any]
     places: list[Any]
+
+
+def _agree_to_use(kept, hosts, needs_first_call):
+    """Whether this host may use what it has kept, if anything; all call it together.
+
+    Those that trace anew may have to meet others for it, in their first call, or to
+    compare rows.
+    """
+    compared = 0 if kept is None else len(kept.builder.pieces.comparison.verdicts)
+    told = hosts.tell_all([kept is not None, needs_first_call, compared])
+    have_it, meet, compared = zip(*told, strict=True)
+    alike = all(have_it) or not any(meet)
+    return kept is not None and alike and len({*compared}) == 1
 
 
 def _limit(kept):

@@ -3,7 +3,13 @@
 import pytest
 
 from towers.cluster.elastic.events import Formed, Lost, Over, Wanted
-from towers.cluster.elastic.generations import FIND_S, Entry, Generations, Rules
+from towers.cluster.elastic.generations import (
+    FIND_S,
+    Entry,
+    Generations,
+    Rules,
+    place_of,
+)
 from towers.cluster.rendezvous.host import QUIET_S
 
 VERSIONS = {"python": "3", "tensorflow": "2.21", "keras": "3.15", "towers": "1"}
@@ -116,6 +122,22 @@ def test_hosts_begin_in_the_order_of_their_slots():
         run.come(slot)
     assert run.ranks() == [1, 3, 0, 2]
     assert run.formed()[0].slots == (0, 1, 2, None)
+
+
+def test_which_place_a_new_one_may_expect():
+    run = Run(most=4, expected=2)
+    first, second = run.come(), run.come(ready=None)
+    entries = run.generations.in_order
+    # Nobody trains yet.
+    assert place_of(second, entries()) == []
+    run.ready(second, 0)
+    third, fourth = run.come(ready=None), run.come(ready=None)
+    assert place_of(fourth, entries()) == [2, 3]
+    assert place_of(third, entries()) == [3, 4]
+    run.generations.leave(first, "SIGTERM")
+    assert place_of(fourth, entries()) == [2, 3]
+    run.lose(third)
+    assert place_of(fourth, entries()) == [1, 2]
 
 
 def test_fewer_begin_if_no_more_come():

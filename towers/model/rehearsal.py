@@ -1,0 +1,111 @@
+"""Traces a host's first step before it joins others, who then do not wait for that.
+
+The step is that of the place which the host will probably have. It ends before anything
+has changed, as a step does in which a host says that others come.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.cluster import process_group
+from towers.collectives.hosts import place_among
+from towers.keras_adapter.randomness import undisturbed
+from towers.loop.agreement import CHANGE, HostsChange
+from towers.model import fit_data
+from towers.model.fit_call import FitCall
+from towers.model.update.variable_update import VariableUpdate
+from towers.plan import Share
+from towers.program import words
+from towers.program.voice import say
+
+
+class Echo:
+    """Stands in for a `Communicator` to hosts that all say what this one says.
+
+    A sum is that of this host alone.
+    """
+
+    def __init__(self, count: int):
+        """Takes the number of hosts, this one included."""
+        self._count = count
+
+    def grouped_all_reduce(
+        self, arrays: Sequence[np.ndarray], purpose: str, wire: Any = None
+    ) -> list[np.ndarray]:
+        """See `Communicator`."""
+        return [*arrays]
+
+    def all_gather(self, data: Any, purpose: str) -> list[memoryview]:
+        """See `Communicator`."""
+        mine = np.frombuffer(data, np.uint8)
+        whole, size = np.tile(mine, self._count), len(mine)
+        return [memoryview(whole)[k * size :][:size] for k in range(self._count)]
+
+    def broadcast(self, content: Any, purpose: str) -> None:
+        """See `Communicator`."""
+
+
+def rehearse(
+    parallel: Any,
+    update: VariableUpdate,
+    swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
+    trace: Callable[[FitCall], None],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Traces the step that this process is about to make with hosts that train.
+
+    The variables keep their values, and no callback hears of it. It does nothing where
+    nobody trains yet, for data that can be read only once, and for steps that are not
+    traced or not chosen yet.
+
+    Args:
+        parallel: The `TowerModel`.
+        update: How its variables are updated.
+        swap: As of `generations.fit`.
+        trace: Has a call of `fit` trace its first step.
+        args: The arguments of `fit`.
+        kwargs: Its keyword arguments.
+    """
+    model = update.model
+    if not (update.chosen and model.built) or model.run_eagerly:
+        return
+    place = process_group.member().expects()
+    call = FitCall(parallel, type(model).fit, args, kwargs, update.create_variables)
+    if place is None or "callbacks" not in call.options:
+        return
+    hosts = place_among(*place, Echo(place[1]))
+    swap(functools.partial(update.expect_hosts, hosts))
+    options = call.options
+    options["x"] = _read_apart(options, parallel.builder.plan.share)
+    if options["x"] is None:
+        return
+    options |= {"callbacks": None, "verbose": 0}
+    parallel.builder.context.agreement.wish = CHANGE
+    try:
+        with undisturbed():
+            trace(call)
+    except HostsChange:
+        pass
+    except Exception as error:
+        # What is wrong with the data, say, is said where it matters.
+        said = words.error_sentence(error)
+        say(f"Note: This host's first step is not traced before others wait: {said}.")
+
+
+def _read_apart(options: Mapping[str, Any], share: Share) -> Any:
+    """Data like those of `fit`, which can be read without those going on; or `None`."""
+    data = options["x"]
+    if (pipeline := getattr(data, "pipeline", None)) is not None:
+        return dataclasses.replace(pipeline, share=share).dataset()
+    if isinstance(data, tf.data.Dataset):
+        copied = fit_data.unopened(data)
+        return None if copied is data else copied
+    is_sequence = isinstance(data, keras.utils.PyDataset)
+    return data if not is_sequence and fit_data.is_arrays(options) else None
