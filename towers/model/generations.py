@@ -6,6 +6,7 @@ from typing import Any
 
 from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
+from towers.cluster.membership import HostsDifferError
 from towers.layers.variables import steps_done
 from towers.loop.agreement import HostsChange
 from towers.model.update.variable_update import VariableUpdate
@@ -32,13 +33,17 @@ def fit(
         rehearse: Traces what `run` will need, before others wait for this process.
 
     Raises:
+        HostsDifferError: This host, which has come last, was given other arguments or
+            data than the others, who go on without it; or hosts differ that have begun
+            together.
         HostsMissingError: No other generation begins, or not with this host.
     """
     if process_group.joined() is None:
         rehearse()
     _begin(update)
-    why = ""
+    why, before = "", None
     while True:
+        now = _processes(process_group.joined())
         try:
             with process_group.together():
                 if not update.is_of_hosts(process_group.joined()):
@@ -55,7 +60,18 @@ def fit(
             if not process_group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
+        except HostsDifferError as error:
+            if before is None or now <= before:
+                raise
+            # Those that have come since end, by the same error.
+            why, now = str(error), before
+        before = now
         process_group.join_next(steps_done(update.model))
+
+
+def _processes(membership):
+    """Who they are, whatever their numbers."""
+    return {name.partition(" ")[2].partition(" ")[2] for name in membership.names}
 
 
 def _begin(update):

@@ -5,7 +5,8 @@
 Adds a line of JSON to FOLDER/steps-PID for each step, and writes the history and the
 weights to FOLDER/result-PID.npz. Waits behind a step until FOLDER/steps says that there
 may be more, or hosts come or go. If there is FOLDER/fails-SLOT, it ends at once with
-the code that stands there; if there is FOLDER/raises-SLOT, its next step fails, once.
+the code that stands there; if there is FOLDER/raises-SLOT, its next step fails, once;
+if there is FOLDER/options-SLOT, it has these options.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ _DEFAULTS = {
     "validates": False,
     "steps_per_execution": 1,
     "variable_update": "parameter_server",
+    "seed": 0,
 }
 
 
@@ -77,7 +79,7 @@ def arguments(options):
     """What `fit` is given, besides callbacks."""
     import numpy as np
 
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(options["seed"])
     x = rng.normal(size=[EXAMPLES, 5]).astype("float32")
     y = rng.normal(size=[EXAMPLES, 2]).astype("float32")
     given = {"epochs": options["epochs"], "verbose": 0}
@@ -131,6 +133,8 @@ def main(folder, options="{}"):
     from towers.cluster import process_group
 
     options = with_defaults(json.loads(options))
+    if (others := folder / f"options-{slot}").exists():
+        options |= json.loads(others.read_text())
     devices = towers.configure(num_gpus=options["gpus"], hosts="auto")
     parallel = towers.multi_gpu_model(
         plain_model(options),

@@ -382,6 +382,20 @@ def test_one_that_keeps_failing_is_left_out(run):
     run.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [{"epochs": 5}, {"seed": 8}])
+def test_one_that_was_given_something_else_ends_alone(run, others):
+    file = run.folder / "hosts"
+    file.write_text("1")
+    run.start("1:2", f"--host_file={file}", steps=5)
+    first = run.begin(0)
+    (run.folder / "options-1").write_text(json.dumps(others))
+    write(file, "2")
+    run.says(rf"{slot_module.TIMES} times running; it is left out, and 1 host may go")
+    run.finish()
+    assert {each["pid"] for each in run.lines()} == {*first.values()}
+
+
 # Signals.
 
 

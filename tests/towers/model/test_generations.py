@@ -1,10 +1,12 @@
 """Fitting in one generation of hosts after another: what is taken for a lost host."""
 
 import contextlib
+import types
 
 import pytest
 
 from towers.cluster import process_group
+from towers.cluster.membership import HostsDifferError
 from towers.loop.agreement import HostsChange
 from towers.model import generations
 
@@ -28,14 +30,19 @@ class Update:
 @pytest.fixture
 def hosts(monkeypatch):
     """Returns what may be set: whether the present hosts cannot go on together."""
-    state = {"broken": False, "joins": 0}
+    state = {"broken": False, "joins": 0, "others": {}}
 
     def join_next(steps):
         state["joins"] += 1
         state["broken"] = False
 
+    def joined():
+        pids = [1, *state["others"].get(state["joins"], [])]
+        names = [f"host {rank} (n, pid {pid})" for rank, pid in enumerate(pids)]
+        return types.SimpleNamespace(names=names) if state["joins"] else None
+
     for name, value in (
-        ("joined", lambda: state["joins"] or None),
+        ("joined", joined),
         ("change", lambda: None),
         ("is_broken", lambda: state["broken"]),
         ("join_next", join_next),
@@ -80,3 +87,28 @@ def test_the_users_own_connections_are_no_hosts(hosts):
     with pytest.raises(ConnectionError, match="the monitoring server"):
         fit(Update(), ConnectionError("the monitoring server"))
     assert hosts["joins"] == 1
+
+
+DIFFER = HostsDifferError("Host 1 was given epochs=3.")
+
+
+def test_who_comes_with_something_else_ends_and_the_others_go_on(hosts):
+    # They come one after another, and the last one is as the others are.
+    hosts["others"] = {2: [7], 4: [8], 5: [9]}
+    update = Update()
+    errors = HostsChange(), DIFFER, HostsChange(), DIFFER
+    assert fit(update, *errors) == "history"
+    assert hosts["joins"] == 5
+    assert update.why[2] == update.why[4] == str(DIFFER)
+
+
+def test_hosts_that_differ_as_they_begin_end(hosts):
+    hosts["others"] = {1: [7]}
+    with pytest.raises(HostsDifferError):
+        fit(Update(), DIFFER)
+
+
+def test_hosts_that_differ_though_nobody_has_come_end(hosts):
+    hosts["others"] = {1: [7, 8], 2: [8]}
+    with pytest.raises(HostsDifferError):
+        fit(Update(), HostsChange(), DIFFER)
