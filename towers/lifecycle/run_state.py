@@ -166,6 +166,7 @@ class RunState:
         call.skips = SkipDoneBatches(
             call,
             self.position,
+            batches=self._fit.data["steps_per_epoch"],
             past=[*(self.past or ())],
             whole=start.whole,
             reading=randomness.undisturbed if start.read else None,
@@ -208,7 +209,8 @@ class RunState:
 
     def begin_batch(self, batch: int) -> None:
         """Saves if it is time, when all callbacks have seen the batch before."""
-        self.position = Position(self.position.epoch, batch)
+        # Of a call that goes on, some steps are done.
+        self.position = max(self.position, Position(self.position.epoch, batch))
         self._epoch.batch_begun, self._epoch.metrics = True, None
         if process_group.member() is not None:
             self._epoch.step = self._fit.step

@@ -217,15 +217,27 @@ class TestOtherData:
             fit(as_new(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
 
 
-def test_in_the_middle_of_a_call_it_does_not_go_on(tmp_path):
-    fit_traced(Checkpoint(tmp_path), StopAtStep(3))
-    for steps, divisor in ((4, 1), (6, 3)):
-        words = f"_execution={steps} .* after batch 3 .* such as {divisor}"
-        with pytest.raises(ResumeError, match=words):
-            fit(tiny(steps_per_execution=steps), Checkpoint(tmp_path))
-    model = as_new(steps_per_execution=3)
-    fit(model, Checkpoint(tmp_path), epochs=2)
-    assert int(model.optimizer.iterations) == 2 * STEPS
+@pytest.mark.parametrize("steps", [4, slow(2), slow(3), slow(STEPS), slow(STEPS + 1)])
+@pytest.mark.parametrize("make_data", [data, slow(plain)])
+def test_a_call_may_go_on_in_its_middle(tmp_path, steps, make_data):
+    def make():
+        return as_new(keras.optimizers.SGD(1e-3, 0.9))
+
+    whole = make()
+    history = fit(whole, x=make_data()).history
+    ended = []
+    ends = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ended.append(iterations())
+    )
+    fit(make(), Checkpoint(tmp_path), StopAtStep(STEPS + 3), x=make_data())
+    model = as_new(keras.optimizers.SGD(1e-3, 0.9), steps_per_execution=steps)
+    iterations = lambda: int(model.optimizer.iterations)  # noqa: E731
+    continued = fit(model, Checkpoint(tmp_path), ends, x=make_data()).history
+    assert_same(model, values(whole))
+    assert continued == history
+    calls = [min(first + steps, STEPS) for first in range(0, STEPS, steps)]
+    expected = [epoch * STEPS + call for epoch in (1, 2) for call in calls]
+    assert ended == [each for each in expected if each > STEPS + 3]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Checks that a run can go on with what `fit` is given, and says what has changed."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,13 +38,13 @@ def start(
         _say_validation_differs(run, *changes.pop("validation"))
     if changes and position.batch:
         if [*changes] == ["steps_per_epoch"]:
-            _check_calls(position.batch, 1, steps)
+            _check_batches(position.batch, steps)
         raise ResumeError(
             f"The run {run} goes on in the middle of an epoch, but the data are "
             f"others: {_listed(changes, '{}, but received {}')}; expected the same."
         )
     if position.batch:
-        _check_calls(position.batch, call.model.steps_per_execution, steps)
+        _check_batches(position.batch, steps)
     if changes:
         say(
             f"Note: The run {run} goes on with other data, from their beginning:"
@@ -129,13 +128,6 @@ def _listed(changes, text):
     )
 
 
-def _check_calls(done: int, call: int, steps: int | None) -> None:
+def _check_batches(done: int, steps: int | None) -> None:
     if steps is not None and done > steps:
         raise too_few(done)
-    # The last call of an epoch may be a short one.
-    if done % call and done != steps:
-        raise ResumeError(
-            f"Received steps_per_execution={call} for a run that goes on after batch "
-            f"{done} of an epoch, in the middle of such a call; expected a divisor of "
-            f"{done}, such as {math.gcd(done, call)}."
-        )

@@ -14,6 +14,7 @@ import keras
 from towers.lifecycle.checkpoints.store import Position
 from towers.loop import loop
 from towers.model.fit_call import FitCall
+from towers.model.replayable import ReplayableBatches
 
 
 class ResumeError(ValueError):
@@ -32,7 +33,8 @@ class SkipDoneBatches:
     """A train function that skips batches, and then gives way to the real one.
 
     It reads again only the batches that were read in the last pass, once it knows that
-    the pass is the last.
+    the pass is the last. A call that has begun before the position is made up of the
+    batches that are left of it.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class SkipDoneBatches:
         call: FitCall,
         position: Position,
         *,
+        batches: int | None,
         past: Sequence[int],
         whole: bool,
         reading: Callable[[], contextlib.AbstractContextManager] | None,
@@ -50,6 +53,7 @@ class SkipDoneBatches:
         Args:
             call: The call of `fit` that skips them.
             position: Where the real train function begins.
+            batches: Those of an epoch, if that is known.
             past: Batches that were read in each epoch before, or none if that is not
                 known.
             whole: Whether to read also passes that are over.
@@ -60,6 +64,7 @@ class SkipDoneBatches:
         self._call, self._position = call, position
         self._model, self._steps = call.model, call.model.steps_per_execution
         self._past, self._whole, self._reading = past, whole, reading
+        self._batches = math.inf if batches is None else batches
         self._at_end = at_end
         self._epoch = self._skipped = self._unread = 0
         self._iterator = None
@@ -88,8 +93,23 @@ class SkipDoneBatches:
         self._unread += self._steps
         if before or self._skipped < self._position.batch:
             return {}
+        at_end = self._position.batch >= self._batches
+        left = 0 if at_end else self._skipped - self._position.batch
+        self._unread -= left
+        self._call.skipped -= left
         self._end()
+        if left > 0:
+            rest = ReplayableBatches(iterator, left)
+            return self._model.train_function(rest.read())
         return self._model.get_metrics_result()
+
+    def is_done(self, epoch: int, batch: int) -> bool:
+        """Tells whether a call is skipped that begins with a batch of an epoch."""
+        # The last call of an epoch may be of fewer.
+        behind = batch + self._steps
+        if batch < self._batches <= self._position.batch:
+            behind = min(behind, self._batches)
+        return Position(epoch, behind) <= self._position
 
     def _open(self, iterator):
         if iterator is self._iterator:
@@ -151,15 +171,12 @@ class CallbacksFromBatch(keras.callbacks.CallbackList):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Passes on what is not skipped."""
-        self._hears = Position(self._now, batch) >= self._position
+        self._hears = not self._skips.is_done(self._now, batch)
         if self._hears and batch < self._end:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Passes on the end of what has begun unskipped.
-
-        A last call of fewer batches ends, as Keras counts, behind the position.
-        """
+        """Passes on the end of a call that is not skipped."""
         if self._hears:
             super().on_train_batch_end(batch, logs)
 
