@@ -11,7 +11,7 @@ from tests.variants import for_the_report, slow
 # One host with two towers; hosts with one tower each, two each, and one beside two.
 LAYOUTS = (2,), (1, 1), (2, 2), (1, 2)
 # The others take half an hour.
-OFTEN = ((2,), "replicated"), ((1, 2), "parameter_server")
+OFTEN = ((2,), "replicated"), ((1, 1), "parameter_server")
 BUILDERS = "parameter_server", "replicated"
 INPUTS = [
     {"use_numpy": numpy, "use_validation_data": validation}

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.layers import variables
@@ -222,7 +222,11 @@ EXAMPLES = "accumulate", "dcgan", "sam", "wgan_gp", "fixmatch", "simclr", "vae"
 
 @pytest.mark.parametrize(
     ("name", "gpus"),
-    [("accumulate", 2), *(slow(name, gpus) for name in EXAMPLES for gpus in (2, 4))],
+    [
+        ("accumulate", 2),
+        *(slow(name, 2) for name in EXAMPLES),
+        *((slow if name == "vae" else for_the_report)(name, 4) for name in EXAMPLES),
+    ],
 )
 def test_examples_learn(name, gpus):
     keras.utils.set_random_seed(0)

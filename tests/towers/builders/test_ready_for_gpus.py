@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tests import as_on_gpu, executed
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders.pieces import reader
@@ -178,10 +178,16 @@ def test_towers_of_each_kind(kind):
     assert two[False, True] - one[False, True] <= 2 * 2 * 8
 
 
-@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        slow("transformer", 1),
+        for_the_report("transformer", 10),
+        slow("cnn", 1),
+        slow("cnn", 10),
+    ],
+)
 @pytest.mark.parametrize("way", [*WAYS])
-@pytest.mark.parametrize("kind", ["transformer", "cnn"])
-@pytest.mark.slow
 def test_each_way_to_update(kind, way, steps):
     _assert_ready([_ran(kind, depth, steps, **WAYS[way])[0] for depth in (1, 2)])
 

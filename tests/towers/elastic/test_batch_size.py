@@ -18,7 +18,7 @@ from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.towers.train.runs import assembled, main_here, ours, read_settings
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers.elastic import requests, resize
 from towers.train import callbacks
 
@@ -344,14 +344,13 @@ def callbacks():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "victim", "alone_until", "towers", "changes"),
     [
-        (signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
+        slow(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
         # It comes back to an epoch of two, or of one.
-        (signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
-        (signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),
+        for_the_report(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
+        slow(signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),
     ],
 )
 def test_hosts(tmp_path, monkeypatch, number, victim, alone_until, towers, changes):

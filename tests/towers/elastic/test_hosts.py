@@ -20,7 +20,7 @@ from tests.towers.elastic import fits
 from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers.launch.elastic import slot as slot_module
 
 LIMIT_S = 90.0
@@ -226,12 +226,10 @@ def run(tmp_path, request):
     one.close()
 
 
-def options(is_slow=True, **options):
-    """A run with other options, as a parameter."""
+def options(tier=slow, **options):
+    """A run with other options, as a parameter of `tier`."""
     name = "-".join(f"{name}={value}" for name, value in options.items()) or "plain"
-    if is_slow:
-        return slow(options, id=name)
-    return pytest.param(options, id=name)
+    return tier(options, id=name)
 
 
 def kill(*victims, number=signal.SIGKILL):
@@ -315,8 +313,7 @@ def test_one_fails_where_none_may_be_missing(run):
     assert {each["hosts"] for each in run.lines()} == {2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("hosts", [for_the_report(1), for_the_report(2), slow(3)])
 def test_all_are_killed(run, hosts):
     run.start(f"{hosts}:{hosts}", steps=20)
     before = run.begin(*range(hosts))
@@ -382,8 +379,7 @@ def test_one_that_keeps_failing_is_left_out(run):
     run.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("others", [{"epochs": 5}, {"seed": 8}])
+@pytest.mark.parametrize("others", [for_the_report({"epochs": 5}), slow({"seed": 8})])
 def test_one_that_was_given_something_else_ends_alone(run, others):
     file = run.folder / "hosts"
     file.write_text("1")
@@ -448,13 +444,13 @@ def test_nothing_is_left_to_train(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(validates=True),
+        options(for_the_report, validates=True),
         options(steps_per_execution=3),
-        options(variable_update="replicated"),
-        options(gpus=2),
+        options(for_the_report, variable_update="replicated"),
+        options(for_the_report, gpus=2),
         options(gpus=2, variable_update="replicated", validates=True),
-        options(data="dataset"),
-        options(data="pipeline"),
+        options(for_the_report, data="dataset"),
+        options(for_the_report, data="pipeline"),
         options(data="pipeline", steps_per_execution=3, validates=True),
         options(data="dataset", validates=True),
     ],
@@ -480,10 +476,10 @@ def test_one_is_killed(run):
     "run",
     [
         options(),
-        options(validates=True),
-        options(data="dataset"),
-        options(data="pipeline", validates=True),
-        options(steps_per_execution=3),
+        options(for_the_report, validates=True),
+        options(for_the_report, data="dataset"),
+        options(for_the_report, data="pipeline", validates=True),
+        options(for_the_report, steps_per_execution=3),
         options(data="pipeline", steps_per_execution=3, validates=True),
     ],
     indirect=True,
@@ -501,9 +497,8 @@ def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
     run.finish()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [slow(1), for_the_report(2)])
 def test_whatever_happens(run, seed, monkeypatch):
     monkeypatch.setattr(launching, "TIMEOUT_S", 600)
     rng, gone, stopped = random.Random(seed), set(), set()
@@ -558,10 +553,10 @@ def build(input_shape, num_outputs):
 @pytest.mark.parametrize(
     "run",
     [
-        options(is_slow=False),
-        options(data="dataset"),
+        options(pytest.param),
+        options(for_the_report, data="dataset"),
         options(data="pipeline", steps_per_execution=3),
-        options(gpus=2, variable_update="replicated"),
+        options(for_the_report, gpus=2, variable_update="replicated"),
     ],
     indirect=True,
 )
@@ -604,8 +599,7 @@ def test_graphs_of_a_place_are_kept(run):
     run.finish()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [slow(0), for_the_report(1)])
 def test_the_program(tmp_path, victim):
     (tmp_path / "smooth.py").write_text(SMOOTH)
     flags = "--dataset=synthetic:4x4x1:3:1472", "--deterministic"

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests import executed, hosts, oracle
 from tests.towers.layers import test_lookup as lookup
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
@@ -455,9 +455,15 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
     _assert_alike(plain, opened, last)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["", "shard_optimizer_state"])
-@pytest.mark.parametrize("layout", [(1, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        slow((1, 1), ""),
+        for_the_report((1, 1), "shard_optimizer_state"),
+        for_the_report((1, 2), ""),
+        slow((1, 2), "shard_optimizer_state"),
+    ],
+)
 def test_optimizers_of_tables_that_hosts_divide(layout, options, tmp_path):
     arguments = "cases", tmp_path, options
     hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=500)
