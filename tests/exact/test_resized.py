@@ -8,6 +8,7 @@ import pytest
 import towers
 from tests.exact import combinations, oracle
 from tests.exact.test_exact_cases import ALL, FOR_THE_REPORT, RUNS, is_slow, number_of
+from tests.variants import slow
 
 # Fewer and more than the two to begin with, also without the first of them.
 LAYOUTS = (0, 1), (3,), (1, 3, 2)
@@ -47,16 +48,22 @@ def _turns(case):
     return BUILDERS if ALL else (BUILDERS[number_of(case) // 3 % len(BUILDERS)],)
 
 
-def _marks(case):
-    quick = not is_slow(case) and number_of(case) % 4 == 0
-    return [] if quick else [pytest.mark.slow]
+def _is_quick(case):
+    return not is_slow(case) and number_of(case) % 4 == 0
+
+
+def _runs(case):
+    """Whether it runs where not all do, which would take a third of CI's time."""
+    return ALL or _is_quick(case) or number_of(case) % 5 == 0
 
 
 @pytest.mark.parametrize(
     ("case", "builder"),
     [
-        pytest.param(case, builder, id=f"{case}-{builder}", marks=_marks(case))
-        for case in CASES
+        (pytest.param if _is_quick(case) else slow)(
+            case, builder, id=f"{case}-{builder}"
+        )
+        for case in filter(_runs, CASES)
         for builder in _turns(case)
     ],
 )
