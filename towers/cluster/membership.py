@@ -86,6 +86,12 @@ class Membership:
         return len(self.addresses)
 
     @property
+    def processes(self) -> frozenset[str]:
+        """The names of its hosts without their ranks, which change."""
+        named = (f"host {rank} " for rank in range(len(self.names)))
+        return frozenset(map(str.removeprefix, self.names, named))
+
+    @property
     def count_here(self) -> int:
         """How many of them are on this machine, by their addresses."""
         machines = [address.rpartition(":")[0] for address in self.addresses]

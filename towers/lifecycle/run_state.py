@@ -85,7 +85,7 @@ class RunState:
         """Has `fit` begin where the run is, and listens to it and to signals.
 
         Raises:
-            ResumeError: The run cannot go on with such data, or calls of so many steps.
+            ResumeError: The run cannot go on with such data.
             ValueError: The checkpoint is not of this model.
         """
         options = call.options

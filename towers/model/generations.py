@@ -43,7 +43,7 @@ def fit(
     _begin(update)
     why, before = "", None
     while True:
-        now = _processes(process_group.joined())
+        now = process_group.joined().processes
         try:
             with process_group.together():
                 if not update.is_of_hosts(process_group.joined()):
@@ -67,11 +67,6 @@ def fit(
             why, now = str(error), before
         before = now
         process_group.join_next(steps_done(update.model))
-
-
-def _processes(membership):
-    """Who they are, whatever their numbers."""
-    return {name.partition(" ")[2].partition(" ")[2] for name in membership.names}
 
 
 def _begin(update):

@@ -4,12 +4,10 @@ The step is that of the place which the host will probably have. It ends before 
 has changed, as a step does in which a host says that others come.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,7 +18,6 @@ from towers.loop.agreement import CHANGE, HostsChange
 from towers.model import fit_data
 from towers.model.fit_call import FitCall
 from towers.model.update.variable_update import VariableUpdate
-from towers.plan import Share
 from towers.program import words
 from towers.program.voice import say
 
@@ -52,12 +49,10 @@ class Echo:
 
 
 def rehearse(
-    parallel: Any,
+    call: FitCall,
     update: VariableUpdate,
     swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
     trace: Callable[[FitCall], None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
 ) -> None:
     """Traces the step that this process is about to make with hosts that train.
 
@@ -66,28 +61,23 @@ def rehearse(
     traced or not chosen yet.
 
     Args:
-        parallel: The `TowerModel`.
-        update: How its variables are updated.
+        call: A call of `fit` as it is about to come, whose options are changed.
+        update: How the variables are updated.
         swap: As of `generations.fit`.
         trace: Has a call of `fit` trace its first step.
-        args: The arguments of `fit`.
-        kwargs: Its keyword arguments.
     """
-    model = update.model
+    model, options = update.model, call.options
     if not (update.chosen and model.built) or model.run_eagerly:
         return
-    place = process_group.member().expects()
-    call = FitCall(parallel, type(model).fit, args, kwargs, update.create_variables)
-    if place is None or "callbacks" not in call.options:
+    if "callbacks" not in options or (data := _apart(options)) is None:
+        return
+    if (place := process_group.member().expects()) is None:
         return
     hosts = place_among(*place, Echo(place[1]))
     swap(functools.partial(update.expect_hosts, hosts))
-    options = call.options
-    options["x"] = _read_apart(options, parallel.builder.plan.share)
-    if options["x"] is None:
-        return
-    options |= {"callbacks": None, "verbose": 0}
-    parallel.builder.context.agreement.wish = CHANGE
+    data = fit_data.of_host(data, update.builder.plan.share)
+    options |= {"x": data, "callbacks": None, "verbose": 0}
+    update.builder.context.agreement.wish = CHANGE
     try:
         with undisturbed():
             trace(call)
@@ -99,13 +89,12 @@ def rehearse(
         say(f"Note: This host's first step is not traced before others wait: {said}.")
 
 
-def _read_apart(options: Mapping[str, Any], share: Share) -> Any:
+def _apart(options: Mapping[str, Any]) -> Any:
     """Data like those of `fit`, which can be read without those going on; or `None`."""
     data = options["x"]
     if (pipeline := getattr(data, "pipeline", None)) is not None:
-        return dataclasses.replace(pipeline, share=share).dataset()
+        return pipeline.dataset()
     if isinstance(data, tf.data.Dataset):
         copied = fit_data.unopened(data)
         return None if copied is data else copied
-    is_sequence = isinstance(data, keras.utils.PyDataset)
-    return data if not is_sequence and fit_data.is_arrays(options) else None
+    return data if fit_data.is_arrays(options) else None

@@ -234,13 +234,15 @@ class TowerModel(wrapt.CallableObjectProxy):
             return run()
         update, swap = self._self_update, functools.partial(_swap_functions, self)
         trace = functools.partial(_trace_training, self)
-        prepare = functools.partial(rehearse, self, update, swap, trace, args, kwargs)
+
+        def prepare():
+            rehearse(_fit_call(self, args, kwargs), update, swap, trace)
+
         return generations.fit(update, swap, run, prepare)
 
     def _fit(self, args, kwargs):
         """Calls `fit` of Keras, with these hosts."""
-        fit, update = type(self.__wrapped__).fit, self._self_update
-        call = FitCall(self, fit, args, kwargs, update.create_variables)
+        call = _fit_call(self, args, kwargs)
         agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
@@ -305,6 +307,11 @@ def _swap_functions(parallel, change):
     for name in _FUNCTIONS:
         setattr(parallel, name, found.get(name))
     return before
+
+
+def _fit_call(parallel, args, kwargs):
+    fit, update = type(parallel.__wrapped__).fit, parallel._self_update
+    return FitCall(parallel, fit, args, kwargs, update.create_variables)
 
 
 def _trace_training(parallel, call):

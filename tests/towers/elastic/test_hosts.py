@@ -538,16 +538,7 @@ def test_whatever_happens(run, seed, monkeypatch):
 
 # Without a ReLU: where rounding decides on which side of 0 an output is, the weights
 # of two equal runs part, and nobody has lost a step.
-SMOOTH = """
-import keras
-
-def build(input_shape, num_outputs):
-    layers = keras.layers
-    hidden = layers.Flatten(), layers.Dense(64, activation="tanh")
-    return keras.Sequential(
-        [keras.Input(input_shape), *hidden, layers.Dense(num_outputs)]
-    )
-"""
+SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Fitting in one generation of hosts after another: what is taken for a lost host."""
 
 import contextlib
-import types
 
 import pytest
 
 from towers.cluster import process_group
-from towers.cluster.membership import HostsDifferError
+from towers.cluster.membership import HostsDifferError, Membership
 from towers.loop.agreement import HostsChange
 from towers.model import generations
 
@@ -38,8 +37,8 @@ def hosts(monkeypatch):
 
     def joined():
         pids = [1, *state["others"].get(state["joins"], [])]
-        names = [f"host {rank} (n, pid {pid})" for rank, pid in enumerate(pids)]
-        return types.SimpleNamespace(names=names) if state["joins"] else None
+        names = tuple(f"host {rank} (n, pid {pid})" for rank, pid in enumerate(pids))
+        return Membership(0, ("a:1",) * len(pids), names) if state["joins"] else None
 
     for name, value in (
         ("joined", joined),

@@ -45,7 +45,8 @@ def rehearse(monkeypatch):
             swap = functools.partial(tower_model._swap_functions, parallel)
             update = parallel._self_update
             trace = functools.partial(tower_model._trace_training, parallel)
-            rehearsal.rehearse(parallel, update, swap, trace, args, kwargs)
+            call = tower_model._fit_call(parallel, args, kwargs)
+            rehearsal.rehearse(call, update, swap, trace)
 
     return run
 
@@ -62,7 +63,7 @@ def pipeline():
 @pytest.mark.parametrize(
     ("options", "layers", "compiled"),
     [
-        ({}, [keras.layers.Dropout], {}),
+        ({}, [functools.partial(keras.layers.Dropout, 0.5)], {}),
         slow({"variable_update": "replicated"}, [keras.layers.BatchNormalization], {}),
         slow({}, [], {"steps_per_execution": 3}),
         slow({"check_numerics": True}, [], {}),
@@ -72,8 +73,7 @@ def pipeline():
 )
 @pytest.mark.parametrize("data", [None, tensors, slow(pipeline)])
 def test_nothing_changes_but_graphs(rehearse, options, layers, compiled, data):
-    made = {keras.layers.Dropout: lambda: keras.layers.Dropout(0.5)}
-    model = model_of(*(made.get(each, each)() for each in layers), **compiled)
+    model = model_of(*(make() for make in layers), **compiled)
     parallel = on_towers(model, **options)
     parallel.builder.build_optimizer()
     variables = [*model.variables, *model.optimizer.variables]

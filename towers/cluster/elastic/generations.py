@@ -373,8 +373,8 @@ class Generations:
 def place_of(entry: Entry, entries: Iterable[Entry]) -> list[int]:
     """Returns the rank that a new one may expect, and of how many hosts; or nothing.
 
-    It comes behind those that train, and those that have asked before. Nothing is
-    known before any train.
+    It comes behind those that train, and those that have asked before, and from now on
+    has asked, too. Nothing is known before any train.
     """
     entry.expects = True
     stay = [each for each in entries if each.leaves is None and each is not entry]

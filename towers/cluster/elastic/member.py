@@ -72,7 +72,7 @@ class Member:
         self._own_host = ""
         self._generation = -1
         self._formed: Membership | None = None
-        self._place_to_come: list[list[int]] = []
+        self._expected: list[int] | None = None
         self._change: str | None = None
         self._reason = "it has not answered"
         self._loop = asyncio.new_event_loop()
@@ -104,10 +104,10 @@ class Member:
             RendezvousError: It has another token or other versions than the others.
         """
         with self._changed:
-            self._place_to_come.clear()
+            self._expected = None
             self._send({"expects": True})
-            (place,) = self._wait(lambda: self._place_to_come)
-        return tuple(place) or None
+            self._wait(lambda: self._expected is not None)
+            return tuple(self._expected) or None
 
     def next(self, steps: int) -> Membership:
         """Says that this host is ready, and waits for a generation that it is in.
@@ -290,7 +290,7 @@ class Member:
                 self._changed.notify_all()
         elif "place" in message:
             with self._changed:
-                self._place_to_come.append(message["place"])
+                self._expected = message["place"]
                 self._changed.notify_all()
         elif "change" in message:
             self._change = self._change or message["change"]

@@ -30,7 +30,7 @@ def start(
         used: Whether an earlier `fit` has trained on the same object.
 
     Raises:
-        ResumeError: The run cannot go on with such data, or calls of so many steps.
+        ResumeError: The run cannot go on with such data.
     """
     changes, steps = _changes(about, data), data["steps_per_epoch"]
     check_classes(run, *changes.pop("classes", (None, None)))

@@ -64,7 +64,10 @@ class SkipDoneBatches:
         self._call, self._position = call, position
         self._model, self._steps = call.model, call.model.steps_per_execution
         self._past, self._whole, self._reading = past, whole, reading
-        self._batches = math.inf if batches is None else batches
+        # The last call of an epoch may be of fewer; Keras counts it as a whole one.
+        at_epochs_end = batches is not None and position.batch >= batches
+        calls = math.ceil(position.batch / self._steps)
+        self._done = calls * self._steps if at_epochs_end else position.batch
         self._at_end = at_end
         self._epoch = self._skipped = self._unread = 0
         self._iterator = None
@@ -91,10 +94,9 @@ class SkipDoneBatches:
         self._skipped += self._steps
         self._call.skipped += self._steps
         self._unread += self._steps
-        if before or self._skipped < self._position.batch:
+        if before or self._skipped < self._done:
             return {}
-        at_end = self._position.batch >= self._batches
-        left = 0 if at_end else self._skipped - self._position.batch
+        left = self._skipped - self._done
         self._unread -= left
         self._call.skipped -= left
         self._end()
@@ -105,11 +107,8 @@ class SkipDoneBatches:
 
     def is_done(self, epoch: int, batch: int) -> bool:
         """Tells whether a call is skipped that begins with a batch of an epoch."""
-        # The last call of an epoch may be of fewer.
-        behind = batch + self._steps
-        if batch < self._batches <= self._position.batch:
-            behind = min(behind, self._batches)
-        return Position(epoch, behind) <= self._position
+        done = Position(self._position.epoch, self._done)
+        return Position(epoch, batch + self._steps) <= done
 
     def _open(self, iterator):
         if iterator is self._iterator:
