@@ -108,8 +108,8 @@ class Run:
 
 
 def measure(events: int, seed: int) -> dict[str, Any]:
-    """Returns what became of a run with so many events, and of one started anew."""
-    epochs = 12 * events
+    """Returns what became of a run of so many changes, and of one started anew."""
+    epochs = 30 * events
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         alone = Run(folder / "alone", epochs)
@@ -146,9 +146,11 @@ def _of(seconds) -> list[float]:
 def _events(
     run: Run, events: int, chance: random.Random, wanted: pathlib.Path
 ) -> Iterator[str]:
-    """Has something happen to a host whenever there are several."""
-    for _ in range(events):
-        before = len(run.changes)
+    """Has something happen to a host whenever there are several.
+
+    A host that has begun, and trains not yet, may be hit as well: that changes nothing.
+    """
+    while (before := len(run.changes)) < events:
         until(lambda: run.has_ended or (len(run.hosts()) >= 2 and run.losses))
         time.sleep(chance.uniform(1, 4))
         if run.has_ended:

@@ -15,6 +15,7 @@ from towers.analysis.rules import NoRuleError, TotalsWanted
 from towers.builders.context import Context
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
+from towers.cluster import process_group
 from towers.collectives import batch
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST, is_gpu
@@ -138,7 +139,11 @@ class VariableCreator:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
         home = self.context.plan.home
-        with self._tables_placed(None), self.copies.creating(), tf.device(home):
+        placed = self._tables_placed(None)
+        if process_group.member() is not None:
+            # Hosts that have trained have built it before: all divide it later.
+            placed = sharded.slots_like_variables()
+        with placed, self.copies.creating(), tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
     def create_for_prediction(self, x: Any) -> None:
@@ -171,6 +176,10 @@ class VariableCreator:
         if not (model.built or model.run_eagerly):
             # A table may be larger than the device that is home.
             self._build(keras.utils.unpack_x_y_sample_weight(data)[0], HOST)
+        elastic = process_group.member() is not None
+        if elastic and model.built and model.compiled and not model.optimizer.built:
+            with tf.init_scope():
+                self.build_optimizer()
         self._put_tables(data)
         with sharded.slots_like_variables():
             yield

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.cluster import process_group
 from towers.collectives import packing
 from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.collectives.partition import Extent, Part, partition
@@ -168,19 +169,18 @@ class OptimizerShards:
 
     def slot_ids(self) -> set[int]:
         """Returns the `id` of each slot. Slots are where their owners are."""
-        return {id(slot) for _, of_one in self._slots() for slot in of_one}
+        return slot_ids(self._model)
 
     def _slots(self):
-        """Yields each variable that the optimizer knows, and its slots."""
-        if getattr(self._model, "optimizer", None) is None:
-            return
-        for leaf in optimizers.updating(self._model.optimizer):
-            known = optimizers.known_variables(leaf)
-            yield from zip(known, optimizers.slots(leaf), strict=True)
+        return _slots(self._model)
 
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
-        """Inside, an optimizer that is built creates its slots with their owners."""
+        """Inside, an optimizer that is built creates its slots with their owners.
+
+        Where hosts come and go, it creates them whole, in the host's memory: those that
+        have trained have them so, and all hosts `create` the same.
+        """
         with patched(optimizers.ADD_SLOT, self._add_slot):
             yield
 
@@ -191,6 +191,8 @@ class OptimizerShards:
         # It would be created where the variable is, whole.
         with tf.device(HOST):
             slot = optimizers.add_slot_here(optimizer, reference, *args, **options)
+        if process_group.member() is not None:
+            return slot
         for i, variable in enumerate(self.targets):
             if variable is reference:
                 self._place(slot, i)
@@ -286,6 +288,20 @@ class OptimizerShards:
                 swaps.append((slot, sharded.places(slot)[at]))
         with swapped_values(*zip(*swaps, strict=True)):
             yield
+
+
+def slot_ids(model: keras.Model) -> set[int]:
+    """Returns the `id` of each slot of a model's optimizer."""
+    return {id(slot) for _, of_one in _slots(model) for slot in of_one}
+
+
+def _slots(model):
+    """Yields each variable that the optimizer knows, and its slots."""
+    if getattr(model, "optimizer", None) is None:
+        return
+    for leaf in optimizers.updating(model.optimizer):
+        known = optimizers.known_variables(leaf)
+        yield from zip(known, optimizers.slots(leaf), strict=True)
 
 
 def join(

@@ -1,12 +1,14 @@
 """What hosts hand over to those that train together after them."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from towers.collectives.hosts import OneHost
+from towers.lifecycle.checkpoints import saved_model
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
 
@@ -44,6 +46,29 @@ def from_first(hosts: OneHost, mine: Handed, monitor: Monitor) -> Handed:
     if handed.contents is not None:
         monitor.recall(handed.contents.about)
     return handed
+
+
+def give_back(
+    hosts: OneHost, model: keras.Model, values: Mapping[str, Sequence[Any]] | None
+) -> None:
+    """Gives variables their values from before; of divided ones, the first host's.
+
+    All hosts call it together: those that have just come have had no other values.
+
+    Args:
+        hosts: The hosts.
+        model: The model.
+        values: What `saved_model.values` has returned; `None` if it was not built.
+    """
+    for part, variables in saved_model.parts(model).items():
+        mine = [None] * len(variables) if values is None else values[part]
+        for variable, value in zip(variables, mine, strict=True):
+            if saved_model.is_divided(variable):
+                if value is None:
+                    value = tf.zeros(variable.shape, variable.dtype)
+                (value,) = hosts.first([tf.constant(value)], "values from before")
+            if value is not None:
+                variable.assign(value)
 
 
 def _as_json(handed: Handed) -> dict[str, Any]:

@@ -93,8 +93,12 @@ class RunState:
         elastic = process_group.member() is not None
         # Equal, if not the same: a tower model is a proxy.
         known = self.known is not None and call.model == self._known_of
+        known &= not call.state_lost
         if not known and not (elastic and this_host().index):
-            self.restore(call.model)
+            restored = self.restore(call.model)
+            if call.state_lost and restored:
+                resume.say_goes_back(self.checkpoints.latest)
+                call.state_lost = False
         if elastic:
             mine = handover.Handed(self.position, self.past, self.known)
             mine = handover.from_first(this_host(), mine, self.checkpoints.monitor)
@@ -196,7 +200,9 @@ class RunState:
             self.position = Position(epoch)
             self.save()
         elif self.position.batch:
-            self._fit.values_before = saved_model.values(model)
+            # A host that has just come may have none.
+            built = bool(model.built)
+            self._fit.values_before = saved_model.values(model) if built else None
             # What is read again is drawn as it was: the order of a pass, say.
             if (found := self.known.about.get("random_at_begin")) is not None:
                 randomness.set_random_states(found)
@@ -359,7 +365,10 @@ def _end_skipping(run):
     if not run.position.batch:
         return
     model = run._fit.call.model
-    saved_model.assign(model, run._fit.values_before)
+    if process_group.member() is None:
+        saved_model.assign(model, run._fit.values_before)
+    else:
+        handover.give_back(this_host(), model, run._fit.values_before)
     run._fit.values_before = None
     values = run._restore_states().values.get("metrics", ())
     if len(values) != len(model.metrics_variables):

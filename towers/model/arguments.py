@@ -144,23 +144,6 @@ def check_hosts(count: int, variable_update: str) -> None:
         )
 
 
-def check_elastic(
-    variable_update: str, shard_optimizer_state: bool, shard_embeddings: str
-) -> None:
-    """Checks that each of several hosts that come and go has all variables."""
-    check_hosts(2, variable_update)
-    for name, value, whole in (
-        ("shard_optimizer_state", shard_optimizer_state, False),
-        ("shard_embeddings", shard_embeddings, "none"),
-    ):
-        if value != whole:
-            raise ValueError(
-                f"Received {name}={value!r} on hosts that come and go, one of which "
-                f"would take its part away; expected {name}={whole!r}, or a fixed "
-                "number of hosts."
-            )
-
-
 def check_sharding(way: Any, variable_update: str) -> None:
     """Checks that tables can lie on several devices; see `multi_gpu_model`."""
     check_choice("shard_embeddings", way, tables.WAYS)

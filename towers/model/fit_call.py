@@ -11,6 +11,8 @@ from typing import Any
 import keras
 
 from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
+from towers.collectives.hosts import this_host
 from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts, HostsChange
 from towers.model import fit_data
@@ -43,6 +45,8 @@ class FitCall:
         skipped: Grows with each batch that is skipped or read again for that.
         agreement: Keeps hosts at the same batch; `None` with one host.
         leaves: Whether this host has said that it leaves the others.
+        state_lost: Whether variables have to be restored from a checkpoint, as another
+            host has gone with its part of them.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class FitCall:
         self.skips: Callable[[Iterator], Any] | None = None
         self.skipped_for: Callable[[Iterator], Any] | None = None
         self.skipped, self.agreement, self.leaves = 0, None, False
+        self.state_lost = False
         self._fit = fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
@@ -82,6 +87,12 @@ class FitCall:
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):
                     stack.enter_context(callback.around_fit(self))
+            if self.state_lost and this_host().index == 0:
+                raise HostFailedError(
+                    "A host has gone with its part of the variables, and there is no "
+                    "checkpoint that has them, so this host ends; have checkpoints "
+                    "saved in a folder that all hosts share."
+                )
             before = [self._place] if notes_place else []
             stack.enter_context(self._with_callbacks(before, self._behind))
             return self._fit(*self._bound.args, **self._bound.kwargs)

@@ -51,6 +51,8 @@ def fit(
                 try:
                     return run()
                 except HostsChange:
+                    # Each host has all variables now.
+                    update.state_lost = False
                     why = process_group.change() or "another host has heard of a change"
                 except SystemExit:
                     # This host was asked to leave the others, who go on.
@@ -60,6 +62,7 @@ def fit(
             if not process_group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
+            update.lose_host()
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise

@@ -57,8 +57,8 @@ def rehearse(
     """Traces the step that this process is about to make with hosts that train.
 
     The variables keep their values, and no callback hears of it. It does nothing where
-    nobody trains yet, for data that can be read only once, and for steps that are not
-    traced or not chosen yet.
+    nobody trains yet, for data that can be read only once, for steps that are not
+    traced or not chosen yet, and where hosts divide variables.
 
     Args:
         call: A call of `fit` as it is about to come, whose options are changed.
@@ -68,6 +68,8 @@ def rehearse(
     """
     model, options = update.model, call.options
     if not (update.chosen and model.built) or model.run_eagerly:
+        return
+    if update.divides_state:
         return
     if "callbacks" not in options or (data := _apart(options)) is None:
         return

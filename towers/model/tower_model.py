@@ -18,6 +18,7 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
 from towers.loop import listeners
+from towers.loop.agreement import HostsChange
 from towers.model import fit_data, generations
 from towers.model.compared import compared
 from towers.model.fit_call import FitCall, given
@@ -33,7 +34,6 @@ from towers.tower.errors import (
 
 # Beside `fit`, whose `FitCall` sees to it.
 _OF_MANY_BATCHES = "evaluate", "predict"
-_NOTHING = contextlib.nullcontext()
 # What the loop calls, by the names that it has for them.
 _FUNCTIONS = "train_function", "test_function", "predict_function"
 
@@ -170,10 +170,9 @@ class TowerModel(wrapt.CallableObjectProxy):
         step_scope, guard = self._self_update.step_scope, builder.guard
         make = functools.partial(builder.train_function, step_scope)
         made = compared(make, lambda: builder, step_scope)
-        several = builder.context.agreement is not None
 
         def train(iterator):
-            with _explained(self, "train"), _stops(self) if several else _NOTHING:
+            with _explained(self, "train"), _stops(self):
                 return made(iterator)
 
         if guard is None:
@@ -243,6 +242,7 @@ class TowerModel(wrapt.CallableObjectProxy):
     def _fit(self, args, kwargs):
         """Calls `fit` of Keras, with these hosts."""
         call = _fit_call(self, args, kwargs)
+        call.state_lost = self._self_update.state_lost
         agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
@@ -258,7 +258,7 @@ class TowerModel(wrapt.CallableObjectProxy):
                 self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
                 found = call.run(notes_place=self.builder.guard is not None)
-                self.builder.pieces.copies.keep_state()
+                self._self_update.keep_state()
                 return found
         finally:
             self._self_call = before
@@ -337,11 +337,19 @@ def _explained(parallel, step):
         yield
 
 
+@contextlib.contextmanager
 def _stops(parallel):
+    """Inside, a call may stop because of other hosts; see `Agreement.stops`."""
     agreement = parallel.builder.context.agreement
     if agreement is None:
-        return contextlib.nullcontext()
-    return agreement.stops(parallel)
+        yield
+        return
+    try:
+        with agreement.stops(parallel):
+            yield
+    except HostsChange:
+        parallel._self_update.prepare_change()
+        raise
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-EXAMPLES, BATCH = 121, 16
+EXAMPLES, BATCH, WORDS = 121, 16, 41
 # The last one of an epoch is smaller than the others.
 STEPS_PER_EPOCH = 8
 # The generations of hosts in which the model was traced; `None` for alone.
@@ -31,8 +31,12 @@ _DEFAULTS = {
     "validates": False,
     "steps_per_execution": 1,
     "variable_update": "parameter_server",
+    "shard_optimizer_state": False,
+    "shard_embeddings": "none",
     "seed": 0,
 }
+# Of `multi_gpu_model`.
+_OF_TOWERS = "variable_update", "shard_optimizer_state", "shard_embeddings"
 
 
 def with_defaults(options):
@@ -57,8 +61,10 @@ def plain_model(options):
             return super().call(inputs, training=training)
 
     keras.utils.set_random_seed(7)
-    layers = [keras.Input([5]), Dense(9, activation="tanh"), keras.layers.Dense(2)]
-    model = keras.Sequential(layers)
+    layers = [Dense(9, activation="tanh"), keras.layers.Dense(2)]
+    if options["shard_embeddings"] != "none":
+        layers = [keras.layers.Embedding(WORDS, 3), keras.layers.Flatten(), *layers]
+    model = keras.Sequential([keras.Input([5]), *layers])
     model.compile(**_compiled(options))
     return model
 
@@ -81,6 +87,8 @@ def arguments(options):
 
     rng = np.random.default_rng(options["seed"])
     x = rng.normal(size=[EXAMPLES, 5]).astype("float32")
+    if options["shard_embeddings"] != "none":
+        x = rng.integers(0, WORDS, size=[EXAMPLES, 5])
     y = rng.normal(size=[EXAMPLES, 2]).astype("float32")
     given = {"epochs": options["epochs"], "verbose": 0}
     if options["validates"]:
@@ -139,7 +147,7 @@ def main(folder, options="{}"):
     parallel = towers.multi_gpu_model(
         plain_model(options),
         gpus=devices.towers,
-        variable_update=options["variable_update"],
+        **{name: options[name] for name in _OF_TOWERS},
     )
     parallel.compile(**_compiled(options))
     raises = folder / f"raises-{slot}"

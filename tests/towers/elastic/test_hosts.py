@@ -142,14 +142,17 @@ class Run:
         until(lambda: self.process.poll() is not None, self.tell)
         assert self.process.returncode == code, self.tell()
 
-    def finish(self):
+    def finish(self, goes_back=False):
         """Has it train to the end; looks at all that it has done."""
         self.allow(ALL)
         self.end()
-        self.check()
+        self.check(goes_back)
 
-    def check(self):
-        """Compares steps, history and weights with those of one plain model."""
+    def check(self, goes_back):
+        """Compares steps, history and weights with those of one plain model.
+
+        `goes_back` says that it may have gone back to a checkpoint.
+        """
         losses, history, weights = oracle(json.dumps(self.options))
         lines = self.lines()
         done = {each["step"] for each in lines}
@@ -159,7 +162,8 @@ class Run:
             assert {*each["logs"]} == {*expected}
             for name, value in each["logs"].items():
                 assert abs(value - expected[name]) < 1e-5, (each, expected)
-        self.check_that_nothing_is_repeated(lines)
+        if not goes_back:
+            self.check_that_nothing_is_repeated(lines)
         results = [*self.folder.glob("result-*")]
         assert results, self.tell()
         for each in map(np.load, results):
@@ -531,6 +535,79 @@ def test_whatever_happens(run, seed, monkeypatch):
             kill(now[victim], number=signal.SIGTERM)
         now = run.begin_without(gone)
     run.finish()
+
+
+# Hosts have parts of the variables.
+
+
+DIVIDED = [
+    options(
+        gpus=gpus,
+        variable_update="replicated",
+        shard_optimizer_state=optimizer,
+        shard_embeddings=tables,
+    )
+    for gpus, optimizer, tables in [
+        *((1, True, "none"), (2, False, "rows"), (2, True, "rows")),
+    ]
+]
+
+
+@pytest.mark.parametrize("run", DIVIDED, indirect=True)
+def test_parts_are_handed_on(run):
+    file = run.folder / "hosts"
+    file.write_text("2")
+    run.start("1:3", f"--host_file={file}", steps=10)
+    first = run.begin(0, 1)
+    run.step(10)
+    write(file, "3")
+    three = run.begin(0, 1, 2)
+    assert first.items() < three.items()
+    run.step(20)
+    # The first host writes a checkpoint before it leaves.
+    kill(three[0], number=signal.SIGTERM)
+    two = run.begin(1, 2)
+    assert two.items() < three.items()
+    run.step(22)
+    kill(three[2], number=signal.SIGTERM)
+    assert run.begin(1).items() < two.items()
+    run.step(28)
+    write(file, "2")
+    run.begin_without({three[0], three[2]})
+    run.finish()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("run", DIVIDED, indirect=True)
+def test_one_goes_with_its_part(run, victim):
+    run.start("1:2", steps=12)
+    before = run.begin(0, 1)
+    run.step(12)
+    saved = run.folder / "run" / "ckpt-1-0"
+    until(saved.exists, run.tell)
+    kill(before[victim])
+    rest = run.begin(1 - victim)
+    assert rest.items() < before.items()
+    run.says(rf"goes back to {saved}")
+    run.step(MIDDLE)
+    run.says(r"Step 8: \d -> \d tower.*; \d+\.\d\d s from step to step, 4 steps lost\.")
+    steps = [each["step"] for each in run.lines() if each["pid"] == before[1 - victim]]
+    assert steps[:16] == [*range(1, 13), *range(9, 13)]
+    run.finish(goes_back=True)
+    assert "".join(run.said).count("goes back to") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", DIVIDED[:1], indirect=True)
+def test_one_goes_with_its_part_before_any_checkpoint(run):
+    run.start("1:2", steps=4)
+    before = run.begin(0, 1)
+    run.step(4)
+    kill(before[1])
+    run.says("there is no checkpoint")
+    after = run.begin(0, 1)
+    assert not {*before.values()} & {*after.values()}
+    run.finish(goes_back=True)
 
 
 # The program.

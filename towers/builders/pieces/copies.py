@@ -18,12 +18,14 @@ from towers.collectives import optimizer_shards, packing, placing
 from towers.collectives.hosts import follow_first_host
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.spread.variable import SpreadVariable
+from towers.devices import HOST
 from towers.keras_adapter.optimizers import (
     all_variables,
     learning_rate_variable,
     updating,
 )
 from towers.keras_adapter.variables import (
+    put_behind,
     swapped_values,
     value_behind,
     variable_like,
@@ -175,22 +177,42 @@ class Copies:
 
         All hosts call it together.
         """
-        for each in self._spread():
+        for _, each in self._spread():
             each.keep()
         self._may_be_kept = True
 
     def begin_step(self) -> None:
         """Is told that what hosts divide changes, which may be kept."""
-        for each in self._spread() if self._may_be_kept else ():
+        for _, each in self._spread() if self._may_be_kept else ():
             each.forget()
         self._may_be_kept = False
 
+    def join_hosts_parts(self) -> None:
+        """Gives each host the whole of what hosts divide, in the host's memory.
+
+        All hosts call it together. Then each may go on with others.
+        """
+        for variable, each in self._spread():
+            put_behind(variable, variable_like(each.numpy(), HOST, each))
+
+    def lose_hosts_parts(self) -> bool:
+        """Puts zeros in the place of what hosts divide, as a host has gone with a part.
+
+        Returns:
+            Whether there was anything.
+        """
+        found = [*self._spread()]
+        for variable, each in found:
+            zeros = tf.zeros(each.shape, each.dtype)
+            put_behind(variable, variable_like(zeros, HOST, each))
+        return bool(found)
+
     def _spread(self):
-        """Yields what stands behind variables of which several hosts have parts."""
+        """Yields variables of which several hosts have parts, and what is behind."""
         if self._context.plan.hosts.count > 1:
             for variable in variables.of(self._context.model):
                 if isinstance(found := sharded.of(variable), SpreadVariable):
-                    yield found
+                    yield variable, found
 
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""

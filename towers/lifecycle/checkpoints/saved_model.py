@@ -135,18 +135,22 @@ def own_values(model: keras.Model) -> dict[str, list[np.ndarray]]:
     }
 
 
+def is_divided(variable: keras.Variable | tf.Variable) -> bool:
+    """Whether each of several hosts has a part of a variable only."""
+    return isinstance(sharded.of(variable), SpreadVariable)
+
+
 def _own(variable):
-    cut = None if isinstance(variable, tf.Variable) else sharded.of(variable)
-    return cut.own() if isinstance(cut, SpreadVariable) else _copy(variable)
+    if is_divided(variable):
+        return sharded.of(variable).own()
+    return _copy(variable)
 
 
 def read_together(model: keras.Model) -> None:
     """Takes part in reading what hosts have divided, and keeps nothing."""
     for variables in parts(model).values():
         for variable in variables:
-            if isinstance(variable, tf.Variable):
-                continue
-            if isinstance(sharded.of(variable), SpreadVariable):
+            if is_divided(variable):
                 variable.numpy()
 
 

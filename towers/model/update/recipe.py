@@ -11,6 +11,8 @@ from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.builders.guard import Guard
 from towers.builders.strategies import STRATEGIES
+from towers.cluster import process_group
+from towers.collectives import optimizer_shards
 from towers.collectives.hosts import OneHost
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import is_gpu
@@ -118,8 +120,16 @@ class Recipe:
             *(layout.towers, layout.split_ratios, homes, merges, self.packed),
             *(self.hosts, self.pipeline, ratios_of_hosts),
         )
-        self._lay_out_tables(plan, copied)
-        variables.move(model, plan.home_of)
+        slots = ()
+        if copied and self.shard_optimizer_state:
+            # Their owners will have them.
+            slots = optimizer_shards.slot_ids(model)
+
+        def home_of(variable):
+            return None if id(variable) in slots else plan.home_of(variable)
+
+        self._lay_out_tables(plan, copied, home_of)
+        variables.move(model, home_of)
         context = Context(
             *(model, plan, self.loss_placement, self.strict, self.preprocess),
             *(self.prefetch, self.guard, self.agreement, self.shard_embeddings),
@@ -127,13 +137,21 @@ class Recipe:
         )
         return STRATEGIES[choice.variable_update](context, **self._options(choice))
 
-    def _lay_out_tables(self, plan, copied):
+    @property
+    def divides_state(self) -> bool:
+        """Whether a host may have a part of some variables or slots only."""
+        return self.shard_optimizer_state or self.shard_embeddings != "none"
+
+    def _lay_out_tables(self, plan, copied, home_of):
         model, way = self.model, self.shard_embeddings
         if way == "none":
-            tables.bring_home(model, plan.home_of)
+            tables.bring_home(model, home_of)
         elif model.built:
-            # Before all else moves, as a table may not fit there.
-            divided = spread_tables.divide(model, plan, way)
+            divided = ()
+            # Hosts that come and go may have to read a checkpoint before.
+            if process_group.member() is None:
+                # Before all else moves, as a table may not fit there.
+                divided = spread_tables.divide(model, plan, way)
             placed = tables.layout(
                 *(model, plan.all_devices, way, plan.places_of(copied)), apart=divided
             )
