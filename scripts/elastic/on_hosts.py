@@ -1,5 +1,6 @@
 """Hosts that are killed, leave and arrive at random instants, under the launcher."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+
+from towers.launch.elastic import slot
 
 FLAGS = (
     *("--dataset=synthetic:8x8x1:10:1600", "--deterministic"),
@@ -109,7 +112,7 @@ class Run:
 
 def measure(events: int, seed: int) -> dict[str, Any]:
     """Returns what became of a run of so many changes, and of one started anew."""
-    epochs = 30 * events
+    epochs = 15 * events
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         alone = Run(folder / "alone", epochs)
@@ -149,7 +152,9 @@ def _events(
     """Has something happen to a host whenever there are several.
 
     A host that has begun, and trains not yet, may be hit as well: that changes nothing.
+    A slot whose hosts fail too often would be left out.
     """
+    kills: collections.Counter[str] = collections.Counter()
     while (before := len(run.changes)) < events:
         until(lambda: run.has_ended or (len(run.hosts()) >= 2 and run.losses))
         time.sleep(chance.uniform(1, 4))
@@ -158,11 +163,16 @@ def _events(
         host = chance.choice(run.hosts())
         kind = chance.choice(["SIGKILL", "SIGTERM", "SIGKILL"])
         with contextlib.suppress(psutil.Error):
+            place = host.environ()["TOWERS_SLOT"]
+            kind = kind if kills[place] < slot.TIMES - 1 else "SIGTERM"
             host.send_signal(getattr(signal, kind))
+            kills[place] += kind == "SIGKILL"
             yield kind
         # Of one that was told to leave, another one takes the place.
         wanted.write_text("3")
-        until(lambda n=before: len(run.changes) > n or run.has_ended)
+        # Sometimes it arrives before the next one is hit.
+        until_then = min(before + chance.choice([1, 2]), events)
+        until(lambda n=until_then: len(run.changes) >= n or run.has_ended)
 
 
 def until(true: Callable[[], Any]) -> None:

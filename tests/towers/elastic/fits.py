@@ -33,6 +33,7 @@ _DEFAULTS = {
     "variable_update": "parameter_server",
     "shard_optimizer_state": False,
     "shard_embeddings": "none",
+    "is_built": True,
     "seed": 0,
 }
 # Of `multi_gpu_model`.
@@ -64,7 +65,7 @@ def plain_model(options):
     layers = [Dense(9, activation="tanh"), keras.layers.Dense(2)]
     if options["shard_embeddings"] != "none":
         layers = [keras.layers.Embedding(WORDS, 3), keras.layers.Flatten(), *layers]
-    model = keras.Sequential([keras.Input([5]), *layers])
+    model = keras.Sequential([keras.Input([5])] * options["is_built"] + layers)
     model.compile(**_compiled(options))
     return model
 

@@ -537,6 +537,29 @@ def test_whatever_happens(run, seed, monkeypatch):
     run.finish()
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        options(is_built=False),
+        options(is_built=False, shard_embeddings="rows"),
+        options(
+            is_built=False, variable_update="replicated", shard_optimizer_state=True
+        ),
+    ],
+    indirect=True,
+)
+def test_one_comes_whose_model_is_not_built(run):
+    """In the middle of an epoch; its variables are created with its first step."""
+    file = run.folder / "hosts"
+    file.write_text("1")
+    run.start("1:2", f"--host_file={file}", steps=5)
+    first = run.begin(0)
+    run.step(5)
+    write(file, "2")
+    assert first.items() < run.begin(0, 1).items()
+    run.finish()
+
+
 # Hosts have parts of the variables.
 
 
