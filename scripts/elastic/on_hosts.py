@@ -30,7 +30,9 @@ FLAGS = (
 )
 LIMIT_S = 900
 _STEP = re.compile(r"^epoch \d+/\d+, step (\d+): .*?loss ([\d.]+)")
-_CHANGE = re.compile(r"towers: Step ([\d,]+): .*?; ([\d.]+) s from step")
+_CHANGE = re.compile(
+    r"towers: Step ([\d,]+): .*? by .*? (arrive|leave|has ended).*?; ([\d.]+) s from step"
+)
 
 
 class Run:
@@ -40,7 +42,8 @@ class Run:
         model_dir: Its folder.
         lines: What it has said.
         losses: The running loss after each step, as each host has told it.
-        changes: By the step that was done before, how long each change took.
+        changes: By the step that was done before, why hosts changed, and how long that
+            took.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Run:
         self.model_dir = model_dir
         self.lines: list[str] = []
         self.losses: dict[int, set[str]] = {}
-        self.changes: dict[int, float] = {}
+        self.changes: dict[int, tuple[str, float]] = {}
         program = ["towers.launch", *launch, "--"] if launch else ["towers.train"]
         self.process = subprocess.Popen(
             [
@@ -81,7 +84,8 @@ class Run:
             self.losses.setdefault(int(found[1]), set()).add(found[2])
             self.ended_s.setdefault(int(found[1]), time.monotonic())
         elif found := _CHANGE.search(line):
-            self.changes[int(found[1].replace(",", ""))] = float(found[2])
+            step, why, seconds = found.groups()
+            self.changes[int(step.replace(",", ""))] = why, float(seconds)
 
     @property
     def has_ended(self) -> bool:
@@ -135,15 +139,18 @@ def measure(events: int, seed: int) -> dict[str, Any]:
             "steps": [len(steps), len(run.losses)],
             "loss of each step, largest difference": worst,
             "weights, largest difference": apart(alone.model_dir, run.model_dir),
-            "changes": len(run.changes),
-            "hosts, s from step to step": _of(run.changes.values()),
+            "changes, s from step to step": {
+                why: _of([s for kind, s in run.changes.values() if kind == why])
+                for why in sorted({why for why, _ in run.changes.values()})
+            },
             "plain restart, s from step to step": again,
         }
 
 
-def _of(seconds) -> list[float]:
+def _of(seconds):
     every = sorted(seconds)
-    return [statistics.median(every), every[-1]]
+    found = {"count": len(every), "median": statistics.median(every)}
+    return found | {"worst": every[-1]}
 
 
 def _events(

@@ -570,9 +570,9 @@ DIVIDED = [
         shard_optimizer_state=optimizer,
         shard_embeddings=tables,
     )
-    for gpus, optimizer, tables in [
+    for gpus, optimizer, tables in (
         *((1, True, "none"), (2, False, "rows"), (2, True, "rows")),
-    ]
+    )
 ]
 
 
@@ -600,7 +600,7 @@ def test_parts_are_handed_on(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [slow(0), for_the_report(1)])
 @pytest.mark.parametrize("run", DIVIDED, indirect=True)
 def test_one_goes_with_its_part(run, victim):
     run.start("1:2", steps=12)
