@@ -31,7 +31,8 @@ FLAGS = (
 LIMIT_S = 900
 _STEP = re.compile(r"^epoch \d+/\d+, step (\d+): .*?loss ([\d.]+)")
 _CHANGE = re.compile(
-    r"towers: Step ([\d,]+): .*? by .*? (arrive|leave|has ended).*?; ([\d.]+) s from step"
+    r"towers: Step ([\d,]+): .*? by .*? (arrive|leave|has ended)"
+    r".*?; ([\d.]+) s from step"
 )
 
 
