@@ -152,10 +152,17 @@ class VariableCreator:
             if self.context.model.run_eagerly:
                 self._create_eagerly((x, None, None))
             else:
-                self._build(x, self.context.plan.home)
+                self.build_layers(x)
 
-    def _build(self, x, device):
-        """Creates the variables of the model's layers, unless they exist."""
+    def build_layers(self, x: Any) -> None:
+        """Creates the variables of the model's layers, unless they exist.
+
+        Args:
+            x: The inputs of a batch, or their `tf.TypeSpec`s.
+        """
+        # A table may be larger than the device that is home.
+        divided = self.context.shard_embeddings != "none"
+        device = HOST if divided else self.context.plan.home
         model, preprocess = self.context.model, self.context.preprocess
         if model.built:
             return
@@ -174,8 +181,7 @@ class VariableCreator:
             yield
             return
         if not (model.built or model.run_eagerly):
-            # A table may be larger than the device that is home.
-            self._build(keras.utils.unpack_x_y_sample_weight(data)[0], HOST)
+            self.build_layers(keras.utils.unpack_x_y_sample_weight(data)[0])
         elastic = process_group.member() is not None
         if elastic and model.built and model.compiled and not model.optimizer.built:
             with tf.init_scope():

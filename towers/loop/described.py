@@ -140,6 +140,8 @@ def _of_mapping(config, names):
     for key, value in config.items():
         if key in _LEFT_OUT:
             continue
+        if key == "batch_shape" and isinstance(value, list | tuple):
+            value = value[1:]  # the batch that it was built with may have any size
         if key == "name" and isinstance(value, str):
             found[key] = names.of(value)
         elif key == "layers" and isinstance(value, list | tuple):

@@ -103,6 +103,17 @@ class FitCall:
         if model.built and not model.optimizer.built:
             model.builder.build_optimizer()
 
+    def build_layers(self) -> None:
+        """Builds the model before its first batch, if the data tell what that is.
+
+        A model that is run eagerly may be Python that takes no symbols.
+        """
+        model = self.model
+        if model.built or model.run_eagerly:
+            return
+        if (x := fit_data.inputs(self.options)) is not None:
+            model.builder.pieces.creator.build_layers(x)
+
     def train_calls(self) -> int:
         """Returns how many calls of training there will be, at a guess."""
         parameters = inspect.signature(keras.Model.fit).parameters.values()
@@ -128,6 +139,9 @@ class FitCall:
         Raises:
             HostsDifferError: They were given different arguments.
         """
+        if process_group.member() is not None and agreement.any(self.model.built):
+            # Hosts that have trained have built it.
+            self.build_layers()
         agreement.check_alike(given("fit", self.options, self.model.__wrapped__))
         agreement.measure_latency()
         share = self.model.builder.plan.share

@@ -90,6 +90,23 @@ def _shuffled_anew(text: bytes) -> bytes:
     return graph.SerializeToString()
 
 
+def inputs(options: Mapping[str, Any]) -> Any:
+    """Returns inputs to build a model with, or their `tf.TypeSpec`s; see `fit`.
+
+    Nothing goes on by that. Of data that can be read only once, `None` is returned.
+    """
+    data = options["x"]
+    if is_arrays(options):
+        return keras.tree.map_structure(lambda array: array[:1], data)
+    if isinstance(data, tf.data.Dataset):
+        first = data.element_spec
+    elif isinstance(data, keras.utils.PyDataset):
+        first = data[0]
+    else:
+        return None
+    return keras.utils.unpack_x_y_sample_weight(first)[0]
+
+
 def is_arrays(options: Mapping[str, Any]) -> bool:
     """Tells whether the data of `fit` are arrays, which Keras cuts and shuffles."""
     others = tf.data.Dataset, keras.utils.PyDataset

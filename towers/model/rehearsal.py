@@ -67,13 +67,14 @@ def rehearse(
         trace: Has a call of `fit` trace its first step.
     """
     model, options = update.model, call.options
-    if not (update.chosen and model.built) or model.run_eagerly:
-        return
-    if update.divides_state:
+    if not update.chosen or update.divides_state or model.run_eagerly:
         return
     if "callbacks" not in options or (data := _apart(options)) is None:
         return
     if (place := process_group.member().expects()) is None:
+        return
+    call.build_layers()
+    if not model.built:
         return
     hosts = place_among(*place, Echo(place[1]))
     swap(functools.partial(update.expect_hosts, hosts))

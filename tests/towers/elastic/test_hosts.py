@@ -541,6 +541,7 @@ def test_whatever_happens(run, seed, monkeypatch):
     "run",
     [
         options(is_built=False),
+        options(is_built=False, data="dataset", validates=True),
         options(is_built=False, shard_embeddings="rows"),
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
