@@ -1,5 +1,9 @@
-"""tf.data: what a data set is made of, and what its autotuning counts."""
+"""tf.data: what a data set is made of, what its autotuning counts and waits for."""
 
+import functools
+import queue
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +16,51 @@ __all__ = [
     "ModelProto",
     "NodeClass",
     "dataset_of",
+    "free_aside",
     "functions_of",
     "inputs_of",
     "metadata_of",
 ]
+
+
+# Each iterator may hold whole buffers of batches; when more are left, training waits.
+_MOST_FREED, _MOST_LEFT = 4, 4
+_known: weakref.WeakSet[tf.data.Iterator] = weakref.WeakSet()
+# What iterators that are gone leave behind. A garbage collection may put it in.
+_left: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+
+def free_aside(iterator: tf.data.Iterator) -> None:
+    """Has a thread free what is behind an iterator, once nobody has the iterator.
+
+    Training would have to wait for it: TensorFlow 2.21 waits until a thread that tunes
+    the data set wakes up, which sleeps for up to a minute. It wakes that thread before
+    it tells it to end (`StartCancel` in tsl/framework/cancellation.cc), so that it
+    may go to sleep again.
+    """
+    if iterator in _known:
+        return
+    _start_freeing()
+    _known.add(iterator)
+    behind = tf.nest.flatten(iterator, expand_composites=True)
+    weakref.finalize(iterator, _leave, behind).atexit = False
+
+
+def _leave(behind):
+    if _left.qsize() < _MOST_LEFT:
+        _left.put(behind)
+
+
+@functools.cache
+def _start_freeing():
+    for k in range(_MOST_FREED):
+        name = f"towers-free-{k}"
+        threading.Thread(target=_free, name=name, daemon=True).start()
+
+
+def _free():
+    while True:
+        _left.get()
 
 
 def dataset_of(iterator: tf.data.Iterator) -> tf.data.Dataset | None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.devices import HOST
+from towers.keras_adapter.datasets import free_aside
 from towers.model.replayable import ReplayableBatches
 from towers.tower.compare import BatchWanted
 
@@ -35,6 +36,8 @@ def compared(
         nonlocal function
         # What `predict` hands over is a list; what else is read once.
         is_list, batches = isinstance(data, list), None
+        if isinstance(data, tf.data.Iterator):
+            free_aside(data)
         if not isinstance(data, list | tf.data.Iterator):
             batches = ReplayableBatches(data, steps)
         wanted = set()

@@ -2,8 +2,10 @@
 
 import collections
 import functools
+import gc
 import itertools
 import os
+import queue
 import subprocess
 import sys
 import textwrap
@@ -19,6 +21,7 @@ import tensorflow as tf
 from tests import executed, oracle
 from tests.variants import slow
 from towers import multi_gpu_model
+from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
 from towers.model.update import auto
 
@@ -812,3 +815,25 @@ def test_a_program_ends_though_its_input_hangs(how, raised):
     )
     assert raised in done.stderr
     assert done.returncode in (1, -2, 130)
+
+
+def test_iterators_are_freed_by_a_thread(monkeypatch):
+    """Each of `fit`'s: TensorFlow may wait for a minute there."""
+    freed_by, leave = queue.Queue(), datasets._leave
+
+    def note(behind):
+        for tensor in behind:
+            weakref.finalize(tensor, lambda: freed_by.put(threading.current_thread()))
+        leave(behind)
+
+    monkeypatch.setattr(datasets, "_leave", note)
+    model = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)])
+    model = multi_gpu_model(model, gpus=2)
+    model.compile(optimizer="sgd", loss="mse")
+    x, y = np.ones([ROWS, FEATURES], "float32"), np.ones([ROWS, 1], "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    model.fit(data, validation_data=data, epochs=2, verbose=0)
+    del model
+    gc.collect()
+    threads = {freed_by.get(timeout=TIMEOUT_S).name for _ in range(4)}
+    assert all(name.startswith("towers-free") for name in threads)
