@@ -91,19 +91,7 @@ class RunState:
         options = call.options
         call.build_optimizer()
         elastic = process_group.member() is not None
-        # Equal, if not the same: a tower model is a proxy.
-        known = self.known is not None and call.model == self._known_of
-        known &= not call.state_lost
-        if not known and not (elastic and this_host().index):
-            restored = self.restore(call.model)
-            if call.state_lost and restored:
-                resume.say_goes_back(self.checkpoints.latest)
-                call.state_lost = False
-        if elastic:
-            mine = handover.Handed(self.position, self.past, self.known)
-            mine = handover.from_first(this_host(), mine, self.checkpoints.monitor)
-            self.position, self.past, self.known = mine
-            self._known_of, self._saved = call.model, None
+        _restore(self, call, elastic)
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
         data, given = data_position.order(options), options["x"]
@@ -201,8 +189,7 @@ class RunState:
             self.save()
         elif self.position.batch:
             # A host that has just come may have none.
-            built = bool(model.built)
-            self._fit.values_before = saved_model.values(model) if built else None
+            self._fit.values_before = saved_model.values(model) if model.built else None
             # What is read again is drawn as it was: the order of a pass, say.
             if (found := self.known.about.get("random_at_begin")) is not None:
                 randomness.set_random_states(found)
@@ -256,8 +243,7 @@ class RunState:
         self.checkpoints.wait()
         about = {"variables": self._fit.described(), "step": self._fit.step}
         self.checkpoints.check_finite(saved_model.own_values(model), about)
-        score = self.checkpoints.score(logs, self._fit.validates, model)
-        self._epoch.score = score
+        self._epoch.score = self.checkpoints.score(logs, self._fit.validates, model)
         # Where Keras does not know how many there are, it begins one batch too many; an
         # epoch also ends where data do.
         begun = self._epoch.batch_begun and not self._fit.call.left_a_batch
@@ -327,9 +313,10 @@ class RunState:
         self._saved = self.position
         found = self._contents()
         values = values or self.checkpoints.values(self._fit.call.model)
-        found = Contents(values | found.values, found.about)
         self.save_points.count_from(self._fit.step)
-        self.checkpoints.save(self.position, found)
+        self.checkpoints.save(
+            self.position, Contents(values | found.values, found.about)
+        )
 
     def _contents(self):
         """All that is saved, but for the variables."""
@@ -337,13 +324,28 @@ class RunState:
         return contents.contents(*parts, self.checkpoints.monitor)
 
 
+def _restore(run, call, elastic):
+    """Has a run be where it was; of hosts that come and go, where the first one is."""
+    # Equal, if not the same: a tower model is a proxy.
+    known = run.known is not None and call.model == run._known_of
+    first = not elastic or this_host().index == 0
+    if first and (call.state_lost or not known) and run.restore(call.model):
+        if call.state_lost:
+            resume.say_goes_back(run.checkpoints.latest)
+        call.state_lost = False
+    if elastic:
+        mine = handover.Handed(run.position, run.past, run.known)
+        mine = handover.from_first(this_host(), mine, run.checkpoints.monitor)
+        run.position, run.past, run.known = mine
+        run._known_of, run._saved = call.model, None
+
+
 def _start(run, call, data, goes_on):
     """Returns how to begin with the data; says what has changed in them."""
     if goes_on:
         name = run.checkpoints.latest or run.checkpoints.directory
         used = run._trained_on() is call.options["x"]
-        about = run.known.about
-        start = resume.start(name, about, run.position, call, data, used)
+        start = resume.start(name, run.known.about, run.position, call, data, used)
     else:
         start = data_position.start_anew(call.options, run.position)
     if start.anew:
@@ -365,10 +367,7 @@ def _end_skipping(run):
     if not run.position.batch:
         return
     model = run._fit.call.model
-    if process_group.member() is None:
-        saved_model.assign(model, run._fit.values_before)
-    else:
-        handover.give_back(this_host(), model, run._fit.values_before)
+    handover.give_back(this_host(), model, run._fit.values_before)
     run._fit.values_before = None
     values = run._restore_states().values.get("metrics", ())
     if len(values) != len(model.metrics_variables):

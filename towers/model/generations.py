@@ -49,7 +49,9 @@ def fit(
                 if not update.is_of_hosts(process_group.joined()):
                     swap(functools.partial(update.follow_hosts, why))
                 try:
-                    return run()
+                    found = run()
+                    update.state_lost = False
+                    return found
                 except HostsChange:
                     # Each host has all variables now.
                     update.state_lost = False
@@ -62,7 +64,7 @@ def fit(
             if not process_group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
-            update.lose_host()
+            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise

@@ -258,7 +258,7 @@ class TowerModel(wrapt.CallableObjectProxy):
                 self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
                 found = call.run(notes_place=self.builder.guard is not None)
-                self._self_update.keep_state()
+                self.builder.pieces.copies.hosts_parts.keep()
                 return found
         finally:
             self._self_call = before
@@ -283,7 +283,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         with self._self_update.step_scope():
             # Called from a loop of the user's, which may have changed variables.
             self.builder.broadcast_variables()
-            self.builder.pieces.copies.begin_step()
+            self.builder.pieces.copies.hosts_parts.begin_step()
             return self.builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -348,7 +348,7 @@ def _stops(parallel):
         with agreement.stops(parallel):
             yield
     except HostsChange:
-        parallel._self_update.prepare_change()
+        parallel.builder.pieces.copies.hosts_parts.join()
         raise
 
 

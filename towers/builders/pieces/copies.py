@@ -35,6 +35,56 @@ from towers.plan import Tower
 from towers.tower.errors import ModelError
 
 
+class HostsParts:
+    """Variables that several hosts divide: none of them has the whole of one."""
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._may_be_kept = True
+
+    def keep(self) -> None:
+        """Has each host read by itself what hosts divide, until training goes on.
+
+        All hosts call it together.
+        """
+        for _, each in self._divided():
+            each.keep()
+        self._may_be_kept = True
+
+    def begin_step(self) -> None:
+        """Is told that what hosts divide changes, which may be kept."""
+        for _, each in self._divided() if self._may_be_kept else ():
+            each.forget()
+        self._may_be_kept = False
+
+    def join(self) -> None:
+        """Gives each host the whole of what hosts divide, in the host's memory.
+
+        All hosts call it together. Then each may go on with others.
+        """
+        for variable, each in self._divided():
+            put_behind(variable, variable_like(each.numpy(), HOST, each))
+
+    def lose(self) -> bool:
+        """Puts zeros in the place of what hosts divide, as a host has gone with a part.
+
+        Returns:
+            Whether there was anything.
+        """
+        found = [*self._divided()]
+        for variable, each in found:
+            zeros = tf.zeros(each.shape, each.dtype)
+            put_behind(variable, variable_like(zeros, HOST, each))
+        return bool(found)
+
+    def _divided(self):
+        """Yields variables of which several hosts have parts, and what is behind."""
+        if self._context.plan.hosts.count > 1:
+            for variable in variables.of(self._context.model):
+                if isinstance(found := sharded.of(variable), SpreadVariable):
+                    yield variable, found
+
+
 class Copies:
     """The copies of the trainable variables, and of the optimizer's.
 
@@ -43,6 +93,7 @@ class Copies:
         stale: Whether the model's own variables may have other values.
         shards: The shards of the optimizer's state, if each tower has a part of it
             instead of a copy.
+        hosts_parts: What hosts divide.
     """
 
     def __init__(
@@ -54,7 +105,7 @@ class Copies:
         """Creates none yet; there will be one for each of these towers."""
         self._context, self.towers = context, towers
         self.stale, self.shards = True, None
-        self._may_be_kept = True
+        self.hosts_parts = HostsParts(context)
         if shard_optimizer_state:
             plan = context.plan
             self.shards = OptimizerShards(
@@ -171,48 +222,6 @@ class Copies:
         # No host has all of what is divided among them.
         whole = [v for v in every if not isinstance(sharded.of(v), SpreadVariable)]
         follow_first_host(self._context.plan.hosts, whole)
-
-    def keep_state(self) -> None:
-        """Has each host read by itself what hosts divide, until training goes on.
-
-        All hosts call it together.
-        """
-        for _, each in self._spread():
-            each.keep()
-        self._may_be_kept = True
-
-    def begin_step(self) -> None:
-        """Is told that what hosts divide changes, which may be kept."""
-        for _, each in self._spread() if self._may_be_kept else ():
-            each.forget()
-        self._may_be_kept = False
-
-    def join_hosts_parts(self) -> None:
-        """Gives each host the whole of what hosts divide, in the host's memory.
-
-        All hosts call it together. Then each may go on with others.
-        """
-        for variable, each in self._spread():
-            put_behind(variable, variable_like(each.numpy(), HOST, each))
-
-    def lose_hosts_parts(self) -> bool:
-        """Puts zeros in the place of what hosts divide, as a host has gone with a part.
-
-        Returns:
-            Whether there was anything.
-        """
-        found = [*self._spread()]
-        for variable, each in found:
-            zeros = tf.zeros(each.shape, each.dtype)
-            put_behind(variable, variable_like(zeros, HOST, each))
-        return bool(found)
-
-    def _spread(self):
-        """Yields variables of which several hosts have parts, and what is behind."""
-        if self._context.plan.hosts.count > 1:
-            for variable in variables.of(self._context.model):
-                if isinstance(found := sharded.of(variable), SpreadVariable):
-                    yield variable, found
 
     def differ(self) -> bool:
         """Tells whether the copies may have other values than the model's variables."""

@@ -249,7 +249,7 @@ def train_function(
             with scope():
                 broadcast()
         copies.stale = False
-        copies.begin_step()
+        copies.hosts_parts.begin_step()
         if context.callbacks_may_write:
             context.found.proofs.forget()
         context.timers.reads(iterator)

@@ -51,6 +51,7 @@ class VariableUpdate:
         xla: Whether XLA compiles towers and update where the choice does not say so;
             `None` for the update alone where that pays.
         xla_wish: What the user wants of XLA.
+        divides_state: Whether a host may have a part of some variables or slots only.
         state_lost: Whether a host has gone with its part of what hosts divide, so that
             a checkpoint has to tell.
     """
@@ -84,7 +85,7 @@ class VariableUpdate:
         self._kept_places: dict[Any, _Kept] = {}
         self._place: tuple[Any, ...] | None = None
         self._membership: Membership | None = process_group.joined()
-        self.state_lost = False
+        self.divides_state, self.state_lost = recipe.divides_state, False
 
     def reset_if_changed(self) -> bool:
         """Starts anew if the model was compiled or moved, through whichever object.
@@ -274,24 +275,6 @@ class VariableUpdate:
         self.builder.context.why_hosts = why
         self._seen = self.state()
         return functions
-
-    @property
-    def divides_state(self) -> bool:
-        """Whether a host may have a part of some variables or slots only."""
-        return self._recipe.divides_state
-
-    def prepare_change(self) -> None:
-        """Gives each host all variables, before hosts change; all call it together."""
-        self.builder.pieces.copies.join_hosts_parts()
-
-    def keep_state(self) -> None:
-        """Is told that `fit` has ended on all hosts; see `Copies.keep_state`."""
-        self.builder.pieces.copies.keep_state()
-        self.state_lost = False
-
-    def lose_host(self) -> None:
-        """Is told that a host has gone at once, with what it had alone."""
-        self.state_lost |= self.builder.pieces.copies.lose_hosts_parts()
 
     def expect_hosts(self, hosts: OneHost, functions: dict[str, Any]) -> dict[str, Any]:
         """Puts a builder in use for hosts that this process has not joined yet.
