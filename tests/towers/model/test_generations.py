@@ -1,6 +1,7 @@
 """Fitting in one generation of hosts after another: what is taken for a lost host."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 
@@ -16,7 +17,9 @@ class Update:
     model = None
 
     def __init__(self):
-        self.why = []
+        self.why, self.state_lost = [], False
+        self.builder = mock.Mock()
+        self.builder.pieces.copies.hosts_parts.lose.return_value = True
 
     def is_of_hosts(self, membership):
         return False
@@ -74,6 +77,7 @@ def test_a_host_is_lost(hosts):
     assert fit(update, broken) == "history"
     assert hosts["joins"] == 2
     assert update.why == ["", "host 1 has gone"]
+    update.builder.pieces.copies.hosts_parts.lose.assert_called_once_with()
 
 
 def test_hosts_agree_on_a_change(hosts):
