@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import pathlib
-import zlib
 
 import pytest
 
 import towers
 from tests.exact import block_sparse, combinations, oracle, table
 from tests.exact.table import CASES
+from tests.variants import ALL, for_the_report, number_of, one_in, slow
 from towers.builders.strategies import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,13 +30,13 @@ OF_OUTPUTS = "batches", "shares"
 # fourth of them in place of `parameter_server`, of which it is one, `asynchronous` an
 # eighth besides. All three predict by the same code, which a fourth of the cases tries,
 # as `evaluate` has gone through the same outputs. Which ones it are hangs on the case's
-# name alone, so that a new case changes nothing for the others. For the report, each
+# name alone, so that a new case changes nothing for the others. Of block-sparse layers,
+# a slow case has one of the three, and a quick one has all. For the report, each
 # builder takes all cases, and `parameter_server` predicts for all.
 MAIN = "parameter_server"
 TURNS = [(MAIN,)] * 8
 TURNS[0] = MAIN, "asynchronous"
 TURNS[1] = TURNS[5] = ("replicated",)
-ALL = "TOWERS_EXACT_ALL" in os.environ
 
 # To trace them takes 25 s, 11 s and 6 s; the layers are in other cases, too.
 FOR_THE_REPORT = (
@@ -127,11 +127,6 @@ QUICK_KINDS = (
 )
 
 
-def number_of(case):
-    """A number that is always this case's."""
-    return zlib.crc32(str(case).encode())
-
-
 # To train and compare a combination takes 3 s, and 14 s with XLA; to see one refused
 # takes half a second. One of each kind is tried here, the one of the smallest number,
 # and all for the report. Each has one builder: other cases tell how builders differ.
@@ -150,8 +145,11 @@ def builders(case):
         return one
     if not ALL and str(case) in FOR_THE_REPORT:
         return ()
-    every = ALL or case.group == block_sparse.GROUP
-    turns = STRATEGIES if every else TURNS[number % len(TURNS)]
+    turns = TURNS[number % len(TURNS)]
+    if ALL or (case.group == block_sparse.GROUP and not is_slow(case)):
+        turns = tuple(STRATEGIES)
+    elif case.group == block_sparse.GROUP:
+        turns = (tuple(STRATEGIES)[number // 3 % len(STRATEGIES)],)
     several = case.group in OF_SEVERAL_TOWERS
     return [name for name in turns if not (name == "asynchronous" and several)]
 
@@ -177,20 +175,19 @@ OF_EACH_GROUP = {
 }
 
 
-def marks(case):
-    """The marks of a case: those that are not slow may run with the oldest versions."""
-    if is_slow(case):
-        return [pytest.mark.slow]
-    return [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
+def _run(case, builder):
+    """A case with a builder; of slow ones, one in three is not only for the report."""
+    name = f"{case}-{builder}"
+    if not is_slow(case):  # It may run with the oldest versions.
+        oldest = [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
+        return pytest.param(case, builder, id=name, marks=oldest)
+    often = case.group in (combinations.GROUP, block_sparse.GROUP) or one_in(3, case)
+    return (slow if often else for_the_report)(case, builder, id=name)
 
 
 # Builders of a case follow one another, mostly in one process: what one device makes of
 # it is then computed once.
-RUNS = [
-    pytest.param(case, builder, id=f"{case}-{builder}", marks=marks(case))
-    for case in table.ALL
-    for builder in builders(case)
-]
+RUNS = [_run(case, builder) for case in table.ALL for builder in builders(case)]
 
 
 @pytest.mark.parametrize("group", dict.fromkeys(case.group for case in CASES))

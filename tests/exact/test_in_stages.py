@@ -1,14 +1,15 @@
 """Exact cases by towers of stages and micro-batches, against plain Keras."""
 
 import dataclasses
+import functools
 
 import pytest
 
 import towers
 from tests.exact import combinations, oracle
 from tests.exact.layouts import in_stages, refused
-from tests.exact.test_exact_cases import RUNS, alone, is_slow, number_of
-from tests.variants import for_the_report, slow
+from tests.exact.test_exact_cases import RUNS, alone, is_slow
+from tests.variants import for_the_report, number_of, sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +90,10 @@ def test_stages_equal_one_device(name, k):
 
 def _turns(name, k):
     """Each case comes once in a while; which layout it has hangs on its name alone."""
-    if k != number_of(name) // 7 % len(LAYOUTS):
-        return () if is_slow(CASES[name]) else (for_the_report(name, LAYOUTS[k]),)
-    make = for_the_report if is_slow(CASES[name]) else slow
+    its_turn = k == number_of(name) // 7 % len(LAYOUTS)
+    if is_slow(CASES[name]):
+        return (for_the_report(name, LAYOUTS[k]),) if its_turn else ()
+    make = functools.partial(sampled, 2) if its_turn else for_the_report
     return (make(name, LAYOUTS[k]),)
 
 

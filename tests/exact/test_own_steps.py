@@ -12,7 +12,7 @@ import pytest
 import towers
 from tests import hosts
 from tests.exact import oracle
-from tests.variants import slow
+from tests.variants import for_the_report, sampled, slow
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples/steps"
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"common"})
@@ -95,7 +95,7 @@ def apart(ours, theirs):
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
-        case if case in QUICK else slow(*case)
+        case if case in QUICK else sampled(2, *case)
         for case in [(name, gpus) for name in NAMES for gpus in (2, 3)]
     ],
 )
@@ -108,7 +108,7 @@ def test_towers_equal_one_device(name, gpus):
 @pytest.mark.parametrize(
     "name",
     # SimCLR compares pairs, so its numbers are others.
-    [name if name == "vae" else slow(name) for name in NAMES if name != "simclr"],
+    [name if name == "vae" else sampled(3, name) for name in NAMES if name != "simclr"],
 )
 def test_loss_placement_changes_only_what_lets_examples_meet(name):
     wrap = functools.partial(towers.multi_gpu_model, gpus=3, loss_placement="tower")
@@ -119,7 +119,7 @@ def test_loss_placement_changes_only_what_lets_examples_meet(name):
 @pytest.mark.parametrize(
     ("name", "gpus", "algorithm"),
     [
-        case if case[:2] in QUICK else slow(*case)
+        case if case[:2] in QUICK else sampled(3, *case)
         for name in NAMES
         for case in [(name, 2, "ring"), (name, 3, "device")]
     ],
@@ -134,7 +134,10 @@ def test_copies_on_towers_equal_one_device(name, gpus, algorithm):
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        *((name, None) if name in dict(QUICK) else slow(name, None) for name in NAMES),
+        *(
+            (name, None) if name in dict(QUICK) else sampled(3, name, None)
+            for name in NAMES
+        ),
         # Where home is on another GPU, values travel in one piece.
         ("dcgan", True),
         slow("sam", True),
@@ -153,7 +156,7 @@ def test_a_single_asynchronous_tower_equals_one_device(name, packed):
         # Rows in blocks, random numbers and two optimizers; a condition.
         ((1, 2), ("accumulate", "dcgan"), "whole", "parameter_server"),
         slow((1, 2), ("accumulate", "dcgan"), "whole", "replicated"),
-        slow((1, 1), NAMES, "whole", "parameter_server"),
+        for_the_report((1, 1), NAMES, "whole", "parameter_server"),
         slow((1, 2), NAMES, "rows", "parameter_server"),
     ],
     ids=str,

@@ -7,8 +7,8 @@ import pytest
 
 import towers
 from tests.exact import combinations, oracle
-from tests.exact.test_exact_cases import ALL, FOR_THE_REPORT, RUNS, is_slow, number_of
-from tests.variants import slow
+from tests.exact.test_exact_cases import FOR_THE_REPORT, RUNS, is_slow
+from tests.variants import ALL, number_of, one_in, slow
 
 # Fewer and more than the two to begin with, also without the first of them.
 LAYOUTS = (0, 1), (3,), (1, 3, 2)
@@ -54,7 +54,7 @@ def _is_quick(case):
 
 def _runs(case):
     """Whether it runs where not all do, which would take a third of CI's time."""
-    return ALL or _is_quick(case) or number_of(case) % 5 == 0
+    return _is_quick(case) or one_in(11, case)
 
 
 @pytest.mark.parametrize(

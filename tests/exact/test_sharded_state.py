@@ -7,6 +7,7 @@ import pytest
 import towers
 from tests.exact import cases, oracle
 from tests.exact.test_exact_cases import FOR_THE_REPORT
+from tests.variants import sampled
 
 # What these are about is how weights change; other groups do not know the difference.
 GROUPS = "float8", "gradients", "mixed precision", "optimizers"
@@ -26,18 +27,15 @@ def test_quick_cases_exist():
     assert {*QUICK} <= {str(case) for case in CASES}
 
 
-def marks(case):
+def _run(case):
     """Only the quick ones are for `make test`."""
-    return [] if str(case) in QUICK else [pytest.mark.slow]
+    name = str(case)
+    return pytest.param(case, id=name) if name in QUICK else sampled(4, case, id=name)
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=marks(case))
-        for case in CASES
-        if str(case) not in FOR_THE_REPORT
-    ],
+    [_run(case) for case in CASES if str(case) not in FOR_THE_REPORT],
 )
 def test_sharded_state_equals_one_device(case):
     options = {**case.options, "shard_optimizer_state": True}
