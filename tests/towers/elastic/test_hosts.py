@@ -148,7 +148,7 @@ class Run:
         self.end()
         self.check(goes_back)
 
-    def check(self, goes_back):
+    def check(self, goes_back=False):
         """Compares steps, history and weights with those of one plain model.
 
         `goes_back` says that it may have gone back to a checkpoint.
