@@ -250,7 +250,7 @@ def write(file, text):
 # Others are wanted.
 
 
-@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), slow(2, 2, 3)])
+@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), for_the_report(2, 2, 3)])
 def test_hosts_are_added_and_removed(run, least, few, many):
     file = run.folder / "hosts"
     file.write_text(str(few))
@@ -287,8 +287,8 @@ def fails_by_exception(run, pids, victim):
     ("fails", "victim"),
     [
         (fails_by_kill, 0),
-        slow(fails_by_kill, 1),
-        slow(fails_by_exception, 0),
+        for_the_report(fails_by_kill, 1),
+        for_the_report(fails_by_exception, 0),
         slow(fails_by_exception, 1),
     ],
 )
@@ -317,7 +317,7 @@ def test_one_fails_where_none_may_be_missing(run):
     assert {each["hosts"] for each in run.lines()} == {2}
 
 
-@pytest.mark.parametrize("hosts", [for_the_report(1), for_the_report(2), slow(3)])
+@pytest.mark.parametrize("hosts", [for_the_report(1), slow(2), for_the_report(3)])
 def test_all_are_killed(run, hosts):
     run.start(f"{hosts}:{hosts}", steps=20)
     before = run.begin(*range(hosts))
@@ -361,9 +361,9 @@ def test_only_so_many_restarts(run):
     run.says(r"after 1 restart of 1 \(--max_restarts\)\.")
 
 
-@pytest.mark.slow
-def test_no_more_restarts_than_allowed(run):
-    run.start("1:2", "--max_restarts=2", steps=5)
+@pytest.mark.parametrize("allowed", [for_the_report(2)])
+def test_no_more_restarts_than_allowed(run, allowed):
+    run.start("1:2", f"--max_restarts={allowed}", steps=5)
     for count in (5, 15):
         before = run.begin(0, 1)
         run.step(count)
@@ -412,8 +412,7 @@ def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     assert {each["pid"] for each in run.lines()} == {*before.values()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", ["1:1", "1:3"])
+@pytest.mark.parametrize("again", [for_the_report("1:1"), slow("1:3")])
 def test_all_are_asked_to_end(run, again):
     run.start("1:2", steps=12)
     run.begin(0, 1)
@@ -449,14 +448,14 @@ def test_nothing_is_left_to_train(run):
     "run",
     [
         options(for_the_report, validates=True),
-        options(steps_per_execution=3),
+        options(for_the_report, steps_per_execution=3),
         options(for_the_report, variable_update="replicated"),
         options(for_the_report, gpus=2),
         options(gpus=2, variable_update="replicated", validates=True),
         options(for_the_report, data="dataset"),
         options(for_the_report, data="pipeline"),
         options(data="pipeline", steps_per_execution=3, validates=True),
-        options(data="dataset", validates=True),
+        options(for_the_report, data="dataset", validates=True),
     ],
     indirect=True,
 )
@@ -488,7 +487,7 @@ def test_one_is_killed(run):
     ],
     indirect=True,
 )
-@pytest.mark.parametrize("epochs", [2, 6])
+@pytest.mark.parametrize("epochs", [for_the_report(2), slow(6)])
 def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
     """Before it validates, or all meet; the last epoch is also the end of training."""
     end = epochs * fits.STEPS_PER_EPOCH
@@ -540,9 +539,9 @@ def test_whatever_happens(run, seed, monkeypatch):
 @pytest.mark.parametrize(
     "run",
     [
-        options(is_built=False),
+        options(for_the_report, is_built=False),
         options(is_built=False, data="dataset", validates=True),
-        options(is_built=False, shard_embeddings="rows"),
+        options(for_the_report, is_built=False, shard_embeddings="rows"),
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
         ),
@@ -566,13 +565,16 @@ def test_one_comes_whose_model_is_not_built(run):
 
 DIVIDED = [
     options(
+        tier,
         gpus=gpus,
         variable_update="replicated",
         shard_optimizer_state=optimizer,
         shard_embeddings=tables,
     )
-    for gpus, optimizer, tables in (
-        *((1, True, "none"), (2, False, "rows"), (2, True, "rows")),
+    for tier, gpus, optimizer, tables in (
+        (slow, 1, True, "none"),
+        (for_the_report, 2, False, "rows"),
+        (slow, 2, True, "rows"),
     )
 ]
 
