@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 from tests.towers.analysis import losses
+from tests.variants import sampled
 from towers.analysis.rules import NoRuleError, Rules
 
 TABLE = losses.table()
@@ -49,8 +50,9 @@ def test_a_sample_of_outcomes():
         assert found == row.outcomes[rank - 2], str(row)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", dict.fromkeys(row.kind for row in TABLE))
+@pytest.mark.parametrize(
+    "kind", [sampled(3, kind) for kind in dict.fromkeys(row.kind for row in TABLE)]
+)
 def test_outcomes(kind):
     for row in TABLE:
         if row.kind == kind:
@@ -78,18 +80,14 @@ def test_only_what_couples_examples_is_gathered():
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(cases, marks=[] if quick else [pytest.mark.slow], id=name)
-        for name, quick, cases in [
-            ("quick", True, [each for each in ON_TOWERS if _is_quick(*each)]),
-            *(
-                (kind, False, [each for each in ON_TOWERS if each[0].kind == kind])
-                for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)
-            ),
-        ]
+        "quick",
+        *(sampled(2, kind) for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
     ],
 )
 def test_parts_add_up_to_the_whole(kind):
-    for row, rank in kind:
+    for row, rank in ON_TOWERS:
+        if not (_is_quick(row, rank) if kind == "quick" else row.kind == kind):
+            continue
         ours, theirs = losses.in_parts(row, rank), losses.whole(row, rank)
         for a, b in zip(ours, theirs, strict=True):
             largest = max(np.abs(b).max(), 1e-30)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.variants import sampled
 from towers.layers import fused
 
 
@@ -232,7 +233,7 @@ QUICK = {
 @pytest.mark.parametrize(
     ("options", "how", "scaled"),
     [
-        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        each if each in QUICK else sampled(3, *each)
         for each in itertools.product(MOMENTUM, HOW, SCALED)
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from tests.variants import slow
+from tests.variants import sampled
 from towers.layers import fused, sharded
 from towers.lifecycle.checkpoints import saved_model
 
@@ -140,8 +140,14 @@ def test_a_slot_is_cut_however_it_is_asked_for():
             ]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in OPTIMIZERS])
-@pytest.mark.parametrize("sparse", [True, slow(False)], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    ("name", "sparse"),
+    [
+        (name, sparse) if name in QUICK and sparse else sampled(3, name, sparse)
+        for name in OPTIMIZERS
+        for sparse in (True, False)
+    ],
+)
 @AXES
 def test_the_users_optimizer_updates_shards_where_they_lie(name, sparse, axis):
     plain, model = _model(), _model()

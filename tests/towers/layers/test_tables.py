@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests import executed, hosts, oracle
 from tests.towers.layers import test_lookup as lookup
-from tests.variants import for_the_report, slow
+from tests.variants import for_the_report, sampled, slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
@@ -261,7 +261,7 @@ QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        (case, way) if (case, way) in QUICK else slow(case, way)
+        (case, way) if (case, way) in QUICK else sampled(3, case, way)
         for case in lookup.CASES
         for way in WAYS
     ],
@@ -283,7 +283,7 @@ def test_towers_equal_one_device(case, way):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", [WAYS[0], slow(WAYS[1])])
+@pytest.mark.parametrize("way", [WAYS[0], for_the_report(WAYS[1])])
 def test_whatever_the_builder_does(case, options, way):
     found = lookup._run(case, _towers(way, **options), evaluated=False)
     assert lookup._equal(found, lookup._expected(case))
@@ -321,7 +321,7 @@ QUICK_UPDATES = (
 @pytest.mark.parametrize(
     ("name", "way", "update"),
     [
-        each if each in QUICK_UPDATES else slow(*each)
+        each if each in QUICK_UPDATES else sampled(3, *each)
         for each in itertools.product(
             OPTIMIZERS, WAYS, ["parameter_server", "replicated"]
         )
@@ -381,7 +381,7 @@ class Combined(keras.layers.Layer):
         return total / keras.ops.maximum(size ** (1 / power), 1e-6)
 
 
-@pytest.mark.parametrize("combiner", [slow("sum"), slow("mean"), "sqrtn"])
+@pytest.mark.parametrize("combiner", [for_the_report("sum"), slow("mean"), "sqrtn"])
 @pytest.mark.parametrize("way", [slow("rows"), "columns"])
 def test_combiners(combiner, way, monkeypatch):
     def make():
@@ -394,9 +394,15 @@ def test_combiners(combiner, way, monkeypatch):
     assert lookup._equal(lookup._run(combiner, _towers(way)), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "update"),
+    [
+        slow("mixed_float16", "parameter_server"),
+        for_the_report("mixed_float16", "replicated"),
+        for_the_report("mixed_bfloat16", "parameter_server"),
+        slow("mixed_bfloat16", "replicated"),
+    ],
+)
 def test_mixed_precision(policy, update):
     keras.config.set_dtype_policy(policy)
     options = {"evaluated": False}
@@ -475,9 +481,17 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
     hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments, timeout_s=100)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["rows", "auto"])
-@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        for_the_report((1, 1), "rows"),
+        for_the_report((1, 1), "auto"),
+        slow((1, 2), "rows"),
+        for_the_report((1, 2), "auto"),
+        for_the_report((1, 1, 1), "rows"),
+        slow((1, 1, 1), "auto"),
+    ],
+)
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
     arguments = "large", tmp_path, way
     hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=300)
@@ -509,10 +523,17 @@ def test_averages_take_the_place_of_weights(callbacks):
     assert oracle.largest_difference(ours, theirs) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS, "auto"])
-@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
-@pytest.mark.parametrize("placement", [{"dense.*": 1, "(?!dense).*": 0}, "auto"])
+@pytest.mark.parametrize(
+    ("placement", "update", "way"),
+    [
+        sampled(3, *each)
+        for each in itertools.product(
+            [{"dense.*": 1, "(?!dense).*": 0}, "auto"],
+            ["parameter_server", "replicated"],
+            [*WAYS, "auto"],
+        )
+    ],
+)
 def test_towers_of_several_stages(way, update, placement, monkeypatch):
     monkeypatch.setattr(tables, "SMALL_BYTES", 0)
     options = {"stages": 2, "micro_batches": 2, "variable_update": update}

@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import slow
+from tests.variants import sampled, slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
@@ -275,7 +275,7 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
 
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
-    [*QUICK, *(slow(*each) for each in sorted(MORE.difference(QUICK)))],
+    [*QUICK, *(sampled(3, *each) for each in sorted(MORE.difference(QUICK)))],
 )
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)

@@ -2,10 +2,10 @@
 
 import keras
 import numpy as np
-import pytest
 from keras import layers
 
 import towers
+from tests.variants import for_the_report, slow
 
 CHANNELS, UNITS, OUTPUTS = 6, 12, 9
 
@@ -91,7 +91,15 @@ def apart(weights, others):
     return max(np.abs(np.asarray(a, "float64") - b).max() for a, b in pairs)
 
 
-def slow_but(names, *fast):
-    """Parameters of which all but some are for slow tests."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=() if name in fast else slow) for name in names]
+def slow_but(names, *fast, often=None):
+    """Parameters of which all but some are for slow tests.
+
+    Those that are not among `often`, if it is given, are for the report.
+    """
+
+    def one(name):
+        if name in fast:
+            return name
+        return slow(name) if often is None or name in often else for_the_report(name)
+
+    return [one(name) for name in names]
