@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from tests.towers.train.runs import heard, main_here, read_settings
-from tests.variants import slow
+from tests.variants import for_the_report, sampled, slow
 from towers.find_batch_size import probe
 from towers.find_batch_size.search_flags import Search
 from towers.parity import __main__ as parity_program
@@ -67,7 +67,7 @@ def test_there_is_one_of_each_task():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else slow(name) for name in EXAMPLES]
+    "name", [name if name in QUICK else sampled(2, name) for name in EXAMPLES]
 )
 def test_it_trains(name, tmp_path):
     run = f"--model_dir={tmp_path}", "--train_epochs=1", "--max_train_steps=3"
@@ -92,8 +92,9 @@ def test_the_file_of_the_page_trains(tmp_path):
     assert {"val_price_mae", "val_sold_accuracy"} <= summary.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "binary"])
+@pytest.mark.parametrize(
+    "name", [sampled(4, name) for name in EXAMPLES if name != "binary"]
+)
 def test_towers_give_the_numbers_of_one_device(name, tmp_path):
     short = "--batch_size=12", "--parity_steps=1", f"--model_dir={tmp_path}/run"
     settings = read_settings(*flags_of(name), *short)
@@ -101,8 +102,14 @@ def test_towers_give_the_numbers_of_one_device(name, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["segmentation", "tagging", "several_outputs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        for_the_report("segmentation"),
+        for_the_report("tagging"),
+        slow("several_outputs"),
+    ],
+)
 def test_a_batch_size_is_tried(name, tmp_path, monkeypatch):
     # Of a process of its own, which this one is not.
     monkeypatch.setattr(probe, "limit_memory", lambda limit_mb: None)

@@ -1,7 +1,7 @@
 """Keras's own tests of its trainer, with models on two towers.
 
 Among them are those of models with a `train_step`, `test_step` or `compute_loss` of
-their own, which a quick run takes; `make test-slow` takes all.
+their own, which a quick run takes; `make test-slow` takes some of the others.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ import keras
 import pytest
 
 from tests.keras_trainer import through_towers
+from tests.variants import sampled
 
 if not keras.__version__.startswith("3.15."):
     pytest.skip("other tests than Keras 3.15's", allow_module_level=True)
@@ -41,7 +42,8 @@ for _name in [each for each in dir(TestTrainer) if each.startswith("test_")]:
     if (_why := _reason(_name)) is not None:
         _test = pytest.mark.skip(reason=_why)(_test)
     elif not any(word in _name for word in OWN):
-        _test = pytest.mark.slow(_test)
+        for _mark in sampled(2, _name).marks:
+            _test = _mark(_test)
     setattr(TestTrainer, _name, _test)
 
 

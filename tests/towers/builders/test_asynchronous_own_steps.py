@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import for_the_report, slow
+from tests.variants import sampled, slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.layers import variables
@@ -224,8 +224,8 @@ EXAMPLES = "accumulate", "dcgan", "sam", "wgan_gp", "fixmatch", "simclr", "vae"
     ("name", "gpus"),
     [
         ("accumulate", 2),
-        *(slow(name, 2) for name in EXAMPLES),
-        *((slow if name == "vae" else for_the_report)(name, 4) for name in EXAMPLES),
+        *(sampled(3, name, 2) for name in EXAMPLES if name != "accumulate"),
+        *(sampled(3, name, 4) for name in EXAMPLES),
     ],
 )
 def test_examples_learn(name, gpus):

@@ -275,7 +275,9 @@ def test_batches_of_the_users_own_size_are_refused(tmp_path, size):
         assembled(*flags_of(tmp_path / "run", "--num_gpus=2", mine=own, data=()))
 
 
-@pytest.mark.parametrize("kind", [slow("arrays"), slow("dataset"), "PyDataset"])
+@pytest.mark.parametrize(
+    "kind", [slow("arrays"), for_the_report("dataset"), "PyDataset"]
+)
 def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     path, options = tmp_path / "run", {"mine": own, "data": ()}
@@ -287,7 +289,9 @@ def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
         assert_equal(seen, *plain(tmp_path / "plain", 2, 3, **options))
 
 
-@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
+@pytest.mark.parametrize(
+    "kind", ["arrays", for_the_report("dataset"), slow("PyDataset")]
+)
 def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     for count in (1, 2):
@@ -296,7 +300,9 @@ def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
         assert seen.steps == epochs(2)
 
 
-@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
+@pytest.mark.parametrize(
+    "kind", ["arrays", for_the_report("dataset"), slow("PyDataset")]
+)
 @pytest.mark.parametrize("towers", [2, slow(3)])
 def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
     path, options = tmp_path / "run", {"mine": OWN_DATA + KINDS[kind], "data": ()}
@@ -347,7 +353,7 @@ def callbacks():
 @pytest.mark.parametrize(
     ("number", "victim", "alone_until", "towers", "changes"),
     [
-        slow(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
+        for_the_report(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
         # It comes back to an epoch of two, or of one.
         for_the_report(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
         slow(signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),

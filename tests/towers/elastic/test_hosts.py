@@ -478,7 +478,7 @@ def test_one_is_killed(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(),
+        options(for_the_report),
         options(for_the_report, validates=True),
         options(for_the_report, data="dataset"),
         options(for_the_report, data="pipeline", validates=True),
@@ -540,7 +540,7 @@ def test_whatever_happens(run, seed, monkeypatch):
     "run",
     [
         options(for_the_report, is_built=False),
-        options(is_built=False, data="dataset", validates=True),
+        options(for_the_report, is_built=False, data="dataset", validates=True),
         options(for_the_report, is_built=False, shard_embeddings="rows"),
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
@@ -572,7 +572,7 @@ DIVIDED = [
         shard_embeddings=tables,
     )
     for tier, gpus, optimizer, tables in (
-        (slow, 1, True, "none"),
+        (for_the_report, 1, True, "none"),
         (for_the_report, 2, False, "rows"),
         (slow, 2, True, "rows"),
     )
@@ -624,7 +624,7 @@ def test_one_goes_with_its_part(run, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", DIVIDED[:1], indirect=True)
+@pytest.mark.parametrize("run", DIVIDED[-1:], indirect=True)
 def test_one_goes_with_its_part_before_any_checkpoint(run):
     run.start("1:2", steps=4)
     before = run.begin(0, 1)

@@ -29,7 +29,7 @@ from tests.towers.lifecycle.runs import (
     towers,
     values,
 )
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.store import Position
@@ -217,8 +217,16 @@ class TestOtherData:
             fit(as_new(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
 
 
-@pytest.mark.parametrize("steps", [4, slow(2), slow(3), slow(STEPS), slow(STEPS + 1)])
-@pytest.mark.parametrize("make_data", [data, slow(plain)])
+@pytest.mark.parametrize(
+    ("steps", "make_data"),
+    [
+        (4, data),
+        slow(3, data),
+        slow(STEPS + 1, plain),
+        *(for_the_report(steps, data) for steps in (2, STEPS, STEPS + 1)),
+        *(for_the_report(steps, plain) for steps in (2, 3, 4, STEPS)),
+    ],
+)
 def test_a_call_may_go_on_in_its_middle(tmp_path, steps, make_data):
     def make():
         return as_new(keras.optimizers.SGD(1e-3, 0.9))

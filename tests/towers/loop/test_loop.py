@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import sampled, slow
+from tests.variants import for_the_report, sampled, slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
@@ -85,12 +85,12 @@ def expected():
 @pytest.mark.parametrize(
     ("steps", "builder", "eager"),
     [
-        slow(1, "parameter_server", False),
+        for_the_report(1, "parameter_server", False),
         slow(4, "parameter_server", False),
-        slow(10, "parameter_server", False),
+        for_the_report(10, "parameter_server", False),
         slow(1, "replicated", False),
         (4, "replicated", False),
-        slow(1, "replicated", True),
+        for_the_report(1, "replicated", True),
         (4, "parameter_server", True),
         slow(10, "parameter_server", True),
     ],
