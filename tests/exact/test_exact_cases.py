@@ -176,12 +176,12 @@ OF_EACH_GROUP = {
 
 
 def _run(case, builder):
-    """A case with a builder; of slow ones, one in three is not only for the report."""
+    """A case with a builder; of slow ones, one in five is not only for the report."""
     name = f"{case}-{builder}"
     if not is_slow(case):  # It may run with the oldest versions.
         oldest = [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
         return pytest.param(case, builder, id=name, marks=oldest)
-    often = case.group in (combinations.GROUP, block_sparse.GROUP) or one_in(3, case)
+    often = case.group in (combinations.GROUP, block_sparse.GROUP) or one_in(5, case)
     return (slow if often else for_the_report)(case, builder, id=name)
 
 

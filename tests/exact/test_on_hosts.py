@@ -86,7 +86,7 @@ TABLES = (
     ("layout", "builder"),
     [
         for_the_report((1, 1), "parameter_server/rows"),
-        slow((1, 1), "replicated/auto"),
+        for_the_report((1, 1), "replicated/auto"),
         slow((1, 2), "parameter_server/rows"),
         for_the_report((1, 2), "replicated/rows"),
         slow((2, 1), "replicated/columns"),
@@ -152,7 +152,7 @@ def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_pat
     ("layout", "builder", "names"),
     # Of the last, the first host has no copies.
     [
-        slow((1, 1), "parameter_server", FIRST),
+        for_the_report((1, 1), "parameter_server", FIRST),
         for_the_report((1, 1), "replicated", FIRST),
         slow((1, 2), "replicated", FIRST),
         slow(

@@ -305,9 +305,9 @@ def test_one_fails_and_another_one_takes_its_place(run, fails, victim):
     run.finish()
 
 
-@pytest.mark.slow
-def test_one_fails_where_none_may_be_missing(run):
-    run.start("2:2", steps=11)
+@pytest.mark.parametrize("hosts", [for_the_report("2:2")])
+def test_one_fails_where_none_may_be_missing(run, hosts):
+    run.start(hosts, steps=11)
     before = run.begin(0, 1)
     run.step(11)
     kill(before[1])
@@ -399,7 +399,7 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.parametrize("victim", [slow(0), 1])
+@pytest.mark.parametrize("victim", [for_the_report(0), 1])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)
@@ -451,7 +451,7 @@ def test_nothing_is_left_to_train(run):
         options(for_the_report, steps_per_execution=3),
         options(for_the_report, variable_update="replicated"),
         options(for_the_report, gpus=2),
-        options(gpus=2, variable_update="replicated", validates=True),
+        options(for_the_report, gpus=2, variable_update="replicated", validates=True),
         options(for_the_report, data="dataset"),
         options(for_the_report, data="pipeline"),
         options(data="pipeline", steps_per_execution=3, validates=True),
@@ -649,7 +649,7 @@ SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
     [
         options(pytest.param),
         options(for_the_report, data="dataset"),
-        options(data="pipeline", steps_per_execution=3),
+        options(for_the_report, data="pipeline", steps_per_execution=3),
         options(for_the_report, gpus=2, variable_update="replicated"),
     ],
     indirect=True,
