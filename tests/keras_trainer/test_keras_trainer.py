@@ -42,7 +42,7 @@ for _name in [each for each in dir(TestTrainer) if each.startswith("test_")]:
     if (_why := _reason(_name)) is not None:
         _test = pytest.mark.skip(reason=_why)(_test)
     elif not any(word in _name for word in OWN):
-        for _mark in sampled(2, _name).marks:
+        for _mark in sampled(4, _name).marks:
             _test = _mark(_test)
     setattr(TestTrainer, _name, _test)
 

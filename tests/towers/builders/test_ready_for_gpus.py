@@ -163,7 +163,7 @@ def _assert_ready(of_depths, waits=()):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "cnn" else slow(kind) for kind in MODELS]
+    "kind", [kind if kind == "cnn" else sampled(2, kind) for kind in MODELS]
 )
 def test_towers_of_each_kind(kind):
     ran = [
@@ -181,7 +181,7 @@ def test_towers_of_each_kind(kind):
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        slow("transformer", 1),
+        for_the_report("transformer", 1),
         for_the_report("transformer", 10),
         for_the_report("cnn", 1),
         slow("cnn", 10),
@@ -198,9 +198,8 @@ def test_batches_of_unknown_size():
     _assert_ready([_ran("cnn", depth, known=False)[0] for depth in (1, 2)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
+@pytest.mark.parametrize("kind", [for_the_report("mlp, dropout"), slow("cnn")])
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
@@ -237,7 +236,7 @@ def _expected(kind):
 QUICK = "embedding", "replicated, ring"
 KINDS = "embedding", "transformer, no dropout", "lstm"
 OTHERS = [pair for pair in itertools.product(KINDS, WAYS) if pair != QUICK]
-PAIRS = [QUICK, *(sampled(2, *pair) for pair in OTHERS)]
+PAIRS = [QUICK, *(sampled(4, *pair) for pair in OTHERS)]
 
 
 @pytest.mark.parametrize(("kind", "way"), PAIRS)
@@ -247,8 +246,10 @@ def test_numbers_are_those_of_one_device(kind, way):
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [GPUS[0], slow(HOST)])
-@pytest.mark.parametrize("kind", ["mlp, dropout", slow("cnn"), slow("transformer")])
+@pytest.mark.parametrize("home", [GPUS[0], for_the_report(HOST)])
+@pytest.mark.parametrize(
+    "kind", ["mlp, dropout", for_the_report("cnn"), slow("transformer")]
+)
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, local_parameter_device=home)

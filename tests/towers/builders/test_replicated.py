@@ -222,7 +222,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "own" else sampled(3, name) for name in OPTIMIZERS]
+    "name", [name if name == "own" else sampled(5, name) for name in OPTIMIZERS]
 )
 def test_optimizers_equal_one_device(name):
     # Adam and its kin divide by the root of what is next to nothing.

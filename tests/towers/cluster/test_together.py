@@ -93,7 +93,9 @@ def test_hosts_that_differ_say_so():
     )
 
 
-@pytest.mark.parametrize("where", ["callback", for_the_report("data"), "loss"])
+@pytest.mark.parametrize(
+    "where", [slow("callback"), *map(for_the_report, ["data", "loss"])]
+)
 def test_an_error_of_one_host_ends_all(where):
     name = f"raises in {where}"
     (code, first, _), (_, second, _) = ends(start(name))

@@ -261,7 +261,7 @@ QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        (case, way) if (case, way) in QUICK else sampled(3, case, way)
+        (case, way) if (case, way) in QUICK else sampled(5, case, way)
         for case in lookup.CASES
         for way in WAYS
     ],
@@ -277,8 +277,8 @@ def test_towers_equal_one_device(case, way):
         slow("tied", {"variable_update": "replicated"}),
         slow("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
         slow("several", {"loss_placement": "gathered"}),
-        slow("tied", {"loss_placement": "gathered"}),
-        slow("several", {"check_numerics": True}),
+        for_the_report("tied", {"loss_placement": "gathered"}),
+        for_the_report("several", {"check_numerics": True}),
         slow("several", {"split_ratios": (1, 2, 1)}),
     ],
     ids=str,
@@ -381,7 +381,7 @@ class Combined(keras.layers.Layer):
         return total / keras.ops.maximum(size ** (1 / power), 1e-6)
 
 
-@pytest.mark.parametrize("combiner", [for_the_report("sum"), slow("mean"), "sqrtn"])
+@pytest.mark.parametrize("combiner", [*map(for_the_report, ["sum", "mean"]), "sqrtn"])
 @pytest.mark.parametrize("way", [slow("rows"), "columns"])
 def test_combiners(combiner, way, monkeypatch):
     def make():
@@ -464,7 +464,7 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        slow((1, 1), ""),
+        for_the_report((1, 1), ""),
         for_the_report((1, 1), "shard_optimizer_state"),
         for_the_report((1, 2), ""),
         slow((1, 2), "shard_optimizer_state"),
@@ -489,7 +489,7 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
         slow((1, 2), "rows"),
         for_the_report((1, 2), "auto"),
         for_the_report((1, 1, 1), "rows"),
-        slow((1, 1, 1), "auto"),
+        for_the_report((1, 1, 1), "auto"),
     ],
 )
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):

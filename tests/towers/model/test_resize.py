@@ -80,7 +80,7 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
         for_the_report({"variable_update": "parameter_server", "prefetch": 3}),
         {"variable_update": "replicated", "prefetch": 1},
         slow({"variable_update": "auto"}),
-        slow({"variable_update": "parameter_server", "check_numerics": True}),
+        for_the_report({"variable_update": "parameter_server", "check_numerics": True}),
         for_the_report({"local_parameter_device": "gpu"}),
         for_the_report({"cpu_merge": False}),
     ],

@@ -67,7 +67,9 @@ WAYS = {
 
 
 class TestOnTowers:
-    @pytest.mark.parametrize("way", networks.slow_but(WAYS, "3 towers"))
+    @pytest.mark.parametrize(
+        "way", networks.slow_but(WAYS, "3 towers", often=("replicated", "stages"))
+    )
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
 

@@ -181,7 +181,7 @@ WAYS = {
 
 class TestOnTowers:
     @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "2 towers", "state in shards")
+        "way", networks.slow_but(WAYS, "2 towers", "state in shards", often=("stages",))
     )
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
