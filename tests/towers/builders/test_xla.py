@@ -18,7 +18,7 @@ from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
 from tests.exact.test_exact_cases import alone
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.numerics import not_finite
@@ -250,7 +250,7 @@ def _behind_a_step(error, fails, says=lambda builder: None):
 
 @pytest.mark.parametrize(
     "error",
-    [FAILURES[0], *map(slow, FAILURES[1:])],
+    [FAILURES[0], slow(FAILURES[1]), *map(for_the_report, FAILURES[2:])],
     ids=lambda error: type(error).__name__,
 )
 def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):

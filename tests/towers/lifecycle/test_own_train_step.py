@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests.towers.lifecycle.runs import Breaks
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers.layers import variables
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.stop_at_step import StopAtStep
@@ -104,7 +104,7 @@ ALONE = {"gpus": 1, "variable_update": "asynchronous"}
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(rivals, {}), slow(dcgan, {}), (rivals, ALONE), slow(dcgan, ALONE)],
+    [(rivals, {}), slow(dcgan, {}), (rivals, ALONE), for_the_report(dcgan, ALONE)],
 )
 @pytest.mark.parametrize("after", [3, STEPS, STEPS + 3])
 def test_a_run_that_was_broken_off_ends_with_the_same_bits(

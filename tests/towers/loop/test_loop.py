@@ -419,10 +419,10 @@ def _taken_by_call(parallel, counted, steps, epochs=1, **options):
     ("builder", "prefetch"),
     [
         ("parameter_server", 10),
-        slow("parameter_server", 0),
-        slow("parameter_server", 1),
+        for_the_report("parameter_server", 0),
+        for_the_report("parameter_server", 1),
         slow("replicated", 2),
-        slow("asynchronous", 0),
+        for_the_report("asynchronous", 0),
         slow("asynchronous", 2),
     ],
 )

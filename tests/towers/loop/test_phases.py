@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.variants import slow
+from tests.variants import for_the_report, slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import packing
@@ -43,9 +43,11 @@ ALIKE = (
 
 
 def ways(*quick, more=()):
-    """Ways to train, and more that are slow."""
+    """Ways to train, and more that are slow, all but two kinds for the report."""
     quick = [pytest.param(HOW[name], id=name) for name in quick]
-    return [*quick, *(slow(HOW[name], id=name) for name in more)]
+    often = "server, a loop", "asynchronous, ahead"
+    slower = {name: slow if name in often else for_the_report for name in more}
+    return [*quick, *(tier(HOW[name], id=name) for name, tier in slower.items())]
 
 
 def nap(tensor, when=True):
