@@ -120,7 +120,7 @@ QUICK = [str(case) for case in table.CASES if not is_slow(case)]
     [for_the_report(*way) for way in WAYS[:-1]] + [slow(*WAYS[-1])],
 )
 def test_quick_cases_of_all_ways(layout, builder, tmp_path):
-    names = [name for name in QUICK if one_in(3, name)]
+    names = [name for name in QUICK if one_in(5, name)]
     _check(run(layout, builder, names, tmp_path, 900), names)
 
 
