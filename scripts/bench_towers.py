@@ -44,7 +44,12 @@ Behind towers, /auto, /rows or /columns divides embedding tables over the device
 towers:parameter_server/rows; towers:replicated/state has optimizer state in parts.
 Behind towers and one_device, +xla compiles with XLA, @N
 trains N steps a call, as in towers:parameter_server+xla@10. The first step is then the
-first N.
+first N. At the end, ?NAME=VALUE&... gives towers further arguments of multi_gpu_model,
+as in 'towers:replicated?all_reduce_alg=cpu', or jit_compile=auto, which compiles the
+update if the variables are on a GPU.
+
+With fewer GPUs than towers, each GPU is split into logical ones, of
+--gpu_memory_limit_mb each. One device is then a whole GPU.
 """
 
 import importlib.util
@@ -82,6 +87,23 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer(
     "steps", None, "Timed steps of a round; the work's own.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "gpu_memory_limit_mb",
+    4096,
+    "With fewer GPUs than towers: memory of each logical GPU, in MB.",
+    lower_bound=1,
+)
+flags.DEFINE_bool(
+    "start_together",
+    False,
+    "Start all contenders at once, which spares time. The first step is then slower.",
+)
+flags.DEFINE_integer(
+    "start_seconds",
+    None,
+    "Most seconds in which a contender may get warm; who takes longer is left out.",
+    lower_bound=1,
 )
 flags.DEFINE_list("scaling", None, "Numbers of towers to compare, such as 1,2,4,8.")
 flags.DEFINE_string("plot", None, "PNG file for the plot of --scaling (matplotlib).")
@@ -168,6 +190,7 @@ def compare(work, towers):
             warmup=usual.warmup if FLAGS.warmup is None else FLAGS.warmup,
             steps=FLAGS.steps or usual.steps,
             checkout=checkout(contenders.parse(name).name),
+            gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
         )
         for name in FLAGS.contenders
     ]
@@ -179,7 +202,13 @@ def compare(work, towers):
         )
 
     return race.race(
-        jobs, FLAGS.rounds, FLAGS.fresh_starts, failed, verbose=FLAGS.verbosity > 0
+        jobs,
+        FLAGS.rounds,
+        FLAGS.fresh_starts,
+        failed,
+        verbose=FLAGS.verbosity > 0,
+        together=FLAGS.start_together,
+        limit_s=FLAGS.start_seconds,
     )
 
 

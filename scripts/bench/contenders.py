@@ -29,6 +29,8 @@ class Kind:
 
 
 _IMAGES = "mlp", "resnet20", "resnet50", "resnet50_224"
+# Their gradients can be stacked, as a loop by hand does.
+_DENSE = "mlp", "resnet20", "resnet56", "resnet50_224", "resnet50_224_bf16", "lm_bf16"
 KINDS = {
     "towers": Kind("Towers", "keras_fit", ways=(), suffixes=True),
     "one_device": Kind(
@@ -39,9 +41,7 @@ KINDS = {
     "tower_loop": Kind(
         "Loop with GradientTowers", "loops", ways=(), works=("mlp", "resnet20")
     ),
-    "loop_by_hand": Kind(
-        "Loop by hand, inlined towers", "loops", works=("mlp", "resnet20")
-    ),
+    "loop_by_hand": Kind("Loop by hand, inlined towers", "loops", works=_DENSE),
     "hosts": Kind("Towers, a host each", "hosts_fit", ways=(), suffixes=True),
     "multi_worker_loop": Kind(
         "MultiWorkerMirroredStrategy, loop by hand", "multi_worker_loop"
@@ -71,7 +71,8 @@ KINDS = {
     ),
 }
 _FORM = re.compile(
-    r"(?P<name>\w+)(:(?P<way>\w+))?(/(?P<sharded>auto|rows|columns|state))?(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?"
+    r"(?P<name>\w+)(:(?P<way>\w+))?(/(?P<sharded>auto|rows|columns|state))?"
+    r"(?P<xla>\+xla)?(@(?P<steps>[1-9]\d*))?(\?(?P<options>\w+=\w+(&\w+=\w+)*))?"
 )
 
 
@@ -87,6 +88,7 @@ class Contender:
         steps_per_call: Steps that one call of the compiled function trains.
         tables: How embedding tables lie on the towers' devices.
         shards_state: Whether each tower has a part of the optimizer's state.
+        options: Further arguments of `multi_gpu_model`, and `jit_compile`.
     """
 
     text: str
@@ -96,6 +98,7 @@ class Contender:
     steps_per_call: int
     tables: str = "none"
     shards_state: bool = False
+    options: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -111,6 +114,7 @@ class Contender:
         parts.append("XLA" if self.xla else None)
         if self.steps_per_call > 1:
             parts.append(f"{self.steps_per_call} steps a call")
+        parts += [f"{name}={value}" for name, value in self.options]
         return ", ".join(part for part in parts if part)
 
 
@@ -146,6 +150,11 @@ def parse(text: str) -> Contender:
         raise ValueError(
             f"The contender {text!r} has /{sharded}, which only towers understand."
         )
+    if match["options"] and match["name"] != "towers":
+        raise ValueError(
+            f"The contender {text!r} has ?{match['options']}, which only towers "
+            "understand."
+        )
     if sharded == "state" and match["way"] != "replicated":
         raise ValueError(
             f"The contender {text!r} has /state, so it has to be "
@@ -159,7 +168,13 @@ def parse(text: str) -> Contender:
         int(match["steps"] or 1),
         "none" if sharded in (None, "state") else sharded,
         sharded == "state",
+        tuple(_option(text) for text in (match["options"] or "").split("&") if text),
     )
+
+
+def _option(text):
+    name, value = text.split("=")
+    return name, int(value) if value.isdecimal() else value
 
 
 def check_named(flag: str, names: Sequence[str]) -> None:

@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import pathlib
+import select
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 from .worker import Job
@@ -32,6 +35,7 @@ class Runner:
         job: Any,
         verbose: bool,
         environ: Mapping[str, str] = os.environ,
+        limit_s: float | None = None,
     ):
         """Starts it, and waits until it is warm.
 
@@ -40,10 +44,12 @@ class Runner:
             job: What it is to do, a dataclass.
             verbose: Whether its standard error is shown.
             environ: Its environment.
+            limit_s: Most seconds until it is warm. None: any.
 
         Raises:
             Failed: If it does not get there.
         """
+        self._patience_s = 20
         self._process = subprocess.Popen(
             [sys.executable, "-m", package, json.dumps(dataclasses.asdict(job))],
             cwd=ROOT,
@@ -54,7 +60,7 @@ class Runner:
             text=True,
         )
         try:
-            self.start = self._answer()
+            self.start = self._answer(limit_s)
         except BaseException:
             self.close()
             raise
@@ -75,13 +81,17 @@ class Runner:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=self._patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
 
-    def _answer(self):
+    def _answer(self, limit_s=None):
+        # It writes one line at a time, so none waits in the buffer of the file.
+        if not select.select([self._process.stdout], [], [], limit_s)[0]:
+            self._patience_s = 0
+            raise Failed(f"it was not warm after {limit_s} s")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
@@ -111,11 +121,11 @@ def take_turns(
     rounds: int,
     failed: Callable[[T, str], None],
     fresh_starts: int = 1,
+    together: bool = False,
 ) -> dict[T, Times]:
     """Times contenders on the same work.
 
-    They start one after the other, and all wait while one has its turn. Who fails is
-    left out, and the others go on.
+    All wait while one has its turn. Who fails is left out, and the others go on.
 
     Args:
         jobs: A job for each contender.
@@ -123,6 +133,7 @@ def take_turns(
         rounds: How many turns each has.
         failed: Is told of each contender that cannot go on, and why.
         fresh_starts: How many times each is started; the last process races.
+        together: Whether they start at once, and not one after the other.
 
     Returns:
         What each contender measured that got to the end.
@@ -141,22 +152,28 @@ def take_turns(
     def take_turn(job):
         times[job].rounds.append(runners[job].go())
 
-    turns = itertools.chain(
-        itertools.repeat(start_anew, fresh_starts),
-        itertools.repeat(
-            lambda job: times[job].rounds.append(runners[job].go()), rounds
-        ),
-    )
+    def attempt(job, turn):
+        try:
+            turn()
+        except Failed as error:
+            del times[job]
+            end(job)
+            failed(job, str(error))
+
+    def start_all():
+        turns = {job: functools.partial(start_anew, job) for job in times}
+        if together:
+            with futures.ThreadPoolExecutor(len(turns)) as pool:
+                turns = {job: pool.submit(turn).result for job, turn in turns.items()}
+        for job, turn in turns.items():
+            attempt(job, turn)
+
     try:
-        for turn, job in itertools.product(turns, jobs):
-            if job not in times:
-                continue
-            try:
-                turn(job)
-            except Failed as error:
-                del times[job]
-                end(job)
-                failed(job, str(error))
+        for _ in range(fresh_starts):
+            start_all()
+        for _, job in itertools.product(range(rounds), jobs):
+            if job in times:
+                attempt(job, functools.partial(take_turn, job))
     finally:
         for job in jobs:
             end(job)
@@ -169,8 +186,12 @@ def race(
     fresh_starts: int,
     failed: Callable[[Job, str], None],
     verbose: bool = False,
+    together: bool = False,
+    limit_s: float | None = None,
 ) -> list[dict]:
     """Times contenders on the same work, see `take_turns`; they train.
+
+    Each has to be warm after `limit_s` seconds.
 
     Returns:
         What `summary` makes of each contender that got to the end; the first one's time
@@ -186,9 +207,9 @@ def race(
                 raise Failed("it trains no model with a step of its own")
             if job.parsed.xla or job.parsed.steps_per_call > 1:
                 raise Failed("the model compiles itself; leave +xla and @N out")
-        return Runner("scripts.bench", job, verbose)
+        return Runner("scripts.bench", job, verbose, limit_s=limit_s)
 
-    times = take_turns(jobs, start, rounds, failed, fresh_starts)
+    times = take_turns(jobs, start, rounds, failed, fresh_starts, together)
     steps_ms = {job: [each["step_ms"] for each in times[job].rounds] for job in times}
     reference_ms = steps_ms.get(jobs[0], [])
     return [

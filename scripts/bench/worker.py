@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from .contenders import PACKAGES, Contender, parse
 
@@ -36,6 +36,7 @@ class Job:
         warmup: Steps before the first round, after the very first step.
         steps: Timed steps of a round.
         checkout: Where the contender's own program lies, for those that have one.
+        gpu_memory_limit_mb: Memory of each logical GPU, where GPUs are split.
     """
 
     contender: str
@@ -44,6 +45,7 @@ class Job:
     warmup: int
     steps: int
     checkout: str | None = None
+    gpu_memory_limit_mb: int = 4096
 
     @property
     def parsed(self) -> Contender:
@@ -188,6 +190,33 @@ def tensorflow_memory_mb() -> tuple[float, float | None]:
     # It wants no more of the name than the device.
     peaks = [info(gpu.name.rpartition("/device:")[2])["peak"] for gpu in gpus]
     return host_mb(), max(peaks) / 2**20
+
+
+def configure(job: Job) -> Any:
+    """Sets up the devices of a job.
+
+    Contenders on one device have a whole GPU. Others have a GPU for each tower, or
+    split the GPUs that there are.
+
+    Returns:
+        What `towers.devices.configure` does.
+    """
+    import tensorflow as tf
+
+    from towers import devices
+
+    home = dict(job.parsed.options).get("local_parameter_device")
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if gpus and job.parsed.name in ("one_device", "micro_batches"):
+        return devices.configure(1)
+    if not gpus or job.towers <= gpus:
+        return devices.configure(job.towers, local_parameter_device=home)
+    return devices.configure(
+        gpus,
+        gpu_split=-(-job.towers // gpus),
+        gpu_memory_limit_mb=job.gpu_memory_limit_mb,
+        local_parameter_device=home,
+    )
 
 
 def leave_threads() -> None:

@@ -22,6 +22,10 @@ class Work:
         layers: Blocks of a language model; 0 if it is none.
         width: Features of a token, or filters of the narrowest hidden layer.
         own_step: Whether the model has a `train_step` and optimizers of its own.
+        frozen: Whether batch normalization is not trained.
+        dropout: Of a language model.
+        known_rows: Whether the number of examples is known when a step is traced.
+        rows: Of the table of an embedding, or of each.
     """
 
     shape: tuple[int, ...]
@@ -33,8 +37,25 @@ class Work:
     layers: int = 0
     width: int = 0
     own_step: bool = False
+    frozen: bool = False
+    dropout: float = 0.0
+    known_rows: bool = True
+    rows: int = 1_000_000
 
 
+_RESNET50 = Work(
+    (224, 224, 3), 128, warmup=10, steps=20, classes=1000, policy="mixed_float16"
+)
+_LM_BF16 = Work(
+    (512,),
+    16,
+    warmup=10,
+    steps=20,
+    classes=16_000,
+    policy="mixed_bfloat16",
+    layers=8,
+    width=512,
+)
 WORKS = {
     "mlp": Work((784,), 32, warmup=60, steps=300),
     "resnet20": Work((32, 32, 3), 64, warmup=5, steps=12),
@@ -54,11 +75,15 @@ WORKS = {
     # For the time to the first step, and for memory.
     "resnet50": Work((64, 64, 3), 2, warmup=1, steps=2),
     # For GPUs.
-    "resnet50_224": Work(
-        (224, 224, 3), 128, warmup=10, steps=20, classes=1000, policy="mixed_float16"
-    ),
+    "resnet56": Work((32, 32, 3), 64, warmup=20, steps=50),
+    "resnet50_224": _RESNET50,
+    "resnet50_224_bf16": dataclasses.replace(_RESNET50, policy="mixed_bfloat16"),
+    "resnet50_224_frozen": dataclasses.replace(_RESNET50, frozen=True),
+    "lm_bf16": _LM_BF16,
+    "lm_bf16_dropout": dataclasses.replace(_LM_BF16, dropout=0.1),
+    "lm_bf16_unknown_rows": dataclasses.replace(_LM_BF16, known_rows=False),
+    "embedding_10m": Work((20,), 128, warmup=20, steps=50, rows=10_000_000),
 }
-ROWS = 1_000_000  # of the embedding, and of each table
 TABLES = 8
 HEADS = 4  # of a language model
 LEARNING_RATE = 0.01
@@ -83,16 +108,29 @@ def batch(name: str, towers: int):
     if work.layers:
         tokens = random.integers(0, work.classes, (count, work.shape[0] + 1))
         return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
-    if name == "embedding":
-        x = random.integers(0, ROWS, (count, *work.shape)).astype("int32")
+    if name.startswith("embedding"):
+        x = random.integers(0, work.rows, (count, *work.shape)).astype("int32")
     elif name == "dlrm":
         # As clicks are: few ids are frequent, and most are rare.
-        ids = np.minimum(random.zipf(1.2, (TABLES, count)), ROWS) - 1
+        ids = np.minimum(random.zipf(1.2, (TABLES, count)), work.rows) - 1
         x = {f"id_{i}": ids[i].astype("int64") for i in range(TABLES)}
         x["numbers"] = random.standard_normal((count, *work.shape), "float32")
     else:
         x = random.standard_normal((count, *work.shape), "float32")
     return x, random.integers(0, work.classes, count).astype("int32")
+
+
+def dataset(name: str, towers: int):
+    """Makes an endless `tf.data.Dataset` of the batch of `batch`."""
+    import tensorflow as tf
+
+    arrays = batch(name, towers)
+    if WORKS[name].known_rows:
+        data = tf.data.Dataset.from_tensors(arrays)
+    else:
+        count = WORKS[name].examples * towers
+        data = tf.data.Dataset.from_tensor_slices(arrays).batch(count).cache()
+    return data.repeat().prefetch(tf.data.AUTOTUNE)
 
 
 def build(name: str):
@@ -118,10 +156,10 @@ def build(name: str):
             sequence_length=length,
         )
         shape = {"layers": work.layers, "width": work.width}
-        options = shape | {"heads": HEADS, "dropout": 0.0}
+        options = shape | {"heads": HEADS, "dropout": work.dropout}
         return models.build("transformer_lm", facts, options=options, seed=0)
     if name == "dlrm":
-        tables = {f"id_{i}": ROWS for i in range(TABLES)}
+        tables = {f"id_{i}": work.rows for i in range(TABLES)}
         facts = models.Facts(
             input_shape={"numbers": work.shape, **dict.fromkeys(tables, ())},
             num_outputs=work.classes,
@@ -129,21 +167,25 @@ def build(name: str):
             table_sizes=tables,
         )
         return models.build(name, facts, seed=0)
-    if name == "resnet20":
+    if name in ("resnet20", "resnet56"):
         return models.build(
             name, input_shape=work.shape, num_classes=work.classes, seed=0
         )
     if name.startswith("resnet50"):
-        return keras.applications.ResNet50(
+        model = keras.applications.ResNet50(
             weights=None,
             input_shape=work.shape,
             classes=work.classes,
             classifier_activation=None,
         )
-    if name == "embedding":
+        for layer in model.layers if work.frozen else ():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.trainable = False
+        return model
+    if name.startswith("embedding"):
         inputs = keras.Input(work.shape, dtype="int32")
         hidden = [
-            keras.layers.Embedding(ROWS, 64),
+            keras.layers.Embedding(work.rows, 64),
             keras.layers.GlobalAveragePooling1D(),
         ]
     else:
@@ -175,7 +217,7 @@ def optimizer(name: str):
     import keras
 
     # Momentum would touch each row of a table in every step.
-    momentum = 0.0 if name in ("embedding", "dlrm") else MOMENTUM
+    momentum = 0.0 if name.startswith(("embedding", "dlrm")) else MOMENTUM
     return keras.optimizers.SGD(LEARNING_RATE, momentum=momentum)
 
 

@@ -115,7 +115,7 @@ def test_who_fails_is_left_out(monkeypatch):
     class Runner:
         start = {"first_step_s": 1.0, "host_mb": 1.0, "device_mb": None}  # noqa: RUF012
 
-        def __init__(self, _, job, verbose):
+        def __init__(self, _, job, verbose, limit_s=None):
             self.job = job
             if job.contender == "jax":
                 raise race.Failed("no jax")

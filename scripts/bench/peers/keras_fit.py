@@ -3,21 +3,18 @@
 import sys
 
 from .. import works
-from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
+from ..worker import Clock, Job, configure, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
     import tensorflow as tf
 
-    from towers import devices
-
     contender, own_step = job.parsed, works.WORKS[job.work].own_step
     if contender.name in ("one_device", "mirrored", "micro_batches"):
         leave_threads()
-    placed = devices.configure(job.towers)
-    data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
-    data = data.prefetch(tf.data.AUTOTUNE)
+    placed = configure(job)
+    data = works.dataset(job.work, job.towers)
     clock.memory_mb = tensorflow_memory_mb
     clock.start()
     if contender.name == "mirrored":
@@ -44,6 +41,8 @@ def _on_devices(model, job, placed):
 
     contender = job.parsed
     if contender.name == "towers":
+        options = dict(contender.options)
+        options.pop("jit_compile", None)
         return multi_gpu_model(
             model,
             placed.towers,
@@ -51,6 +50,7 @@ def _on_devices(model, job, placed):
             variable_update=contender.way or "auto",
             shard_embeddings=contender.tables,
             shard_optimizer_state=contender.shards_state,
+            **options,
         )
     if contender.name == "pipeline":
         return multi_gpu_model(
@@ -79,4 +79,5 @@ def fit(model, data, clock: Clock) -> None:
 def _jit_compile(contender):
     if contender.xla:
         return True
-    return False if contender.way else "auto"
+    usual = False if contender.way else "auto"
+    return dict(contender.options).get("jit_compile", usual)

@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 import towers
-from towers import devices
 
 from .. import works
-from ..worker import Clock, Job, leave_threads, tensorflow_memory_mb
+from ..worker import Clock, Job, configure, leave_threads, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
     if job.parsed.name == "mirrored_loop":
         leave_threads()
-    placed = devices.configure(job.towers)
+    placed = configure(job)
     if job.parsed.name == "mirrored_loop":
         steps = mirrored_steps(job, tf.distribute.MirroredStrategy(placed.towers))
     else:
@@ -36,18 +35,12 @@ def mirrored_steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]
 
     Yields after each step.
     """
-    import keras
-
-    share = tf.data.Dataset.from_tensors(works.batch(job.work, 1)).repeat()
-    data = strategy.distribute_datasets_from_function(
-        lambda _: share.prefetch(tf.data.AUTOTUNE)
-    )
+    share = works.dataset(job.work, 1)
+    data = strategy.distribute_datasets_from_function(lambda _: share)
     examples = works.WORKS[job.work].examples * job.towers
     with strategy.scope():
         model = works.build(job.work)
-        optimizer = works.optimizer(job.work)
-        if keras.config.dtype_policy().name == "mixed_float16":
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        optimizer = _optimizer(job.work)
         optimizer.build(model.trainable_variables)
         loss = works.loss(reduction="sum")
 
@@ -71,15 +64,14 @@ def mirrored_steps(job: Job, strategy: tf.distribute.Strategy) -> Iterator[None]
 
 def _tower_steps(job, placed) -> Iterator[None]:
     """Trains in a loop with towers; yields after each step."""
-    data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
-    data = data.prefetch(tf.data.AUTOTUNE)
+    data = works.dataset(job.work, job.towers)
     way, home, make = job.parsed.way or "parameter_server", placed.home, _by_hand
     if job.parsed.name == "tower_loop":
         make = functools.partial(_gradient_towers, variable_update=way)
         home = placed.towers[0] if way == "replicated" else home
     with tf.device(home):
         model = works.build(job.work)
-        optimizer = works.optimizer(job.work)
+        optimizer = _optimizer(job.work)
         optimizer.build(model.trainable_variables)
     loss = works.loss()
 
@@ -91,6 +83,16 @@ def _tower_steps(job, placed) -> Iterator[None]:
         # As `fit` does, it waits for the loss.
         step(x, y).numpy()
         yield
+
+
+def _optimizer(work):
+    """Returns the optimizer, which scales the loss if the model computes in float16."""
+    import keras
+
+    optimizer = works.optimizer(work)
+    if keras.config.dtype_policy().name == "mixed_float16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
 
 
 def _gradient_towers(
@@ -122,8 +124,9 @@ def _by_hand(loss_fn, variables, optimizer, towers_) -> Callable:
             with tf.device(device):
                 with tf.GradientTape() as tape:
                     loss = loss_fn(local_x, local_y)
+                    scaled = optimizer.scale_loss(loss)
                 losses.append(loss)
-                tower_grads.append(tape.gradient(loss, values))
+                tower_grads.append(tape.gradient(scaled, values))
         with tf.device("/cpu:0"):
             optimizer.apply(_average_gradients(tower_grads), variables)
             return tf.reduce_mean(tf.stack(losses))

@@ -1,0 +1,1 @@
+"""Measures on GPUs what Towers claims of them; see `__main__`."""

@@ -1,0 +1,210 @@
+"""Records a profile of a contender's steps, and reads what the GPU did in them.
+
+python -m scripts.gpu_truth.trace --work=mlp --contender=towers --output=DIR
+"""
+
+import contextlib
+import dataclasses
+import gzip
+import importlib
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from absl import app, flags
+
+from ..bench.worker import Job
+from ..bench.works import WORKS
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("work", "mlp", "What to train.")
+flags.DEFINE_string("contender", "towers:parameter_server", "Who trains.")
+flags.DEFINE_integer("towers", 2, "Towers.")
+flags.DEFINE_integer("gpu_memory_limit_mb", 4096, "Memory of a logical GPU, in MB.")
+flags.DEFINE_integer("steps", 5, "Steps to record.", lower_bound=1)
+flags.DEFINE_string("output", None, "Folder for the trace and figures.", required=True)
+
+_DEVICE = re.compile(r"/device:GPU:\d+$")
+_COPY = re.compile(r"memcpy\s*(H2D|D2H|D2D|P2P)", re.IGNORECASE)
+_BYTES = re.compile(r"size:(\d+)")
+
+
+class Recorder:
+    """Takes the place of a contender's clock: warms up, records, and ends training."""
+
+    def __init__(self, job: Job, steps: int, folder: pathlib.Path):
+        """Makes a recorder of `steps` steps, whose trace is to be in `folder`."""
+        self.memory_mb = self.on_turn = None
+        self._first = 1 + job.warmup
+        self._last = self._first + steps
+        self._folder, self._calls = str(folder), 0
+
+    def start(self) -> None:
+        """Is called just before the model is built."""
+
+    def call_ended(self) -> None:
+        """Begins or ends the record, if it is time.
+
+        Raises:
+            SystemExit: When the record is written.
+        """
+        import tensorflow as tf
+
+        self._calls += 1
+        if self._calls == self._first:
+            tf.profiler.experimental.start(self._folder)
+        elif self._calls == self._last:
+            tf.profiler.experimental.stop()
+            raise SystemExit
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a GPU did; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    copy: str | None = None
+    bytes: int = 0
+
+
+def events(space) -> dict[str, list[Event]]:
+    """Returns what each GPU of an `XSpace` did, in order."""
+    found = {}
+    for plane in space.planes:
+        if not _DEVICE.match(plane.name):
+            continue
+        names = {key: each.name for key, each in plane.event_metadata.items()}
+        stats = {key: each.name for key, each in plane.stat_metadata.items()}
+        # Other lines sum up the streams.
+        streams = [line for line in plane.lines if line.name.startswith("Stream")]
+        found[plane.name] = sorted(
+            (
+                _event(names[event.metadata_id], line, event, stats)
+                for line in streams
+                for event in line.events
+            ),
+            key=lambda event: event.start,
+        )
+    return found
+
+
+def _event(name, line, event, stats):
+    start = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
+    copy = _COPY.search(name)
+    details = " ".join(
+        stat.str_value or stats.get(stat.ref_value, "")
+        for stat in event.stats
+        if stats[stat.metadata_id] == "memcpy_details"
+    )
+    size = _BYTES.search(details)
+    return Event(
+        name,
+        start,
+        start + event.duration_ps / 1e6,
+        copy and copy[1].upper(),
+        int(size[1]) if size else 0,
+    )
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns spans of time without those that overlap."""
+    found = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def total(spans: Sequence[tuple[float, float]]) -> float:
+    """Returns how long spans last that do not overlap."""
+    return sum(end - start for start, end in spans)
+
+
+def read(found: Sequence[Event], steps: int) -> dict:
+    """Sums up what one GPU did: per step, times in milliseconds."""
+    kernels = [event for event in found if event.copy is None]
+    computing = merged((event.start, event.end) for event in kernels)
+    busy = merged((event.start, event.end) for event in found)
+    gaps = sorted(
+        (
+            (after[0] - before[1], before[1], after[0])
+            for before, after in pairwise(busy)
+        ),
+        reverse=True,
+    )
+    copies = {}
+    for kind in ("H2D", "D2H", "D2D", "P2P"):
+        of_kind = [event for event in found if event.copy == kind]
+        if of_kind:
+            spans = merged((event.start, event.end) for event in of_kind)
+            alone = total(merged([*computing, *spans])) - total(computing)
+            copies[kind] = {
+                "count": len(of_kind) / steps,
+                "mb": sum(event.bytes for event in of_kind) / steps / 1e6,
+                "ms": total(spans) / steps / 1e3,
+                "ms_while_computing": (total(spans) - alone) / steps / 1e3,
+            }
+    by_name = {}
+    for event in kernels:
+        count, us = by_name.get(event.name, (0, 0.0))
+        by_name[event.name] = count + 1, us + event.end - event.start
+    longest = sorted(by_name.items(), key=lambda item: -item[1][1])[:15]
+    return {
+        "launches": len(kernels) / steps,
+        "span_ms": (busy[-1][1] - busy[0][0]) / steps / 1e3,
+        "computing_ms": total(computing) / steps / 1e3,
+        "idle_ms": sum(gap for gap, *_ in gaps) / steps / 1e3,
+        "copies": copies,
+        "largest_gaps": [
+            {
+                "ms": gap / 1e3,
+                "after": next(e.name for e in found if e.end == before)[:90],
+                "before": next(e.name for e in found if e.start == after)[:90],
+            }
+            for gap, before, after in gaps[:5]
+        ],
+        "longest_kernels": [
+            {"name": name[:90], "count": count / steps, "ms": us / steps / 1e3}
+            for name, (count, us) in longest
+        ],
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Records, reads and writes."""
+    from towers.keras_adapter.runtime import XSpace
+
+    output = pathlib.Path(FLAGS.output)
+    job = Job(
+        FLAGS.contender,
+        FLAGS.work,
+        FLAGS.towers,
+        warmup=WORKS[FLAGS.work].warmup,
+        steps=FLAGS.steps,
+        gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
+    )
+    module = importlib.import_module(f"scripts.bench.peers.{job.parsed.kind.module}")
+    with contextlib.suppress(SystemExit):
+        module.run(job, Recorder(job, FLAGS.steps, output / "trace"))
+    path = max((output / "trace").glob("**/*.xplane.pb"))
+    (output / "xplane.pb.gz").write_bytes(gzip.compress(path.read_bytes()))
+    space = XSpace.FromString(path.read_bytes())
+    figures = {
+        gpu: read(each, FLAGS.steps) for gpu, each in events(space).items() if each
+    }
+    if not figures:
+        print("The profiler recorded no GPU.")
+    text = json.dumps(figures, indent=1)
+    (output / "trace.json").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    app.run(main)
