@@ -94,7 +94,7 @@ def test_every_operation_has_a_kernel_where_it_is_placed(tmp_path, train):
 def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
     more = "--model=resnet20", "--dataset=synthetic:32x32x3:10:640", "--train_epochs=1"
     out = _run(*train, *more, "--variable_update=auto", "--enable_xla=true")
-    assert "variable_update" in out
+    assert "Ways to update the variables were measured" in out
     assert (tmp_path / "run" / "model.keras").exists()
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
 
 
 def test_a_step_that_is_not_finite_is_explained(tmp_path, train):
-    out = _run(*train, "--learning_rate=1e30", "--optimizer=sgd", code=1)
+    out = _run(*train, "--learning_rate=1e30", "--optimizer=sgd", code=3)
     assert "not finite" in out
     assert "ower" in out
     assert (tmp_path / "run" / "not_finite.npz").exists()
