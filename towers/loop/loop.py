@@ -9,7 +9,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,9 +20,25 @@ from towers.loop.ahead import Ahead, Fetched
 from towers.loop.timers import timestamp_after
 
 
+class Placing(NamedTuple):
+    """How a batch comes to the towers.
+
+    Attributes:
+        cut: Cuts a batch, where it is, into local batches.
+        copy: Copies the local batches to where they are needed.
+    """
+
+    cut: Callable[[Any], Any]
+    copy: Callable[[Any], Any]
+
+    def place(self, data: Any) -> Any:
+        """Cuts a batch and copies the local batches."""
+        return self.copy(self.cut(data))
+
+
 def train_function(
     create: Callable[[Any], None],
-    place: Callable[[Any], Any],
+    placing: Placing,
     step: Callable[[Any, Any, tf.Tensor], Any],
     steps: int,
     eager: bool,
@@ -37,7 +53,7 @@ def train_function(
     Args:
         create: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
             that do not exist yet: a graph that has to create some is traced twice.
-        place: Cuts a batch and copies the local batches to where they are needed.
+        placing: Cuts a batch and copies the local batches to where they are needed.
         step: Takes a batch, its placed local batches and when batches were fetched
             since the last step (see `StepTimers.step`), trains on it and returns its
             logs.
@@ -52,11 +68,11 @@ def train_function(
 
     def one(data, fetched):
         data = without_optionals(data)
-        return step(data, place(data), fetched)
+        return step(data, placing.place(data), fetched)
 
     create_once = _once(lambda data: create(without_optionals(data)))
     if not eager:
-        many = _of_tf_data(one, place, step, steps, prefetch)
+        many = _of_tf_data(one, placing, step, steps, prefetch)
         one = tf.function(one, autograph=False, reduce_retracing=True)
 
     def function(iterator):
@@ -93,14 +109,14 @@ def _once(function):
     return call
 
 
-def _of_tf_data(one, place, step, steps, prefetch):
+def _of_tf_data(one, placing, step, steps, prefetch):
     """Makes the function of an iterator of tf.data, which is read in the graph."""
     if prefetch and steps == 1:
-        return _one_ahead(place, step, prefetch)
+        return _one_ahead(placing, step, prefetch)
 
     def many(iterator):
         if steps > 1:
-            return _loop(place, step, steps, iterator)
+            return _loop(placing.place, step, steps, iterator)
         data, *fetched = _get_next(iterator)
         # At the end of the data nothing happens, also to what does not look at it.
         with tf.control_dependencies(flat(data)):
@@ -157,14 +173,14 @@ class _Fetches:
         return tf.constant(np.reshape(times, [-1, 3]), tf.float64)
 
 
-def _one_ahead(place, step, count):
+def _one_ahead(placing, step, count):
     """Makes a function that takes one step, and places batches for later ones."""
 
+    # Copies are made outside of the graph: TensorFlow takes what a function returns
+    # through the device that calls it, so each copy would come back to the host.
     def fetch(iterator):
         data, asked, came = _get_next(iterator)
-        local_batches = place(data)
-        fetched = tf.stack([asked, came, timestamp_after(local_batches)])
-        return data, local_batches, fetched
+        return data, placing.cut(data), tf.stack([asked, came])
 
     fetch = tf.function(fetch, autograph=False)
     step = tf.function(step, autograph=False)
@@ -186,13 +202,14 @@ def _one_ahead(place, step, count):
         fetch_one, step_one = traced_for(iterator)
         with fetches.timed() as note:
             data, local_batches, times = fetch_one(iterator)
-            note(times.numpy())
+            local_batches = placing.copy(local_batches)
+            note([*times.numpy(), time.time()])
         return Fetched(data, (step_one, [data, local_batches]))
 
     def prepare(iterator, data):
         _, step_one = traced_for(iterator)
         with fetches.timed():
-            return step_one, [data, place(data)]
+            return step_one, [data, placing.place(data)]
 
     ahead = Ahead(count, fetch_next, prepare)
 

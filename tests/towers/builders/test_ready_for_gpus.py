@@ -18,7 +18,7 @@ from tests import as_on_gpu, executed
 from tests.variants import for_the_report, sampled, slow
 from towers import multi_gpu_model
 from towers.analysis import rules
-from towers.builders.pieces import reader
+from towers.builders.pieces import batches, reader
 from towers.collectives import batch
 from towers.models.images import resnet_cifar
 from towers.tower import passes
@@ -190,6 +190,32 @@ def test_towers_of_each_kind(kind):
 @pytest.mark.parametrize("way", [*WAYS])
 def test_each_way_to_update(kind, way, steps):
     _assert_ready([_ran(kind, depth, steps, **WAYS[way])[0] for depth in (1, 2)])
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+def test_what_is_placed_ahead_stays_there(way, monkeypatch):
+    """It once came back to the host, and went to its tower again."""
+    placed = []
+    copy_each = batches.LocalBatches.copy_each
+
+    def noted(self, local_batches):
+        copied = copy_each(self, local_batches)
+        placed.extend(map(tf.nest.flatten, copied))
+        return copied
+
+    monkeypatch.setattr(batches.LocalBatches, "copy_each", noted)
+    with as_on_gpu.made_up_gpus(*GPUS):
+        model = _model("mlp, dropout", 1, f"model_{next(_numbers)}")
+        parallel = multi_gpu_model(model, GPUS, prefetch=2, **WAYS[way])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        parallel.compile("adam", loss, jit_compile=False)
+        data = _data("mlp, dropout", 4, known=True)
+        nodes = executed.run(lambda: parallel.fit(data, verbose=0), "IteratorGetNext")
+    assert executed.transfers(nodes) == []
+    assert len(placed) == 4 * len(GPUS)
+    for number, tensors in enumerate(placed):
+        device = GPUS[number % len(GPUS)]
+        assert all(each.backing_device.endswith(device) for each in tensors)
 
 
 @pytest.mark.slow

@@ -61,8 +61,11 @@ class LocalBatches:
 
     def place(self, data: Any) -> list[Any]:
         """Cuts a batch as `cut` does, and copies each part to its tower."""
-        devices = self.context.plan.devices
-        return [*map(self.copy, devices, self.cut(data))]
+        return self.copy_each(self.cut(data))
+
+    def copy_each(self, local_batches: Sequence[Any]) -> list[Any]:
+        """Copies each local batch to its tower's device."""
+        return [*map(self.copy, self.context.plan.devices, local_batches)]
 
     def copy(self, device: str, local: Any) -> Any:
         """Copies a local batch to a tower's device."""

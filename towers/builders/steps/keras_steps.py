@@ -223,16 +223,17 @@ def train_function(
         with scope(), context.timers.step(data, local_batches, fetched):
             return train_step(data, local_batches)
 
-    def place(data):
+    def cut(data):
         with scope():
-            return pieces.batches.place(data)
+            return pieces.batches.cut(data)
 
     def create(spec):
         with scope():
             (create_variables or pieces.creator.create_variables)(spec)
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
-    train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
+    placing = loop.Placing(cut, pieces.batches.copy_each)
+    train = loop.train_function(create, placing, step, steps, eagerly, context.prefetch)
     follow, broadcast = copies.follow_first_host, copies.broadcast
     if not eagerly:
         follow = tf.function(follow, autograph=False)
