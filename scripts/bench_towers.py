@@ -54,8 +54,10 @@ With fewer GPUs than towers, each GPU is split into logical ones, of
 
 import importlib.util
 import itertools
+import math
 import os
 import sys
+import time
 
 from absl import app, flags
 from bench import contenders, race, report
@@ -63,6 +65,7 @@ from bench.worker import Job
 from bench.works import WORKS
 
 FLAGS = flags.FLAGS
+_BEGUN_S = time.monotonic()
 
 flags.DEFINE_list(
     "work",
@@ -97,12 +100,19 @@ flags.DEFINE_integer(
 flags.DEFINE_bool(
     "start_together",
     False,
-    "Start all contenders at once, which spares time. The first step is then slower.",
+    "Start contenders without XLA at once, which spares time. Their first step is then "
+    "slower.",
 )
 flags.DEFINE_integer(
     "start_seconds",
     None,
     "Most seconds in which a contender may get warm; who takes longer is left out.",
+    lower_bound=1,
+)
+flags.DEFINE_integer(
+    "max_seconds",
+    None,
+    "Seconds of this program after which no further round begins.",
     lower_bound=1,
 )
 flags.DEFINE_list("scaling", None, "Numbers of towers to compare, such as 1,2,4,8.")
@@ -209,6 +219,7 @@ def compare(work, towers):
         verbose=FLAGS.verbosity > 0,
         together=FLAGS.start_together,
         limit_s=FLAGS.start_seconds,
+        end_s=_BEGUN_S + (FLAGS.max_seconds or math.inf),
     )
 
 

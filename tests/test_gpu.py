@@ -94,7 +94,9 @@ def test_every_operation_has_a_kernel_where_it_is_placed(tmp_path, train):
 def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
     more = "--model=resnet20", "--dataset=synthetic:32x32x3:10:640", "--train_epochs=1"
     out = _run(*train, *more, "--variable_update=auto", "--enable_xla=true")
-    assert "Ways to update the variables were measured" in out
+    # On logical CPUs, all that can be tried is tried.
+    tried = "The variables are updated by", "Ways to update the variables were measured"
+    assert any(each in out for each in tried)
     assert (tmp_path / "run" / "model.keras").exists()
 
 

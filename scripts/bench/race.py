@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
+import math
 import os
 import pathlib
 import select
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -121,7 +122,8 @@ def take_turns(
     rounds: int,
     failed: Callable[[T, str], None],
     fresh_starts: int = 1,
-    together: bool = False,
+    together: Callable[[T], bool] = lambda job: False,
+    end_s: float = math.inf,
 ) -> dict[T, Times]:
     """Times contenders on the same work.
 
@@ -133,7 +135,9 @@ def take_turns(
         rounds: How many turns each has.
         failed: Is told of each contender that cannot go on, and why.
         fresh_starts: How many times each is started; the last process races.
-        together: Whether they start at once, and not one after the other.
+        together: Tells of a job whether it may start beside others, after those that
+            start one after the other.
+        end_s: When no further round begins, on the clock of `time.monotonic`.
 
     Returns:
         What each contender measured that got to the end.
@@ -161,18 +165,21 @@ def take_turns(
             failed(job, str(error))
 
     def start_all():
-        turns = {job: functools.partial(start_anew, job) for job in times}
-        if together:
-            with futures.ThreadPoolExecutor(len(turns)) as pool:
-                turns = {job: pool.submit(turn).result for job, turn in turns.items()}
-        for job, turn in turns.items():
-            attempt(job, turn)
+        several = [job for job in times if together(job)]
+        for job in [job for job in times if job not in several]:
+            attempt(job, functools.partial(start_anew, job))
+        with futures.ThreadPoolExecutor(len(several) or 1) as pool:
+            started = [(job, pool.submit(start_anew, job)) for job in several]
+        for job, each in started:
+            attempt(job, each.result)
 
     try:
         for _ in range(fresh_starts):
             start_all()
-        for _, job in itertools.product(range(rounds), jobs):
-            if job in times:
+        for number in range(rounds):
+            if number and time.monotonic() > end_s:
+                break
+            for job in list(times):
                 attempt(job, functools.partial(take_turn, job))
     finally:
         for job in jobs:
@@ -188,10 +195,12 @@ def race(
     verbose: bool = False,
     together: bool = False,
     limit_s: float | None = None,
+    end_s: float = math.inf,
 ) -> list[dict]:
     """Times contenders on the same work, see `take_turns`; they train.
 
-    Each has to be warm after `limit_s` seconds.
+    Each has to be warm after `limit_s` seconds. XLA tries kernels while it compiles, so
+    contenders with XLA never start beside others.
 
     Returns:
         What `summary` makes of each contender that got to the end; the first one's time
@@ -209,7 +218,10 @@ def race(
                 raise Failed("the model compiles itself; leave +xla and @N out")
         return Runner("scripts.bench", job, verbose, limit_s=limit_s)
 
-    times = take_turns(jobs, start, rounds, failed, fresh_starts, together)
+    def beside(job):
+        return together and not job.parsed.xla
+
+    times = take_turns(jobs, start, rounds, failed, fresh_starts, beside, end_s)
     steps_ms = {job: [each["step_ms"] for each in times[job].rounds] for job in times}
     reference_ms = steps_ms.get(jobs[0], [])
     return [

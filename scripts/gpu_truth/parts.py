@@ -78,6 +78,8 @@ def _tests(machine: Machine) -> Iterator[Part]:
 
 
 def _timings(machine: Machine) -> Iterator[Part]:
+    for builder in ("parameter_server", "replicated"):
+        yield _trace(f"towers:{builder}", "resnet50_224", IMAGENET_TOWER_MB)
     yield from _race(
         machine,
         "resnet50_fp16",
@@ -88,10 +90,9 @@ def _timings(machine: Machine) -> Iterator[Part]:
             *("one_device", "towers:replicated", "towers:parameter_server+xla"),
         ],
         IMAGENET_TOWER_MB,
-        limit_s=200,
+        limit_s=280,
+        steps=10,
     )
-    for builder in ("parameter_server", "replicated"):
-        yield _trace(f"towers:{builder}", "resnet50_224", IMAGENET_TOWER_MB)
     yield from _race(
         machine,
         "mlp",
@@ -150,7 +151,8 @@ def _timings(machine: Machine) -> Iterator[Part]:
             "towers",
         ],
         IMAGENET_TOWER_MB,
-        limit_s=240,
+        limit_s=280,
+        steps=10,
     )
     yield Part(
         "largest_batch",
@@ -162,7 +164,7 @@ def _timings(machine: Machine) -> Iterator[Part]:
     few = ["one_device+xla", "towers:parameter_server", "mirrored"]
     for work in ("resnet50_224_bf16", "resnet50_224_frozen"):
         yield from _race(
-            machine, work, "ResNet-50", work, few, IMAGENET_TOWER_MB, limit_s=200
+            machine, work, "ResNet-50", work, few, IMAGENET_TOWER_MB, 240, steps=10
         )
     for builder in ("parameter_server", "replicated"):
         yield _trace(f"towers:{builder}", "mlp", SMALL_TOWER_MB)
@@ -176,7 +178,8 @@ def _timings(machine: Machine) -> Iterator[Part]:
             "resnet50_224",
             ["mirrored", *ways],
             IMAGENET_TOWER_MB,
-            limit_s=240,
+            limit_s=280,
+            steps=10,
         )
 
 
@@ -188,9 +191,13 @@ def _race(
     contenders: Sequence[str],
     tower_mb: int = SMALL_TOWER_MB,
     limit_s: int = 150,
+    steps: int | None = None,
 ) -> Iterator[Part]:
     """Yields races of as many contenders as fit the GPUs; the first is in each."""
-    together = "--start_together", f"--start_seconds={limit_s * 3 // 5}"
+    together = (
+        *("--start_together", f"--start_seconds={limit_s // 2}"),
+        f"--max_seconds={limit_s - 40}",
+    )
     reference, *others = contenders
     at_once = len(others)
     if machine.gpus:
@@ -206,6 +213,7 @@ def _race(
                 *(together if machine.gpus else ()),
                 f"--gpu_memory_limit_mb={tower_mb}",
                 *("--rounds=7", "--json={out}/figures.jsonl"),
+                *((f"--steps={steps}",) if steps else ()),
             ),
             limit_s if machine.gpus else 20 * limit_s,
         )
