@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .worker import Job
 from .works import WORKS
@@ -142,49 +142,70 @@ def take_turns(
     Returns:
         What each contender measured that got to the end.
     """
-    times, runners = {job: Times() for job in jobs}, {}
-
-    def end(job):
-        if job in runners:
-            runners.pop(job).close()
-
-    def start_anew(job):
-        end(job)
-        runners[job] = start(job)
-        times[job].starts.append(runners[job].start)
-
-    def take_turn(job):
-        times[job].rounds.append(runners[job].go())
-
-    def attempt(job, turn):
-        try:
-            turn()
-        except Failed as error:
-            del times[job]
-            end(job)
-            failed(job, str(error))
-
-    def start_all():
-        several = [job for job in times if together(job)]
-        for job in [job for job in times if job not in several]:
-            attempt(job, functools.partial(start_anew, job))
-        with futures.ThreadPoolExecutor(len(several) or 1) as pool:
-            started = [(job, pool.submit(start_anew, job)) for job in several]
-        for job, each in started:
-            attempt(job, each.result)
-
+    racers = _Racers(jobs, start, failed)
     try:
         for _ in range(fresh_starts):
-            start_all()
+            racers.start_all(together)
         for number in range(rounds):
             if number and time.monotonic() > end_s:
                 break
-            for job in list(times):
-                attempt(job, functools.partial(take_turn, job))
+            racers.take_turns()
     finally:
-        for job in jobs:
-            end(job)
-    return times
+        racers.end_all()
+    return racers.times
+
+
+class _Racers(Generic[T]):
+    """The contenders that are still there."""
+
+    def __init__(
+        self,
+        jobs: Sequence[T],
+        start: Callable[[T], Runner],
+        failed: Callable[[T, str], None],
+    ):
+        self.times = {job: Times() for job in jobs}
+        self._start, self._failed, self._runners = start, failed, {}
+
+    def start_all(self, together: Callable[[T], bool]) -> None:
+        """Starts each anew, and last those that may start together."""
+        several = [job for job in self.times if together(job)]
+        for job in [job for job in self.times if job not in several]:
+            self._attempt(job, functools.partial(self._start_anew, job))
+        with futures.ThreadPoolExecutor(len(several) or 1) as pool:
+            started = [(job, pool.submit(self._start_anew, job)) for job in several]
+        for job, each in started:
+            self._attempt(job, each.result)
+
+    def take_turns(self) -> None:
+        """Lets each train for a round."""
+        for job in list(self.times):
+            self._attempt(job, functools.partial(self._take_turn, job))
+
+    def end_all(self) -> None:
+        """Ends all."""
+        for job in list(self._runners):
+            self._end(job)
+
+    def _start_anew(self, job):
+        self._end(job)
+        self._runners[job] = self._start(job)
+        self.times[job].starts.append(self._runners[job].start)
+
+    def _take_turn(self, job):
+        self.times[job].rounds.append(self._runners[job].go())
+
+    def _attempt(self, job, turn):
+        try:
+            turn()
+        except Failed as error:
+            del self.times[job]
+            self._end(job)
+            self._failed(job, str(error))
+
+    def _end(self, job):
+        if job in self._runners:
+            self._runners.pop(job).close()
 
 
 def race(

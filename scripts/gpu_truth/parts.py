@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 # What a tower with 128 images of 224 x 224 takes in 16 bits, in MB.
 IMAGENET_TOWER_MB = 11_000
@@ -77,83 +77,108 @@ def _tests(machine: Machine) -> Iterator[Part]:
     yield Part("doctor", "towers doctor", ("-m", "towers.doctor"), 100, True)
 
 
-def _timings(machine: Machine) -> Iterator[Part]:
-    for builder in ("parameter_server", "replicated"):
-        yield _trace(f"towers:{builder}", "resnet50_224", IMAGENET_TOWER_MB)
-    yield from _race(
-        machine,
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """Contenders that train in turn.
+
+    Attributes:
+        name: Of its part.
+        about: What is trained.
+        contenders: Who trains; the first is what others are compared with.
+        work: What is trained, in `bench.works`. By default the name.
+        tower_mb: Memory of a logical GPU, in MB.
+        limit_s: Most seconds it may take.
+        steps: Steps of a round. None: the work's own.
+    """
+
+    name: str
+    about: str
+    contenders: tuple[str, ...]
+    work: str | None = None
+    tower_mb: int = SMALL_TOWER_MB
+    limit_s: int = 150
+    steps: int | None = None
+
+
+_SERVER = "towers:parameter_server"
+_ON_CPU = f"{_SERVER}?local_parameter_device=cpu"
+_XLA = "one_device+xla", _SERVER, f"{_SERVER}+xla"
+_FEW = "one_device+xla", f"{_SERVER}+xla", "mirrored"
+_IMAGENET = {"tower_mb": IMAGENET_TOWER_MB, "limit_s": 280, "steps": 10}
+RACES = [
+    Race(
         "resnet50_fp16",
         "ResNet-50, 2 x 128 at 224",
-        "resnet50_224",
-        [
-            *("one_device+xla", "towers:parameter_server", "mirrored"),
-            *("one_device", "towers:replicated", "towers:parameter_server+xla"),
-        ],
-        IMAGENET_TOWER_MB,
-        limit_s=280,
-        steps=10,
-    )
-    yield from _race(
-        machine,
+        (*_XLA, "mirrored", "towers:replicated"),
+        work="resnet50_224",
+        **_IMAGENET,
+    ),
+    Race(
         "mlp",
         "MLP, 2 x 32",
-        "mlp",
-        [
+        (
             *("one_device", "one_device+xla", "one_device@10", "mirrored"),
-            *("loop_by_hand", "towers:parameter_server", "towers:replicated"),
-            "towers:parameter_server?local_parameter_device=cpu",
-            *("towers:parameter_server@10", "towers:parameter_server+xla@10"),
-            *("towers:parameter_server?prefetch=0", "towers"),
-            "towers:parameter_server?jit_compile=auto",
-        ],
-    )
-    yield from _race(
-        machine,
-        "embedding",
-        "table of 10,000,000 x 64, 2 x 128",
+            *("loop_by_hand", _SERVER, "towers:replicated", _ON_CPU),
+            *(f"{_SERVER}@10", f"{_SERVER}+xla@10", f"{_SERVER}?prefetch=0", "towers"),
+            f"{_SERVER}?jit_compile=auto",
+        ),
+    ),
+    Race(
         "embedding_10m",
-        [
-            *("one_device", "mirrored", "towers:parameter_server"),
-            "towers:parameter_server/rows",
-        ],
-        LARGE_TOWER_MB,
-    )
-    yield from _race(
-        machine,
+        "table of 10,000,000 x 64, 2 x 128",
+        ("one_device", "mirrored", _SERVER, f"{_SERVER}/rows"),
+        tower_mb=LARGE_TOWER_MB,
+    ),
+    Race(
         "resnet56",
-        "ResNet-56 on CIFAR's shape, 2 x 64",
-        "resnet56",
-        [
-            *("one_device+xla", "one_device", "mirrored", "loop_by_hand"),
-            *("towers:parameter_server", "towers:replicated"),
-            "towers:parameter_server?local_parameter_device=cpu",
-            *("towers:parameter_server@10", "towers:parameter_server+xla"),
-        ],
-    )
-    lm = ["one_device+xla", "towers:parameter_server", "towers:parameter_server+xla"]
-    peers = ["one_device", "mirrored", "loop_by_hand"]
-    for work, about, contenders in [
-        ("lm_bf16", "transformer, 2 x 16 x 512 tokens", [*lm, *peers]),
-        ("lm_bf16_dropout", "the same with dropout", lm),
-        ("lm_bf16_unknown_rows", "the same, rows not known", lm),
-    ]:
-        yield from _race(machine, work, about, work, contenders, LARGE_TOWER_MB)
-    yield from _race(
-        machine,
+        "ResNet-56 on images of CIFAR's shape, 2 x 64",
+        (
+            *(*_XLA, "mirrored", "loop_by_hand", "towers:replicated"),
+            *(_ON_CPU, f"{_SERVER}@10"),
+        ),
+    ),
+    Race(
+        "lm_bf16",
+        "transformer, 2 x 16 x 512 tokens",
+        (*_XLA, "one_device", "mirrored", "loop_by_hand"),
+        tower_mb=LARGE_TOWER_MB,
+    ),
+    Race("lm_bf16_dropout", "the same with dropout", _XLA, tower_mb=LARGE_TOWER_MB),
+    Race("lm_bf16_unknown_rows", "rows not known", _XLA, tower_mb=LARGE_TOWER_MB),
+    Race(
         "resnet50_fp16_ways",
         "ResNet-50, other ways",
-        "resnet50_224",
-        [
-            *("one_device+xla", "loop_by_hand", "towers:parameter_server@10"),
-            "towers:parameter_server?local_parameter_device=cpu",
-            "towers:parameter_server?prefetch=0",
-            "towers:parameter_server?jit_compile=auto",
-            "towers",
-        ],
-        IMAGENET_TOWER_MB,
-        limit_s=280,
-        steps=10,
-    )
+        (
+            *("one_device+xla", "loop_by_hand", f"{_SERVER}@10", _ON_CPU, "towers"),
+            *(f"{_SERVER}?prefetch=0", f"{_SERVER}?jit_compile=auto"),
+        ),
+        work="resnet50_224",
+        **_IMAGENET,
+    ),
+    Race("resnet50_224_bf16", "ResNet-50 in bfloat16", _FEW, **_IMAGENET),
+    Race("resnet50_224_frozen", "frozen batch normalization", _FEW, **_IMAGENET),
+]
+ALL_REDUCE = Race(
+    "all_reduce",
+    "ResNet-50, ways to add gradients",
+    (
+        "mirrored",
+        *(
+            f"towers:replicated?all_reduce_alg={name}"
+            for name in ("nccl", "ring", "device", "cpu")
+        ),
+    ),
+    work="resnet50_224",
+    **_IMAGENET,
+)
+
+
+def _timings(machine: Machine) -> Iterator[Part]:
+    traced = [f"towers:{builder}" for builder in ("parameter_server", "replicated")]
+    yield from (_trace(each, "resnet50_224", IMAGENET_TOWER_MB) for each in traced)
+    for race in [*RACES, *([ALL_REDUCE] if machine.gpus > 1 else [])]:
+        yield from _parts_of(race, machine)
+    yield from (_trace(each, "mlp", SMALL_TOWER_MB) for each in traced)
     yield Part(
         "largest_batch",
         "find_batch_size against out-of-memory",
@@ -161,61 +186,37 @@ def _timings(machine: Machine) -> Iterator[Part]:
         240,
         environ=_on_cpu(machine),
     )
-    few = ["one_device+xla", "towers:parameter_server", "mirrored"]
-    for work in ("resnet50_224_bf16", "resnet50_224_frozen"):
-        yield from _race(
-            machine, work, "ResNet-50", work, few, IMAGENET_TOWER_MB, 240, steps=10
-        )
-    for builder in ("parameter_server", "replicated"):
-        yield _trace(f"towers:{builder}", "mlp", SMALL_TOWER_MB)
-    if machine.gpus > 1:
-        algorithms = ("nccl", "ring", "device", "cpu")
-        ways = [f"towers:replicated?all_reduce_alg={name}" for name in algorithms]
-        yield from _race(
-            machine,
-            "all_reduce",
-            "ResNet-50, ways to add gradients",
-            "resnet50_224",
-            ["mirrored", *ways],
-            IMAGENET_TOWER_MB,
-            limit_s=280,
-            steps=10,
-        )
 
 
-def _race(
-    machine: Machine,
-    name: str,
-    about: str,
-    work: str,
-    contenders: Sequence[str],
-    tower_mb: int = SMALL_TOWER_MB,
-    limit_s: int = 150,
-    steps: int | None = None,
-) -> Iterator[Part]:
+def _parts_of(race: Race, machine: Machine) -> Iterator[Part]:
     """Yields races of as many contenders as fit the GPUs; the first is in each."""
-    together = (
-        *("--start_together", f"--start_seconds={limit_s // 2}"),
-        f"--max_seconds={limit_s - 40}",
-    )
-    reference, *others = contenders
-    at_once = len(others)
+    reference, *others = race.contenders
+    at_once, limit_s, on_gpu = len(others), race.limit_s, ()
     if machine.gpus:
         room = machine.memory_mb * min(machine.gpus, TOWERS)
-        at_once = max(1, min(at_once, int(room // (TOWERS * tower_mb * 1.05)) - 1))
+        fits = int(room // (TOWERS * race.tower_mb * 1.05))
+        at_once = max(1, min(at_once, fits - 1))
+        on_gpu = (
+            *("--start_together", f"--start_seconds={limit_s // 2}"),
+            f"--max_seconds={limit_s - 40}",
+        )
+    else:
+        # Two cores are slower, and start one contender after another.
+        limit_s *= 20
     for i in range(0, len(others), at_once):
+        contenders = [reference, *others[i : i + at_once]]
         yield Part(
-            name if i == 0 else f"{name}_{i // at_once + 1}",
-            about,
+            race.name if i == 0 else f"{race.name}_{i // at_once + 1}",
+            race.about,
             (
-                *(BENCH, f"--work={work}", f"--towers={TOWERS}", "--verbosity=1"),
-                f"--contenders={','.join([reference, *others[i : i + at_once]])}",
-                *(together if machine.gpus else ()),
-                f"--gpu_memory_limit_mb={tower_mb}",
-                *("--rounds=7", "--json={out}/figures.jsonl"),
-                *((f"--steps={steps}",) if steps else ()),
+                *(BENCH, f"--work={race.work or race.name}", f"--towers={TOWERS}"),
+                f"--contenders={','.join(contenders)}",
+                f"--gpu_memory_limit_mb={race.tower_mb}",
+                *("--verbosity=1", "--rounds=7", "--json={out}/figures.jsonl"),
+                *((f"--steps={race.steps}",) if race.steps else ()),
+                *on_gpu,
             ),
-            limit_s if machine.gpus else 20 * limit_s,
+            limit_s,
         )
 
 

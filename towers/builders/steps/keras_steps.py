@@ -205,8 +205,7 @@ def train_function(
     """Makes the function that Keras's `fit` calls with an iterator over batches.
 
     Args:
-        pieces: Create variables before the first step, place batches while another step
-            runs, and give copies of the variables their values.
+        pieces: Create variables, place batches, give copies of variables their values.
         train_step: Trains on a batch, and on the local batches that were placed.
         scope: Makes the context that steps are traced and run in.
         create_variables: Creates variables, instead of the pieces.
@@ -232,8 +231,8 @@ def train_function(
             (create_variables or pieces.creator.create_variables)(spec)
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
-    placing = loop.Placing(cut, pieces.batches.copy_each)
-    train = loop.train_function(create, placing, step, steps, eagerly, context.prefetch)
+    place = loop.Placing(cut, pieces.batches.copy_each)
+    train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
     follow, broadcast = copies.follow_first_host, copies.broadcast
     if not eagerly:
         follow = tf.function(follow, autograph=False)
