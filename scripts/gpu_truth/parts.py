@@ -226,7 +226,7 @@ def _trace(contender: str, work: str, tower_mb: int) -> Part:
         f"trace_{work}_{contender.replace(':', '_')}",
         f"profile of {contender} on {work}",
         (
-            *("-m", "scripts.gpu_truth.trace", f"--work={work}"),
+            *("-m", "scripts.gpu_truth.record", f"--work={work}"),
             *(f"--contender={contender}", f"--gpu_memory_limit_mb={tower_mb}"),
             "--output={out}",
         ),

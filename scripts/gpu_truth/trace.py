@@ -1,64 +1,14 @@
-"""Records a profile of a contender's steps, and reads what the GPU did in them.
+"""Reads from a profile what a GPU did in some steps."""
 
-python -m scripts.gpu_truth.trace --work=mlp --contender=towers --output=DIR
-"""
-
-import contextlib
 import dataclasses
-import gzip
-import importlib
-import json
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-
-from absl import app, flags
-
-from ..bench.worker import Job
-from ..bench.works import WORKS
-
-FLAGS = flags.FLAGS
-
-flags.DEFINE_string("work", "mlp", "What to train.")
-flags.DEFINE_string("contender", "towers:parameter_server", "Who trains.")
-flags.DEFINE_integer("towers", 2, "Towers.")
-flags.DEFINE_integer("gpu_memory_limit_mb", 4096, "Memory of a logical GPU, in MB.")
-flags.DEFINE_integer("steps", 5, "Steps to record.", lower_bound=1)
-flags.DEFINE_string("output", None, "Folder for the trace and figures.", required=True)
+from typing import Any
 
 _DEVICE = re.compile(r"/device:GPU:\d+$")
 _COPY = re.compile(r"memcpy\s*(H2D|D2H|D2D|P2P)", re.IGNORECASE)
 _BYTES = re.compile(r"size:(\d+)")
-
-
-class Recorder:
-    """Takes the place of a contender's clock: warms up, records, and ends training."""
-
-    def __init__(self, job: Job, steps: int, folder: pathlib.Path):
-        """Makes a recorder of `steps` steps, whose trace is to be in `folder`."""
-        self.memory_mb = self.on_turn = None
-        self._first = 1 + job.warmup
-        self._last = self._first + steps
-        self._folder, self._calls = str(folder), 0
-
-    def start(self) -> None:
-        """Is called just before the model is built."""
-
-    def call_ended(self) -> None:
-        """Begins or ends the record, if it is time.
-
-        Raises:
-            SystemExit: When the record is written.
-        """
-        import tensorflow as tf
-
-        self._calls += 1
-        if self._calls == self._first:
-            tf.profiler.experimental.start(self._folder)
-        elif self._calls == self._last:
-            tf.profiler.experimental.stop()
-            raise SystemExit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +22,7 @@ class Event:
     bytes: int = 0
 
 
-def events(space) -> dict[str, list[Event]]:
+def events(space: Any) -> dict[str, list[Event]]:
     """Returns what each GPU of an `XSpace` did, in order."""
     found = {}
     for plane in space.planes:
@@ -175,36 +125,3 @@ def read(found: Sequence[Event], steps: int) -> dict:
             for name, (count, us) in longest
         ],
     }
-
-
-def main(argv: Sequence[str]) -> None:
-    """Records, reads and writes."""
-    from towers.keras_adapter.runtime import XSpace
-
-    output = pathlib.Path(FLAGS.output)
-    job = Job(
-        FLAGS.contender,
-        FLAGS.work,
-        FLAGS.towers,
-        warmup=WORKS[FLAGS.work].warmup,
-        steps=FLAGS.steps,
-        gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
-    )
-    module = importlib.import_module(f"scripts.bench.peers.{job.parsed.kind.module}")
-    with contextlib.suppress(SystemExit):
-        module.run(job, Recorder(job, FLAGS.steps, output / "trace"))
-    path = max((output / "trace").glob("**/*.xplane.pb"))
-    (output / "xplane.pb.gz").write_bytes(gzip.compress(path.read_bytes()))
-    space = XSpace.FromString(path.read_bytes())
-    figures = {
-        gpu: read(each, FLAGS.steps) for gpu, each in events(space).items() if each
-    }
-    if not figures:
-        print("The profiler recorded no GPU.")
-    text = json.dumps(figures, indent=1)
-    (output / "trace.json").write_text(text)
-    print(text)
-
-
-if __name__ == "__main__":
-    app.run(main)
