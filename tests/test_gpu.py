@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.towers.elastic import test_shares
 from towers.keras_adapter.runtime import XSpace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -171,6 +172,14 @@ def test_a_profile_has_the_devices_and_the_towers(tmp_path, train):
 
 def test_the_doctor_finds_nothing_wrong():
     assert "wrong" in _run("-m", "towers.doctor")
+
+
+@pytest.mark.slow
+def test_runs_share_a_gpu(tmp_path, monkeypatch):
+    """With real memory: who leaves a part of a GPU keeps what it has taken there."""
+    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "registry"))
+    parts = "--gpu_split=4", "--gpu_memory_limit_mb=1024"
+    test_shares.three_runs_share(tmp_path, *parts, gpus="0")
 
 
 @pytest.mark.slow

@@ -84,9 +84,9 @@ HELPS = {
     "strict": ("Refuse a model if towers would compute other numbers than one device."),
     "steps_per_loop": "Number of training steps in one call of the graph.",
     "enable_xla": (
-        "What to compile with XLA. true: towers and update. auto: the towers if "
-        "--variable_update=auto measures that this is faster, and the update if "
-        "the variables are on a GPU. false: nothing."
+        "What to compile with XLA. true: towers and update. auto: the towers if the "
+        "first steps show that this is faster (on CPUs, only --variable_update=auto "
+        "tries it), and the update if the variables are on a GPU. false: nothing."
     ),
 }
 

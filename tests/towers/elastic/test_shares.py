@@ -199,11 +199,13 @@ def test_several_hosts_do_not_share(monkeypatch):
 class Run:
     """A run of towers.train, and what it has said of its towers."""
 
-    def __init__(self, folder, share):
-        self.folder = folder
-        flags = ("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", "--max_gpus=4")
-        flags += ("--train_epochs=100000", "--log_steps=1000000", "--stall_seconds=0")
-        self.process = start(*flags, f"--model_dir={folder}", f"--share_gpus={share}")
+    def __init__(self, folder, share, *devices, gpus=""):
+        self.process = start(
+            *("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", *devices),
+            *("--train_epochs=100000", "--log_steps=1000000", "--stall_seconds=0"),
+            *(f"--model_dir={folder}", f"--share_gpus={share}"),
+            gpus=gpus,
+        )
         self.changes, self.heard = [], threading.Condition()
         for lines in (self.process.stdout, self.process.stderr):
             threading.Thread(target=self._hear, args=[lines], daemon=True).start()
@@ -211,7 +213,7 @@ class Run:
     def _hear(self, lines):
         for line in lines:
             with self.heard:
-                if found := re.match(r" +\d+ +/device:CPU:\d ", line):
+                if found := re.match(r" +\d+ +/device:[CG]PU:\d ", line):
                     first = self.changes.pop() if self.changes else 0
                     self.changes.append(first + 1)
                 if found := re.match(r"towers: Step .*?: \d -> (\d) tower", line):
@@ -228,19 +230,29 @@ class Run:
 @pytest.mark.slow
 def test_a_third_run_arrives_and_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "registry"))
-    first = Run(tmp_path / "first", "0.25:1")
+    three_runs_share(tmp_path, "--max_gpus=4")
+
+
+def three_runs_share(folder, *devices, gpus=""):
+    """Three runs share four places; they come one after the other, and go."""
+
+    def run(name, share):
+        return Run(folder / name, share, *devices, gpus=gpus)
+
+    first = run("first", "0.25:1")
     first.wait_for(4)
-    second = Run(tmp_path / "second", "0.25:0.75")
+    second = run("second", "0.25:0.75")
     first.wait_for(4, 2)
     second.wait_for(2)
-    third = Run(tmp_path / "third", "0.5")
+    third = run("third", "0.5")
     third.wait_for(2)
     first.wait_for(4, 2, 1)
     second.wait_for(2, 1)
     refused = finish(
         start(
-            *("--dataset=synthetic:4x4x1:3:64", "--model=mlp", "--max_gpus=4"),
-            *("--share_gpus=0.5", f"--model_dir={tmp_path / 'fourth'}"),
+            *("--dataset=synthetic:4x4x1:3:64", "--model=mlp", *devices),
+            *("--share_gpus=0.5", f"--model_dir={folder / 'fourth'}"),
+            gpus=gpus,
         )
     )
     assert refused.returncode == 1, refused.stdout

@@ -51,14 +51,14 @@ ONE_EPOCH = ("--model=mlp", "--deterministic", "--train_epochs=1", "--cache=memo
 BAD = ValueError, OSError, tf.errors.OpError
 
 
-def start(*flags, program=("-m", "towers.train"), **options):
-    """Starts a run, whose output can be read line by line."""
+def start(*flags, program=("-m", "towers.train"), gpus="", **options):
+    """Starts a run that sees these GPUs, whose output can be read line by line."""
     return subprocess.Popen(
         [sys.executable, *program, *map(str, (*QUICKLY, *flags))],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"},
     )
 
 

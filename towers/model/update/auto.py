@@ -61,6 +61,7 @@ def candidates(
     synchronized: bool,
     stays: bool = False,
     in_stages: bool = False,
+    told: Choice | None = None,
 ) -> list[Choice]:
     """Lists what may be chosen, and first what to fall back on.
 
@@ -71,6 +72,7 @@ def candidates(
         synchronized: Whether towers run together, which XLA cannot compile.
         stays: Whether the variables have to stay where the first tower is not.
         in_stages: Whether towers compute in stages, which XLA does not compile.
+        told: The way that the user wants, so that only XLA may be chosen.
     """
     server = [Choice()]
     gpus = is_gpu(towers[0])
@@ -91,6 +93,8 @@ def candidates(
     # table that are used. The other ways to add are for a few small gradients (on one
     # device) and for machines whose links NCCL does not know.
     plain = [*copies[:1], *server, *copies[1:]] if gpus else [*server, *copies]
+    if told is not None:
+        plain = [told]
     if xla is not None:
         return [way._replace(xla=xla) for way in plain]
     compiled = [way._replace(xla=True) for way in plain]

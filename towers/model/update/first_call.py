@@ -141,7 +141,7 @@ class FirstCall:
         """Makes the call; if it fails, without XLA, and then by the simplest way."""
         update, said = self._update, None
         first, simplest = update.choice, Choice()
-        simpler = not update.chosen and (
+        simpler = not (update.chosen or update.told) and (
             first.variable_update != simplest.variable_update
         )
         start = None

@@ -85,12 +85,17 @@ class Recipe:
         self.check_alike()
 
     def ways(
-        self, layout: Layout, xla: bool | None, synchronized: bool
+        self,
+        layout: Layout,
+        xla: bool | None,
+        synchronized: bool,
+        told: Choice | None = None,
     ) -> list[Choice]:
-        """Lists what "auto" chooses from; see `auto.candidates`."""
+        """Lists what may be chosen; see `auto.candidates`."""
         return auto.candidates(
             *(layout.firsts, layout.nccl_fits, xla, synchronized, self.home_stays),
             in_stages=not self.pipeline.alone,
+            told=told,
         )
 
     def builder(

@@ -13,7 +13,7 @@ from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost, this_host
-from towers.devices import HOST
+from towers.devices import HOST, is_gpu
 from towers.keras_adapter.models import compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.keras_adapter.variables import (
@@ -39,6 +39,7 @@ class VariableUpdate:
     """How the variables are updated.
 
     With variable_update="auto", the first call of training chooses (`first_call.py`).
+    On GPUs it also chooses whether XLA compiles the towers, unless `compile` was told.
     After the model has been compiled again, the next call chooses again.
 
     Attributes:
@@ -46,6 +47,7 @@ class VariableUpdate:
         layout: The towers in use.
         builder: The builder in use.
         choice: What the builder was made for.
+        told: The way that the user wants; `None` for the best one.
         chosen: Whether nothing is left to choose.
         file: Where to keep what was chosen, if anywhere.
         xla: Whether XLA compiles towers and update where the choice does not say so;
@@ -74,9 +76,10 @@ class VariableUpdate:
             file: See the attributes.
         """
         self.model, self.choice, self.file = recipe.model, choice, file
-        self.layout, self._recipe, self._chooses = layout, recipe, chooses
+        self.layout, self._recipe = layout, recipe
+        self.told = None if chooses else choice
         self.builder = recipe.builder(choice, layout)
-        self.chosen = not chooses
+        self.chosen = not self._chooses
         self.xla: bool | None = None
         self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
@@ -105,6 +108,14 @@ class VariableUpdate:
         # A step count, a learning rate and means were created where the user was.
         variables.move(self.model, self.builder.pieces.copies.home_of)
         return True
+
+    @property
+    def _chooses(self):
+        """Whether the first call may have to choose."""
+        if self.told is None:
+            return True
+        compiles = self.told.variable_update != "asynchronous"
+        return compiles and is_gpu(self.layout.firsts[0])
 
     def expect_change(self) -> None:
         """Has `reset_if_changed` start anew."""
@@ -141,7 +152,8 @@ class VariableUpdate:
         if self.chosen or self.model.run_eagerly or is_deterministic():
             return []
         wanted = self.xla_wish.wanted(self.builder.say)
-        return self._recipe.ways(self.layout, wanted, is_synchronized(self.model))
+        synchronized = is_synchronized(self.model)
+        return self._recipe.ways(self.layout, wanted, synchronized, self.told)
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:
         """Puts another builder in use, during the first call, which holds `batches`."""
@@ -307,7 +319,7 @@ class VariableUpdate:
         """
         pipeline, choice = self._recipe.pipeline, self.choice
         layout = Layout.of(gpus, pipeline.stages, split_ratios)
-        asked = choice.all_reduce_alg != "auto" and not self._chooses
+        asked = choice.all_reduce_alg != "auto" and self.told is not None
         if asked:
             reduce.check_all_reduce(
                 choice.all_reduce_alg, choice.variable_update, layout.firsts
