@@ -23,6 +23,7 @@ FOREIGN = {
     *("--no-kill", "--requeue", "--replicas"),
     *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
     *("--help", "--helpfull", "--version", "--verbosity"),
+    *("--minutes", "--list", "--parts"),  # of scripts.gpu_truth
 }
 MAKE = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
