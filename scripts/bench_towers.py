@@ -100,7 +100,7 @@ flags.DEFINE_integer(
 flags.DEFINE_bool(
     "start_together",
     False,
-    "Start contenders without XLA at once, which spares time. Their first step is then "
+    "Start contenders without XLA at once, which saves time. Their first step is then "
     "slower.",
 )
 flags.DEFINE_integer(

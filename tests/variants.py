@@ -23,7 +23,7 @@ def slow(*values: Any, **options: Any) -> Any:
 
 
 def number_of(case: Any) -> int:
-    """Returns a number that is always this case's: it hangs on its text alone."""
+    """Returns a number that is always this case's: it depends on its text alone."""
     return zlib.crc32(str(case).encode())
 
 
@@ -35,7 +35,7 @@ def one_in(n: int, case: Any) -> bool:
 def sampled(n: int, *values: Any, **options: Any) -> Any:
     """Returns parameters of a slow test; all but one in `n` are for the report.
 
-    Which one it is hangs on the text of the values, which must not change.
+    Which one it is depends on the text of the values, which must not change.
     """
     text = " ".join(map(str, values))
     return (slow if one_in(n, text) else for_the_report)(*values, **options)

@@ -106,6 +106,12 @@ class Contender:
         return KINDS[self.name]
 
     @property
+    def may_compile(self) -> bool:
+        """Whether XLA may be used."""
+        by_keras = self.name == "one_device" or (self.name == "towers" and not self.way)
+        return self.xla or by_keras or bool(dict(self.options).get("jit_compile"))
+
+    @property
     def label(self) -> str:
         """What tables call it."""
         tables = None if self.tables == "none" else f"tables: {self.tables}"
@@ -174,7 +180,8 @@ def parse(text: str) -> Contender:
 
 def _option(text):
     name, value = text.split("=")
-    return name, int(value) if value.isdecimal() else value
+    known = {"True": True, "False": False, "None": None}
+    return name, int(value) if value.isdecimal() else known.get(value, value)
 
 
 def check_named(flag: str, names: Sequence[str]) -> None:

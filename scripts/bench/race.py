@@ -221,7 +221,7 @@ def race(
     """Times contenders on the same work, see `take_turns`; they train.
 
     Each has to be warm after `limit_s` seconds. XLA tries kernels while it compiles, so
-    contenders with XLA never start beside others.
+    contenders that may compile never start beside others.
 
     Returns:
         What `summary` makes of each contender that got to the end; the first one's time
@@ -240,7 +240,7 @@ def race(
         return Runner("scripts.bench", job, verbose, limit_s=limit_s)
 
     def beside(job):
-        return together and not job.parsed.xla
+        return together and not job.parsed.may_compile
 
     times = take_turns(jobs, start, rounds, failed, fresh_starts, beside, end_s)
     steps_ms = {job: [each["step_ms"] for each in times[job].rounds] for job in times}

@@ -30,10 +30,8 @@ FLAGS = (
 )
 LIMIT_S = 900
 _STEP = re.compile(r"^epoch \d+/\d+, step (\d+): .*?loss ([\d.]+)")
-_CHANGE = re.compile(
-    r"towers: Step ([\d,]+): .*? by .*? (arrive|leave|has ended)"
-    r".*?; ([\d.]+) s from step"
-)
+_CHANGE = re.compile(r"towers: Step ([\d,]+): .*? by (.*); ([\d.]+) s from step")
+_KINDS = "arrive", "leave", "has ended"
 
 
 class Run:
@@ -86,7 +84,8 @@ class Run:
             self.ended_s.setdefault(int(found[1]), time.monotonic())
         elif found := _CHANGE.search(line):
             step, why, seconds = found.groups()
-            self.changes[int(step.replace(",", ""))] = why, float(seconds)
+            kind = next((kind for kind in _KINDS if kind in why), "other")
+            self.changes[int(step.replace(",", ""))] = kind, float(seconds)
 
     @property
     def has_ended(self) -> bool:
@@ -159,7 +158,7 @@ def _events(
 ) -> Iterator[str]:
     """Has something happen to a host whenever there are several.
 
-    A host that has begun, and trains not yet, may be hit as well: that changes nothing.
+    A host that does not train yet may be hit as well: that changes nothing.
     A slot whose hosts fail too often would be left out.
     """
     kills: collections.Counter[str] = collections.Counter()
@@ -179,8 +178,8 @@ def _events(
         # Of one that was told to leave, another one takes the place.
         wanted.write_text("3")
         # Sometimes it arrives before the next one is hit.
-        until_then = min(before + chance.choice([1, 2]), events)
-        until(lambda n=until_then: len(run.changes) >= n or run.has_ended)
+        enough = min(before + chance.choice([1, 2]), events)
+        until(lambda n=enough: len(run.changes) >= n or run.has_ended)
 
 
 def until(true: Callable[[], Any]) -> None:

@@ -43,13 +43,12 @@ def main(argv: list[str]) -> None:
     wanted = [
         part for part in known if part.name in names and not run.is_done(folder, part)
     ]
-    # Of those that may, all run beside one another, before the timings.
+    # Parts that measure no time run side by side, first.
     beside = [part for part in wanted if part.beside_others]
     alone = [[part] for part in wanted if not part.beside_others]
     try:
         for group in [beside, *alone] if beside else alone:
-            run.run(folder, group, end_s, machine)
-            page.write(folder, known, machine)
+            run.run(folder, group, end_s)
     finally:
         page.write(folder, known, machine)
     print(f"What was found is in {folder / 'README.md'}.")

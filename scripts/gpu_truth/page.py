@@ -44,6 +44,7 @@ def _found(place: pathlib.Path) -> Iterator[str]:
         ("figures.jsonl", _figures),
         ("junit.xml", _tests),
         ("trace.json", _text),
+        ("run/summary.json", _summary),
     ]:
         if (place / name).exists():
             yield from ("", f"## {place.name}", "", *lines(place / name))
@@ -77,6 +78,11 @@ def _tests(path):
     for case, each in failed:
         line = (each.get("message") or "").splitlines()[:1]
         yield f"- {case.get('name')}: {''.join(line)[:300]}"
+
+
+def _summary(path):
+    summary = json.loads(path.read_text())
+    return "```", *summary["measured"].splitlines(), "```"
 
 
 def _text(path):

@@ -16,6 +16,13 @@ PYTEST = (
 )
 
 
+PHOTOS = (
+    *("-m", "scripts.gpu_truth.photos", "--output={out}", "--", "--dtype=fp16"),
+    *("--batch_size=256", "--enable_xla=true", "--max_train_steps=80"),
+    "--variable_update=parameter_server",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """The GPUs of a machine.
@@ -180,6 +187,20 @@ def _timings(machine: Machine) -> Iterator[Part]:
         yield from _parts_of(race, machine)
     yield from (_trace(each, "mlp", SMALL_TOWER_MB) for each in traced)
     yield Part(
+        "photos",
+        "ResNet-50 on JPEG files: does the input keep up?",
+        (*PHOTOS, f"--gpu_memory_limit_mb={IMAGENET_TOWER_MB}")
+        if machine.gpus
+        else (
+            *PHOTOS[:3],
+            "--photos=32",
+            "--",
+            "--batch_size=4",
+            "--max_train_steps=3",
+        ),
+        240,
+    )
+    yield Part(
         "largest_batch",
         "find_batch_size against out-of-memory",
         (*PYTEST, "-k", "largest_batch"),
@@ -198,7 +219,7 @@ def _parts_of(race: Race, machine: Machine) -> Iterator[Part]:
         at_once = max(1, min(at_once, fits - 1))
         on_gpu = (
             *("--start_together", f"--start_seconds={limit_s // 2}"),
-            f"--max_seconds={limit_s - 40}",
+            "--max_seconds={seconds}",
         )
     else:
         # Two cores are slower, and start one contender after another.

@@ -8,22 +8,28 @@ import gzip
 import importlib
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
+from ..bench.contenders import parse
 from ..bench.worker import Job
 from ..bench.works import WORKS
 from . import trace
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("work", "mlp", "What to train.")
+flags.DEFINE_enum("work", "mlp", [*WORKS], "What to train.")
 flags.DEFINE_string("contender", "towers:parameter_server", "Who trains.")
 flags.DEFINE_integer("towers", 2, "Towers.")
 flags.DEFINE_integer("gpu_memory_limit_mb", 4096, "Memory of a logical GPU, in MB.")
 flags.DEFINE_integer("steps", 5, "Steps to record.", lower_bound=1)
 flags.DEFINE_string("output", None, "Folder for the trace and figures.", required=True)
+
+
+class _RecordedError(Exception):
+    """Ends training."""
 
 
 class Recorder:
@@ -43,7 +49,7 @@ class Recorder:
         """Begins or ends the record, if it is time.
 
         Raises:
-            SystemExit: When the record is written.
+            _RecordedError: When the record is written.
         """
         import tensorflow as tf
 
@@ -52,7 +58,7 @@ class Recorder:
             tf.profiler.experimental.start(self._folder)
         elif self._calls == self._last:
             tf.profiler.experimental.stop()
-            raise SystemExit
+            raise _RecordedError
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,6 +66,10 @@ def main(argv: Sequence[str]) -> None:
     from towers.keras_adapter.runtime import XSpace
 
     output = pathlib.Path(FLAGS.output)
+    try:
+        parse(FLAGS.contender)
+    except ValueError as error:
+        sys.exit(str(error))
     job = Job(
         FLAGS.contender,
         FLAGS.work,
@@ -68,8 +78,10 @@ def main(argv: Sequence[str]) -> None:
         steps=FLAGS.steps,
         gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
     )
+    if job.parsed.steps_per_call > 1:
+        sys.exit(f"Received {FLAGS.contender}; expected one step a call.")
     module = importlib.import_module(f"scripts.bench.peers.{job.parsed.kind.module}")
-    with contextlib.suppress(SystemExit):
+    with contextlib.suppress(_RecordedError):
         module.run(job, Recorder(job, FLAGS.steps, output / "trace"))
     path = max((output / "trace").glob("**/*.xplane.pb"))
     (output / "xplane.pb.gz").write_bytes(gzip.compress(path.read_bytes()))

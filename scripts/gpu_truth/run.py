@@ -19,19 +19,24 @@ RESULT = "result.json"
 ENVIRON = {"CUDA_CACHE_MAXSIZE": "4294967296", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # With less time left, no part begins.
 LEAST_S = 20
+_LOOK_S, _WRITE_S = 0.1, 40
 
 
 def machine() -> Machine:
-    """Says what GPUs there are."""
+    """Says what GPUs there are, of which `CUDA_VISIBLE_DEVICES` may hide some."""
     fields = "name,memory.total,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        gpus = [line.split(", ") for line in said.stdout.splitlines() if line]
+        (name, memory_mb, driver), *_ = gpus
+        count, memory_mb = len(gpus), int(memory_mb)
+    except (OSError, subprocess.CalledProcessError, ValueError):
         return Machine()
-    gpus = [line.split(", ") for line in said.stdout.splitlines() if line]
-    (name, memory_mb, driver), *_ = gpus
-    return Machine(len(gpus), name, int(memory_mb), driver)
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+        count = min(count, len(named))
+    return Machine(count, name, memory_mb, driver) if count else Machine()
 
 
 def is_done(folder: pathlib.Path, part: Part) -> bool:
@@ -47,49 +52,62 @@ def result(folder: pathlib.Path, part: Part) -> Mapping:
         return {}
 
 
-def run(
-    folder: pathlib.Path, parts: Sequence[Part], end_s: float, machine: Machine
-) -> None:
+def run(folder: pathlib.Path, parts: Sequence[Part], end_s: float) -> None:
     """Runs parts beside one another, each until its limit or `end_s`."""
-    with contextlib.ExitStack() as started:
-        running = {}
+    running = []
+    with contextlib.ExitStack() as ends:
         for part in parts:
-            left_s = end_s - time.monotonic()
+            begun_s = time.monotonic()
+            left_s = end_s - begun_s
             if left_s < LEAST_S:
                 print(f"{part.name}: not run, there is no time left", flush=True)
                 continue
-            place = folder / part.name
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            log = started.enter_context(open(place / "log.txt", "w"))
-            command = [each.replace("{out}", str(place)) for each in part.command]
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=os.environ | ENVIRON | dict(part.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            running[part] = process, time.monotonic(), min(left_s, part.limit_s)
-        for part, (process, begun_s, limit_s) in running.items():
-            code = _wait(process, begun_s + limit_s)
-            seconds = time.monotonic() - begun_s
-            found = {"exit_code": code, "seconds": seconds, "limit_s": limit_s}
-            (folder / part.name / RESULT).write_text(json.dumps(found))
-            said = "no time left" if code is None else f"exit code {code}"
-            print(f"{part.name}: {said}, {seconds:.0f} s", flush=True)
+            limit_s = min(left_s, part.limit_s)
+            process = _start(folder / part.name, part, limit_s)
+            # Also if Ctrl-C comes.
+            ends.callback(_kill, process)
+            running.append((part, process, begun_s, limit_s))
+        while running:
+            time.sleep(_LOOK_S)
+            for each in list(running):
+                part, process, begun_s, limit_s = each
+                code, seconds = process.poll(), time.monotonic() - begun_s
+                if code is not None or seconds >= limit_s:
+                    running.remove(each)
+                    _kill(process)
+                    _note(folder / part.name, code, seconds, limit_s)
 
 
-def _wait(process: subprocess.Popen, end_s: float) -> int | None:
-    """Returns the exit code; None if the process had to be ended."""
-    try:
-        return process.wait(max(0.0, end_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # Also the processes that it has started.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _start(place: pathlib.Path, part: Part, limit_s: float) -> subprocess.Popen:
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    # Of its limit, a race keeps some to write what it has found.
+    filled = {"{out}": str(place), "{seconds}": str(max(1, int(limit_s - _WRITE_S)))}
+    command = list(part.command)
+    for name, value in filled.items():
+        command = [each.replace(name, value) for each in command]
+    with open(place / "log.txt", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | ENVIRON | dict(part.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a process, and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _note(place: pathlib.Path, code: int | None, seconds: float, limit_s: float):
+    """Keeps how a part ended; `None` is the code of one that had to be ended."""
+    found = {"exit_code": code, "seconds": seconds, "limit_s": limit_s}
+    (place / RESULT).write_text(json.dumps(found))
+    said = "no time left" if code is None else f"exit code {code}"
+    print(f"{place.name}: {said}, {seconds:.0f} s", flush=True)

@@ -67,10 +67,10 @@ def test_parts_run_once_and_are_ended_at_their_limit(tmp_path):
     fails = _part("fails", "raise SystemExit(3)", beside=True)
     slow = _part("slow", "import signal; signal.pause()", limit_s=0.5)
     machine = parts.Machine()
-    run.run(tmp_path, [well, fails], time.monotonic() + 60, machine)
-    run.run(tmp_path, [slow], time.monotonic() + 60, machine)
+    run.run(tmp_path, [well, fails], time.monotonic() + 60)
+    run.run(tmp_path, [slow], time.monotonic() + 60)
     late = _part("late", "print('never')")
-    run.run(tmp_path, [late], time.monotonic() + 1, machine)
+    run.run(tmp_path, [late], time.monotonic() + 1)
     assert (tmp_path / "well/log.txt").read_text() == "said\n"
     assert [run.is_done(tmp_path, each) for each in (well, fails, slow, late)] == [
         *(True, False, False, False)

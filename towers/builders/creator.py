@@ -139,9 +139,10 @@ class VariableCreator:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
         home = self.context.plan.home
-        placed = self._tables_placed(None)
-        if process_group.member() is not None:
-            # Hosts that have trained have built it before: all divide it later.
+        if process_group.member() is None:
+            placed = self._tables_placed(None)
+        else:
+            # Hosts that have trained have built it before. All hosts divide it later.
             placed = sharded.slots_like_variables()
         with placed, self.copies.creating(), tf.device(home):
             model.optimizer.build(model.trainable_variables)

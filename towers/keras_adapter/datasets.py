@@ -3,6 +3,7 @@
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +25,9 @@ __all__ = [
 
 
 # Each iterator may hold whole buffers of batches; when more are left, training waits.
-_MOST_FREED, _MOST_LEFT = 4, 4
+_MOST_FREED, _MOST_LEFT, _MOMENT_S = 4, 4, 0.1
 _known: weakref.WeakSet[tf.data.Iterator] = weakref.WeakSet()
-# What iterators that are gone leave behind. A garbage collection may put it in.
+# What iterators that are gone leave behind, perhaps during a garbage collection.
 _left: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
 
 
@@ -60,7 +61,10 @@ def _start_freeing():
 
 def _free():
     while True:
-        _left.get()
+        behind = _left.get()
+        # Whoever freed the iterator lets go of it a moment later, and must not be last.
+        time.sleep(_MOMENT_S)
+        del behind
 
 
 def dataset_of(iterator: tf.data.Iterator) -> tf.data.Dataset | None:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers.collectives.hosts import OneHost
+from towers.devices import HOST
 from towers.lifecycle.checkpoints import saved_model
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
@@ -64,9 +65,11 @@ def give_back(
         mine = [None] * len(variables) if values is None else values[part]
         for variable, value in zip(variables, mine, strict=True):
             if saved_model.is_divided(variable):
-                if value is None:
-                    value = tf.zeros(variable.shape, variable.dtype)
-                (value,) = hosts.first([tf.constant(value)], "values from before")
+                with tf.device(HOST):  # It may be larger than a GPU.
+                    if value is None:
+                        value = tf.zeros(variable.shape, variable.dtype)
+                    value = tf.constant(value)
+                (value,) = hosts.first([value], "values from before")
             if value is not None:
                 variable.assign(value)
 

@@ -294,7 +294,8 @@ class RunState:
         self.checkpoints.wait(only_if_done=True)
 
     def _stop(self, number):
-        self.save()
+        if self._fit.call.can_read_variables():
+            self.save()
         self.checkpoints.wait()
         again = "the last checkpoint is {}; run again to continue"
         again = self.checkpoints.tell_latest(again)
@@ -303,10 +304,7 @@ class RunState:
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
-        """Begins to save, unless that was done here.
-
-        `values` are those of the variables, if they are not as they are now.
-        """
+        """Begins to save `values`, or the variables', unless that was done here."""
         if self.position in (self._fit.begun, self._saved):
             return
         self.checkpoints.wait()

@@ -17,6 +17,7 @@ from towers.loop import described, listeners
 from towers.loop.agreement import Agreement, FollowHosts, HostsChange
 from towers.model import fit_data
 from towers.model.update import auto
+from towers.model.update.variable_update import VariableUpdate
 
 # What a host shows of it is its own.
 _OF_A_HOST = ("verbose",)
@@ -52,21 +53,18 @@ class FitCall:
     def __init__(
         self,
         model: keras.Model,
-        fit: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        create_variables: Callable[[Any], None],
+        update: VariableUpdate,
     ):
-        """Binds the arguments of `fit`; runs nothing.
-
-        `fit` is called with the model first, then with `args` and `kwargs`.
-        """
-        self.model, self.create_variables = model, create_variables
+        """Binds the arguments of `fit` of the user's model; runs nothing."""
+        self.model, self._update = model, update
+        self.create_variables = update.create_variables
         self.skips: Callable[[Iterator], Any] | None = None
         self.skipped_for: Callable[[Iterator], Any] | None = None
         self.skipped, self.agreement, self.leaves = 0, None, False
         self.state_lost = False
-        self._fit = fit
+        self._fit = fit = type(model.__wrapped__).fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
@@ -112,7 +110,7 @@ class FitCall:
         if model.built or model.run_eagerly:
             return
         if (x := fit_data.inputs(self.options)) is not None:
-            model.builder.pieces.creator.build_layers(x)
+            self._update.build_layers(x)
 
     def train_calls(self) -> int:
         """Returns how many calls of training there will be, at a guess."""
@@ -162,6 +160,11 @@ class FitCall:
         elif self.agreement is not None:
             self.agreement.wish = signal
         return self.agreement is None
+
+    def can_read_variables(self) -> bool:
+        """Tells whether all variables can be read: lost hosts have kept no part."""
+        parts = self.model.builder.pieces.copies.hosts_parts
+        return not (process_group.is_broken() and parts.any())
 
     def agrees_to_save(self, wished: bool) -> bool:
         """Tells whether to save here, where only some of several hosts may wish it."""

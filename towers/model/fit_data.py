@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
+from towers.loop import loop
 from towers.plan import Share
 
 # Of what a data set refers to outside of itself, such as a table: it stays there.
@@ -97,9 +99,9 @@ def inputs(options: Mapping[str, Any]) -> Any:
     """
     data = options["x"]
     if is_arrays(options):
-        return keras.tree.map_structure(lambda array: array[:1], data)
+        return keras.tree.map_structure(lambda array: np.asarray(array[:1]), data)
     if isinstance(data, tf.data.Dataset):
-        first = data.element_spec
+        first = loop.without_optionals(data.element_spec)
     elif isinstance(data, keras.utils.PyDataset):
         first = data[0]
     else:

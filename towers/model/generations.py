@@ -70,6 +70,7 @@ def fit(
                 raise
             # Those that have come since end, by the same error.
             why, now = str(error), before
+            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         before = now
         process_group.join_next(steps_done(update.model))
 
@@ -78,4 +79,5 @@ def _begin(update):
     """Joins a generation, unless this process is in one that goes on."""
     ends = process_group.change() is not None or process_group.is_broken()
     if process_group.joined() is None or ends:
+        update.state_lost |= update.builder.pieces.copies.hosts_parts.take_home()
         process_group.join_next(steps_done(update.model))

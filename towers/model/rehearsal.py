@@ -4,6 +4,7 @@ The step is that of the place which the host will probably have. It ends before 
 has changed, as a step does in which a host says that others come.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,13 +68,15 @@ def rehearse(
         trace: Has a call of `fit` trace its first step.
     """
     model, options = update.model, call.options
-    if not update.chosen or update.divides_state or model.run_eagerly:
+    chosen = update.chosen or update.told is not None
+    if not chosen or update.divides_state or model.run_eagerly:
         return
     if "callbacks" not in options or (data := _apart(options)) is None:
         return
     if (place := process_group.member().expects()) is None:
         return
-    call.build_layers()
+    with _noted():
+        call.build_layers()
     if not model.built:
         return
     hosts = place_among(*place, Echo(place[1]))
@@ -81,13 +84,16 @@ def rehearse(
     data = fit_data.of_host(data, update.builder.plan.share)
     options |= {"x": data, "callbacks": None, "verbose": 0}
     update.builder.context.agreement.wish = CHANGE
+    with _noted(), undisturbed(), contextlib.suppress(HostsChange):
+        trace(call)
+
+
+@contextlib.contextmanager
+def _noted():
+    """Turns errors into a note: what is wrong is said again where it matters."""
     try:
-        with undisturbed():
-            trace(call)
-    except HostsChange:
-        pass
+        yield
     except Exception as error:
-        # What is wrong with the data, say, is said where it matters.
         said = words.error_sentence(error)
         say(f"Note: This host's first step is not traced before others wait: {said}.")
 

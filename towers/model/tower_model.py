@@ -17,6 +17,7 @@ import wrapt
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
+from towers.cluster.membership import HostsDifferError
 from towers.loop import listeners
 from towers.loop.agreement import HostsChange
 from towers.model import fit_data, generations
@@ -310,8 +311,7 @@ def _swap_functions(parallel, change):
 
 
 def _fit_call(parallel, args, kwargs):
-    fit, update = type(parallel.__wrapped__).fit, parallel._self_update
-    return FitCall(parallel, fit, args, kwargs, update.create_variables)
+    return FitCall(parallel, args, kwargs, parallel._self_update)
 
 
 def _trace_training(parallel, call):
@@ -347,7 +347,7 @@ def _stops(parallel):
     try:
         with agreement.stops(parallel):
             yield
-    except HostsChange:
+    except (HostsChange, HostsDifferError):
         parallel.builder.pieces.copies.hosts_parts.join()
         raise
 

@@ -545,6 +545,7 @@ def test_whatever_happens(run, seed, monkeypatch):
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
         ),
+        options(slow, is_built=False, variable_update="auto"),
     ],
     indirect=True,
 )
@@ -621,6 +622,21 @@ def test_one_goes_with_its_part(run, victim):
     assert steps[:16] == [*range(1, 13), *range(9, 13)]
     run.finish(goes_back=True)
     assert "".join(run.said).count("goes back to") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", DIVIDED[-1:], indirect=True)
+def test_one_that_was_given_something_else_keeps_no_part(run):
+    file = run.folder / "hosts"
+    file.write_text("2")
+    run.start("1:3", f"--host_file={file}", steps=5)
+    first = run.begin(0, 1)
+    run.step(5)
+    (run.folder / "options-2").write_text(json.dumps({"seed": 8}))
+    write(file, "3")
+    run.says(rf"{slot_module.TIMES} times running; it is left out, and 2 hosts may go")
+    run.finish()
+    assert {each["pid"] for each in run.lines()} == {*first.values()}
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from towers.layers import embeddings
 from towers.tower.run import TowerCall, run, without_auto_control_deps
 from towers.tower.traced import Traced
 
+_INDICES = tf.int32, tf.int64
+
 
 @dataclasses.dataclass
 class LocalBatches:
@@ -69,17 +71,20 @@ class LocalBatches:
 
     def copy(self, device: str, local: Any) -> Any:
         """Copies a local batch to a tower's device."""
-        kept = self._kept_on_the_host(device)
+        kept = () if self._sends_indices or not is_gpu(device) else _INDICES
         with tf.device(device), tf.name_scope("place"):
             return packing.copy(local, kept)
 
-    def _kept_on_the_host(self, device):
-        """The types of what does not go to a GPU ahead of its use."""
-        home = self.context.plan.home
-        if not is_gpu(device) or is_gpu(home) or not self.context.looks_up:
-            return ()
-        # Indices of tables at home would only come back.
-        return (tf.int32, tf.int64) if embeddings.tables(self.context.model) else ()
+    @functools.cached_property
+    def _sends_indices(self):
+        """Whether indices go to GPUs: those of tables at home would only come back.
+
+        It looks through all layers, and batches are placed in each step.
+        """
+        context = self.context
+        if is_gpu(context.plan.home) or not context.looks_up:
+            return True
+        return not embeddings.tables(context.model)
 
     def preprocess_batch(
         self, data: Any, training: bool, local_batches: Sequence[Any] | None = None

@@ -42,6 +42,10 @@ class HostsParts:
         self._context = context
         self._may_be_kept = True
 
+    def any(self) -> bool:
+        """Tells whether there are such variables."""
+        return any(True for _ in self._divided())
+
     def keep(self) -> None:
         """Has each host read by itself what hosts divide, until training goes on.
 
@@ -73,9 +77,21 @@ class HostsParts:
         """
         found = [*self._divided()]
         for variable, each in found:
-            zeros = tf.zeros(each.shape, each.dtype)
+            with tf.device(HOST):  # A table may be larger than a GPU.
+                zeros = tf.zeros(each.shape, each.dtype)
             put_behind(variable, variable_like(zeros, HOST, each))
         return bool(found)
+
+    def take_home(self) -> bool:
+        """Gives this host the whole of what hosts have divided, without the others.
+
+        Returns:
+            Whether that was lost, as they have trained since they kept it.
+        """
+        if not self._may_be_kept:
+            return self.lose()
+        self.join()
+        return False
 
     def _divided(self):
         """Yields variables of which several hosts have parts, and what is behind."""

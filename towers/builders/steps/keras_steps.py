@@ -231,8 +231,8 @@ def train_function(
             (create_variables or pieces.creator.create_variables)(spec)
 
     steps, eagerly = context.model.steps_per_execution, context.model.run_eagerly
-    place = loop.Placing(cut, pieces.batches.copy_each)
-    train = loop.train_function(create, place, step, steps, eagerly, context.prefetch)
+    placing = loop.Placing(cut, pieces.batches.copy_each)
+    train = loop.train_function(create, placing, step, steps, eagerly, context.prefetch)
     follow, broadcast = copies.follow_first_host, copies.broadcast
     if not eagerly:
         follow = tf.function(follow, autograph=False)

@@ -341,6 +341,11 @@ class VariableUpdate:
         with self.step_scope():
             self.builder.create_variables(data)
 
+    def build_layers(self, x: Any) -> None:
+        """Builds the model for inputs, or their `tf.TypeSpec`s."""
+        with self.step_scope():
+            self.builder.pieces.creator.build_layers(x)
+
 
 class _Kept(NamedTuple):
     """A builder that is out of use.
