@@ -110,7 +110,8 @@ class FitCall:
         if model.built or model.run_eagerly:
             return
         if (x := fit_data.inputs(self.options)) is not None:
-            self._update.build_layers(x)
+            with self._update.step_scope():
+                model.builder.pieces.creator.build_layers(x)
 
     def train_calls(self) -> int:
         """Returns how many calls of training there will be, at a guess."""

@@ -1,5 +1,6 @@
 """Fits a model in one generation of hosts after another, where hosts come and go."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,30 +50,37 @@ def fit(
                 if not update.is_of_hosts(process_group.joined()):
                     swap(functools.partial(update.follow_hosts, why))
                 try:
-                    found = run()
+                    with _leaving():
+                        found = run()
                     update.state_lost = False
                     return found
                 except HostsChange:
                     # Each host has all variables now.
                     update.state_lost = False
                     why = process_group.change() or "another host has heard of a change"
-                except SystemExit:
-                    # This host was asked to leave the others, who go on.
-                    process_group.leave()
-                    raise
         except (HostFailedError, ConnectionError) as error:
             if not process_group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
-            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise
             # Those that have come since end, by the same error.
             why, now = str(error), before
-            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
+        # Nothing, where hosts have agreed to part.
+        update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         before = now
         process_group.join_next(steps_done(update.model))
+
+
+@contextlib.contextmanager
+def _leaving():
+    """Has this host leave the others, who go on, if it is asked to end."""
+    try:
+        yield
+    except SystemExit:
+        process_group.leave()
+        raise
 
 
 def _begin(update):

@@ -79,7 +79,7 @@ class VariableUpdate:
         self.layout, self._recipe = layout, recipe
         self.told = None if chooses else choice
         self.builder = recipe.builder(choice, layout)
-        self.chosen = not self._chooses
+        self.chosen = not _may_choose(self.told, layout)
         self.xla: bool | None = None
         self.xla_wish = XlaWish(self.model)
         self._seen: list[Any] = []
@@ -102,20 +102,12 @@ class VariableUpdate:
         self._seen = self.state()
         self.builder.reset_traces()
         self.xla = self.builder.xla = self.xla_wish.wanted(self.builder.say)
-        self.chosen = not self._chooses
+        self.chosen = not _may_choose(self.told, self.layout)
         self._kept.clear()
         self._kept_places.clear()
         # A step count, a learning rate and means were created where the user was.
         variables.move(self.model, self.builder.pieces.copies.home_of)
         return True
-
-    @property
-    def _chooses(self):
-        """Whether the first call may have to choose."""
-        if self.told is None:
-            return True
-        compiles = self.told.variable_update != "asynchronous"
-        return compiles and is_gpu(self.layout.firsts[0])
 
     def expect_change(self) -> None:
         """Has `reset_if_changed` start anew."""
@@ -341,10 +333,12 @@ class VariableUpdate:
         with self.step_scope():
             self.builder.create_variables(data)
 
-    def build_layers(self, x: Any) -> None:
-        """Builds the model for inputs, or their `tf.TypeSpec`s."""
-        with self.step_scope():
-            self.builder.pieces.creator.build_layers(x)
+
+def _may_choose(told, layout):
+    """Tells whether the first call may have to choose; see `VariableUpdate.told`."""
+    if told is None:
+        return True
+    return told.variable_update != "asynchronous" and is_gpu(layout.firsts[0])
 
 
 class _Kept(NamedTuple):
