@@ -15,6 +15,8 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import pytest
 
+from tests.variants import number_of
+
 
 def pytest_configure(config):
     """Makes the devices, but not where workers of pytest-xdist run the tests."""
@@ -72,9 +74,19 @@ def _caplog_hears_towers(caplog):
     logger.removeHandler(caplog.handler)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    """Adds what CI has no time without."""
+    text = "Run one in so many tests, always the same, by their names."
+    parser.addoption("--one-in", type=int, default=1, help=text)
+
+
+def pytest_collection_modifyitems(config, items):
     import tensorflow as tf
 
+    if (n := config.getoption("--one-in")) > 1:
+        left_out = [item for item in items if number_of(item.nodeid) % n]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if number_of(item.nodeid) % n == 0]
     on_cpu = "TOWERS_GPU_TESTS_ON_CPU" in os.environ
     if on_cpu or tf.config.list_physical_devices("GPU"):
         return
