@@ -16,11 +16,7 @@ PYTEST = (
 )
 
 
-PHOTOS = (
-    *("-m", "scripts.gpu_truth.photos", "--output={out}", "--", "--dtype=fp16"),
-    *("--batch_size=256", "--enable_xla=true", "--max_train_steps=80"),
-    "--variable_update=parameter_server",
-)
+PHOTOS = "-m", "scripts.gpu_truth.photos", "--output={out}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +185,7 @@ def _timings(machine: Machine) -> Iterator[Part]:
     yield Part(
         "photos",
         "ResNet-50 on JPEG files: does the input keep up?",
-        (*PHOTOS, f"--gpu_memory_limit_mb={IMAGENET_TOWER_MB}")
-        if machine.gpus
-        else (
-            *PHOTOS[:3],
-            "--photos=32",
-            "--",
-            "--batch_size=4",
-            "--max_train_steps=3",
-        ),
+        (*PHOTOS, *_photos(machine)),
         240,
     )
     yield Part(
@@ -207,6 +195,21 @@ def _timings(machine: Machine) -> Iterator[Part]:
         240,
         environ=_on_cpu(machine),
     )
+
+
+def _photos(machine):
+    """Yields flags of the photographs, and behind -- those of the run."""
+    if not machine.gpus:
+        yield from ("--photos=32", "--", "--num_gpus=2", "--batch_size=4")
+        yield "--max_train_steps=3"
+        return
+    yield from ("--", "--dtype=fp16", "--batch_size=256", "--max_train_steps=80")
+    yield from ("--enable_xla=true", "--variable_update=parameter_server")
+    if machine.gpus < TOWERS:
+        yield from ("--num_gpus=1", f"--gpu_split={TOWERS}")
+        yield f"--gpu_memory_limit_mb={IMAGENET_TOWER_MB}"
+    else:
+        yield f"--num_gpus={TOWERS}"
 
 
 def _parts_of(race: Race, machine: Machine) -> Iterator[Part]:

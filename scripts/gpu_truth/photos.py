@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     command = [
         *(sys.executable, "-m", "towers.train", "--image_size=224", "--model=ResNet50"),
         *(f"--dataset=folder:{output / 'photos'}", "--recipe=imagenet", "--cache=none"),
-        *("--num_gpus=1", "--gpu_split=2", f"--model_dir={output / 'run'}", *argv[1:]),
+        *(f"--model_dir={output / 'run'}", *argv[1:]),
     ]
     sys.exit(subprocess.run(command).returncode)
 
