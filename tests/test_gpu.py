@@ -178,7 +178,7 @@ def test_the_doctor_finds_nothing_wrong():
 def test_runs_share_a_gpu(tmp_path, monkeypatch):
     """With real memory: who leaves a part of a GPU keeps what it has taken there."""
     monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "registry"))
-    parts = "--gpu_split=4", "--gpu_memory_limit_mb=1024"
+    parts = "--max_gpus=1", "--gpu_split=4", "--gpu_memory_limit_mb=1024"
     test_shares.three_runs_share(tmp_path, *parts, gpus="0")
 
 
