@@ -17,6 +17,7 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 from tests.executed import Nodes
 from towers import devices
+from towers.model.update import auto
 
 _KINDS = "GPU", "DEFAULT"
 # What the executor and not a kernel does, or has on each kind of device.
@@ -26,8 +27,12 @@ _OF_CPUS = {"_UnaryOpsComposition"}
 
 
 @contextlib.contextmanager
-def made_up_gpus(*gpus: str) -> Iterator[None]:
-    """Inside, Towers takes these devices, such as "/device:CPU:1", for GPUs."""
+def made_up_gpus(*gpus: str, measures: bool = False) -> Iterator[None]:
+    """Inside, Towers takes these devices, such as "/device:CPU:1", for GPUs.
+
+    Unless it `measures`, it keeps the first way to update variables: which one is
+    faster on a CPU is chance.
+    """
     real = devices.is_gpu
 
     def is_gpu(device):
@@ -37,7 +42,13 @@ def made_up_gpus(*gpus: str) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("towers") and getattr(module, "is_gpu", None) is real:
                 patches.enter_context(mock.patch.object(module, "is_gpu", is_gpu))
+        if not measures:
+            patches.enter_context(mock.patch.object(auto, "choose", _keep_the_first))
         yield
+
+
+def _keep_the_first(choices, *_, **__):
+    return [auto.Trial(choice, None, "not measured") for choice in choices]
 
 
 def without_kernel(nodes: Nodes, gpus: Sequence[str]) -> list[str]:

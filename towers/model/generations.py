@@ -62,13 +62,13 @@ def fit(
             if not process_group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
+            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise
             # Those that have come since end, by the same error.
             why, now = str(error), before
-        # Nothing, where hosts have agreed to part.
-        update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
+            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         before = now
         process_group.join_next(steps_done(update.model))
 

@@ -220,7 +220,7 @@ SERVER, COPIES = "parameter_server", "replicated"
         (
             8,
             {"variable_update": SERVER},
-            (SERVER, "-", "GPU:0", "GPU:0", 2, False, []),
+            (SERVER, "-", "GPU:0", "GPU:0", 2, False, _OF_ONE),
         ),
         (8, {"enable_xla": "true"}, (COPIES, "nccl", "GPU:0", "-", 2, True)),
     ],
@@ -248,9 +248,9 @@ def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
 @pytest.mark.parametrize(
     ("gpus", "options", "expected"),
     [
-        (1, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
-        (8, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, [])),
-        (8, {"gpus": [2, 5]}, (SERVER, "-", "GPU:2", "GPU:2", 2, False, [])),
+        (1, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, _OF_ONE)),
+        (8, {}, (SERVER, "-", "GPU:0", "GPU:0", 2, False, _OF_ONE)),
+        (8, {"gpus": [2, 5]}, (SERVER, "-", "GPU:2", "GPU:2", 2, False, _OF_ONE)),
         (
             8,
             {"variable_update": "auto"},
@@ -261,16 +261,16 @@ def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
             {"variable_update": "auto", "cpu_relocation": True},
             (SERVER, "-", "CPU:0", "CPU:0", 2, False, _OF_ONE),
         ),
-        (8, {"cpu_merge": True}, (SERVER, "-", "GPU:0", "CPU:0", 2, False, [])),
+        (8, {"cpu_merge": True}, (SERVER, "-", "GPU:0", "CPU:0", 2, False, _OF_ONE)),
         (
             8,
             {"local_parameter_device": "gpu:3"},
-            (SERVER, "-", "GPU:3", "GPU:3", 2, False, []),
+            (SERVER, "-", "GPU:3", "GPU:3", 2, False, _OF_ONE),
         ),
         (
             8,
             {"local_parameter_device": "gpu:3", "cpu_merge": False},
-            (SERVER, "-", "GPU:3", "GPU:0", 2, False, []),
+            (SERVER, "-", "GPU:3", "GPU:0", 2, False, _OF_ONE),
         ),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else str(value),

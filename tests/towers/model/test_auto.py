@@ -535,7 +535,7 @@ def test_on_gpus_xla_is_tried_with_each_way(monkeypatch, name, wish, gpus, xla):
 
     monkeypatch.setattr(auto, "choose", order)
     made_up = TOWERS if gpus else ()
-    with as_on_gpu.made_up_gpus(*made_up) if gpus else contextlib.nullcontext():
+    with as_on_gpu.made_up_gpus(*made_up, measures=True):
         options = {"gpus": TOWERS, "jit_compile": wish, "layers": _no_more}
         parallel, history, _ = _fit(name, **options)
     assert parallel.builder.name == name
@@ -686,7 +686,7 @@ def test_the_length_of_a_run():
 def gpus():
     """Logical CPUs that are taken for GPUs, without NCCL."""
     found = "/device:CPU:1", "/device:CPU:2"
-    with as_on_gpu.made_up_gpus(*found):
+    with as_on_gpu.made_up_gpus(*found, measures=True):
         yield found
 
 

@@ -19,7 +19,8 @@ class Update:
     def __init__(self):
         self.why, self.state_lost = [], False
         self.builder = mock.Mock()
-        self.builder.pieces.copies.hosts_parts.lose.return_value = True
+        parts = self.builder.pieces.copies.hosts_parts
+        parts.lose.return_value, parts.take_home.return_value = True, False
 
     def is_of_hosts(self, membership):
         return False
