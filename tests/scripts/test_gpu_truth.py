@@ -162,19 +162,16 @@ def test_an_unknown_part_is_said_in_a_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_part_is_measured_and_traced(tmp_path):
-    names = "mlp", "trace_mlp_towers_replicated"
+def test_a_part_is_run_once(tmp_path):
+    name = "trace_mlp_towers_replicated"
     command = [
         *(sys.executable, "-m", "scripts.gpu_truth", f"--output={tmp_path}"),
-        *(f"--parts={','.join(names)}", "--minutes=5"),
+        *(f"--parts={name}", "--minutes=5"),
     ]
     said = [
         subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True).stdout
         for _ in range(2)
     ]
-    for name in names:
-        assert f"{name}: exit code 0" in said[0]
-        assert name not in said[1]
-    figures = (tmp_path / "mlp/figures.jsonl").read_text().splitlines()
-    assert len(figures) >= 10
-    assert all(json.loads(line)["ratio"] for line in figures)
+    assert f"{name}: exit code 0" in said[0]
+    assert name not in said[1]
+    assert json.loads((tmp_path / name / "trace.json").read_text()) == {}
