@@ -11,7 +11,6 @@ nobody disturbed.
 
 import functools
 import hashlib
-import io
 import os
 import pathlib
 import resource
@@ -20,11 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 
-import h5py
-
-from scripts.faults.run import at_random
+from scripts.faults.run import at_random, saved_arrays
 from tests import network
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -225,19 +221,11 @@ def try_one(model_dir, kind, rank, at_s, wanted) -> bool:
 
 def digest(model_dir: pathlib.Path) -> str | None:
     """Returns a digest of the weights of a run that has ended."""
-    path = model_dir / "model.keras"
-    if not path.exists():
+    if not (model_dir / "model.keras").exists():
         return None
-    with zipfile.ZipFile(path) as archive:
-        weights = archive.read("model.weights.h5")
     found = hashlib.sha256()
-
-    def take(name, item):
-        if isinstance(item, h5py.Dataset):
-            found.update(name.encode() + item[()].tobytes())
-
-    with h5py.File(io.BytesIO(weights)) as file:
-        file.visititems(take)
+    for name, array in saved_arrays(model_dir).items():
+        found.update(name.encode() + array.tobytes())
     return found.hexdigest()[:12]
 
 

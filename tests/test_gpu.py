@@ -8,13 +8,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-import zipfile
 
-import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from scripts.faults.run import saved_arrays
 from tests.towers.elastic import test_shares
 from towers.keras_adapter.runtime import XSpace
 
@@ -101,22 +100,6 @@ def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
     assert (tmp_path / "run" / "model.keras").exists()
 
 
-def _weights(folder):
-    """Returns the arrays of a run's last checkpoint."""
-    with zipfile.ZipFile(folder / "run" / "model.keras") as archive:
-        archive.extract("model.weights.h5", folder)
-    found = {}
-    with h5py.File(folder / "model.weights.h5") as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: np.array(item)})
-                if isinstance(item, h5py.Dataset)
-                else None
-            )
-        )
-    return found
-
-
 def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
     flags = (
         *("-m", "towers.train", *TWO_TOWERS, "--model=cnn", "--deterministic"),
@@ -146,7 +129,7 @@ def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
                 break
     assert process.returncode == -signal.SIGKILL
     assert "ontinu" in _run(*command(killed))
-    a, b = _weights(whole), _weights(killed)
+    a, b = saved_arrays(whole / "run"), saved_arrays(killed / "run")
     assert a.keys() == b.keys()
     assert [name for name in a if not np.array_equal(a[name], b[name])] == []
 

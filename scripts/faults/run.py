@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -9,8 +10,10 @@ import random
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 
+import h5py
 import numpy as np
 import tensorflow as tf
 
@@ -89,6 +92,21 @@ def result(model_dir: pathlib.Path) -> dict:
     # How fast it was is another matter.
     about["history"]["history"].pop("examples_per_sec", None)
     return {"values": values, "history": about["history"], "step": about["step"]}
+
+
+def saved_arrays(model_dir: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns what `model.keras` of a run that has ended holds, by name."""
+    with zipfile.ZipFile(model_dir / "model.keras") as archive:
+        weights = archive.read("model.weights.h5")
+    found = {}
+
+    def take(name, item):
+        if isinstance(item, h5py.Dataset):
+            found[name] = item[()]
+
+    with h5py.File(io.BytesIO(weights)) as file:
+        file.visititems(take)
+    return found
 
 
 def equal(result: dict, other: dict) -> bool:

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     beside = [part for part in wanted if part.beside_others]
     alone = [[part] for part in wanted if not part.beside_others]
     try:
-        for group in [beside, *alone] if beside else alone:
+        for group in [beside, *alone]:
             run.run(folder, group, end_s)
     finally:
         page.write(folder, known, machine)

@@ -14,8 +14,6 @@ PYTEST = (
     *("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_gpu.py", "-q"),
     *("--durations=0", "--junitxml={out}/junit.xml"),
 )
-
-
 PHOTOS = "-m", "scripts.gpu_truth.photos", "--output={out}"
 
 
@@ -43,7 +41,8 @@ class Part:
     Attributes:
         name: What it is called; also its folder.
         about: What it shows.
-        command: What Python runs; `{out}` stands for the part's folder.
+        command: What Python runs; `{out}` stands for the part's folder, and `{seconds}`
+            for the seconds that it has.
         limit_s: Most seconds it may take.
         beside_others: Whether it measures no time, so that others may run meanwhile.
         environ: What is added to the environment.

@@ -67,9 +67,11 @@ def main(argv: Sequence[str]) -> None:
 
     output = pathlib.Path(FLAGS.output)
     try:
-        parse(FLAGS.contender)
+        contender = parse(FLAGS.contender)
     except ValueError as error:
         sys.exit(str(error))
+    if contender.steps_per_call > 1:
+        sys.exit(f"Received {FLAGS.contender}; expected one step a call.")
     job = Job(
         FLAGS.contender,
         FLAGS.work,
@@ -78,14 +80,12 @@ def main(argv: Sequence[str]) -> None:
         steps=FLAGS.steps,
         gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
     )
-    if job.parsed.steps_per_call > 1:
-        sys.exit(f"Received {FLAGS.contender}; expected one step a call.")
-    module = importlib.import_module(f"scripts.bench.peers.{job.parsed.kind.module}")
+    module = importlib.import_module(f"scripts.bench.peers.{contender.kind.module}")
     with contextlib.suppress(_RecordedError):
         module.run(job, Recorder(job, FLAGS.steps, output / "trace"))
-    path = max((output / "trace").glob("**/*.xplane.pb"))
-    (output / "xplane.pb.gz").write_bytes(gzip.compress(path.read_bytes()))
-    space = XSpace.FromString(path.read_bytes())
+    recorded = max((output / "trace").glob("**/*.xplane.pb")).read_bytes()
+    (output / "xplane.pb.gz").write_bytes(gzip.compress(recorded))
+    space = XSpace.FromString(recorded)
     figures = {
         gpu: trace.read(each, FLAGS.steps)
         for gpu, each in trace.events(space).items()

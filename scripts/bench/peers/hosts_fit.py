@@ -23,7 +23,6 @@ def _follow(job, rank, addresses):
 
 
 def _build(job, rank, addresses):
-    import tensorflow as tf
 
     from towers import devices, multi_gpu_model
     from towers.cluster import process_group
@@ -33,8 +32,7 @@ def _build(job, rank, addresses):
     placed = devices.configure(1)
     names = tuple(f"host {k}" for k in range(job.towers))
     process_group.join(Membership(rank, tuple(addresses), names))
-    data = tf.data.Dataset.from_tensors(works.batch(job.work, job.towers)).repeat()
-    data = data.prefetch(tf.data.AUTOTUNE)
+    data = works.dataset(job.work, job.towers)
     contender = job.parsed
     model = multi_gpu_model(
         works.build(job.work),
