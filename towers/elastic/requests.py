@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+from towers.program import voice
+
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
 """What may be left in a model_dir."""
@@ -123,29 +125,38 @@ def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:
         OSError: The request cannot be written.
     """
     _write(model_dir, _REQUEST, dataclasses.asdict(request))
-    end = time.monotonic() + seconds
+    end, taken = time.monotonic() + seconds, False
     while True:
         # In this order: a run may answer, and end.
         alive, found = is_running(model_dir), _read(model_dir, _ANSWER)
-        if found is not None and found.get("key") == request.key:
+        taken = taken or (found is not None and found.get("key") == request.key)
+        if taken and found is not None and found.get("key") == request.key:
             if "refused" in found:
                 raise RunError(found["refused"])
-            return found
-        if alive and time.monotonic() < end:
+            if "done" in found:
+                return found
+        waits = None if taken else _read(model_dir, _REQUEST)
+        replaced = waits is not None and waits.get("key") != request.key
+        if alive and not replaced and time.monotonic() < end:
             time.sleep(_LOOK_S)
             continue
-        waits = _read(model_dir, _REQUEST)
-        if waits is not None and waits.get("key") != request.key:
+        if replaced:
             raise RunError(
                 f"Another request to {model_dir} came before the run saw this one; "
                 "send one after another."
             )
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(model_dir, _REQUEST))
+        if not taken:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(model_dir, _REQUEST))
         if not alive:
             raise RunError(
                 f"The run in {model_dir} has ended, or has not begun to train; run "
                 "towers train with the --num_gpus that it is to have."
+            )
+        if taken:
+            raise RunError(
+                f"The run in {model_dir} changes its towers, but came to no end of "
+                f"their first step within {seconds:g} s; wait for its next line."
             )
         raise RunError(
             f"The run in {model_dir} did not answer within {seconds:g} s, in which it "
@@ -163,25 +174,31 @@ class Inbox:
     def __init__(self, model_dir: str):
         self._model_dir = model_dir
         self._path = os.path.join(model_dir, _REQUEST)
+        self._last: Request | None = None
 
     def take(self) -> Request | None:
         """Returns a request that was sent, once; `None` if there is none."""
         if not os.path.exists(self._path):
             return None
         found = _read(self._model_dir, _REQUEST)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.remove(self._path)
         try:
             for name in ("gpu_indices", "split_ratios"):
                 found[name] = tuple(found[name])
-            return Request(**found)
+            request = Request(**found)
         except (TypeError, KeyError):
             return None  # nobody of ours has written it
+        if request == self._last or not _is_whole(request):
+            return None  # the file cannot be removed, or is not ours
+        self._last = request
+        self.answer(request, taken=True)
+        return request
 
     def clear(self) -> None:
         """Removes what was sent to an earlier run."""
         for name in FILES:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.remove(os.path.join(self._model_dir, name))
 
     def answer(self, request: Request, **said: Any) -> None:
@@ -189,18 +206,35 @@ class Inbox:
 
         Args:
             request: The request.
-            said: What to tell as JSON: `refused`, a sentence, or `done`, a sentence.
+            said: What to tell as JSON: `taken`, or `refused` or `done`, a sentence.
         """
-        _write(self._model_dir, _ANSWER, {"key": request.key, **said})
+        try:
+            _write(self._model_dir, _ANSWER, {"key": request.key, **said})
+        except OSError as error:
+            # Training goes on: whoever asks is told that there was no answer.
+            voice.warn(f"The answer to towers resize cannot be written: {error}.")
 
 
 def _read(model_dir: str, name: str) -> dict[str, Any] | None:
     try:
         with open(os.path.join(model_dir, name)) as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _is_whole(request: Request) -> bool:
+    """Tells whether a request has the types and numbers that one of ours has."""
+    count, numbers = request.num_gpus, (*request.gpu_indices, *request.split_ratios)
+    return (
+        isinstance(request.key, str)
+        and (count is None) == bool(request.gpu_indices)
+        and all(type(each) is int for each in (*numbers, count or 1))
+        and (count is None or count >= 1)
+        and min(request.gpu_indices, default=0) >= 0
+        and min(request.split_ratios, default=1) >= 1
+    )
 
 
 def _write(model_dir: str, name: str, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from towers.cluster import environment
 from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
-from towers.program import voice
+from towers.program import voice, words
 from towers.program.arguments import Parser
 from towers.train import checks, flags, settings
 
@@ -144,6 +144,8 @@ _DEFAULTS = {
     **{"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0},
     **{"launcher": "local", "num_cpus": 1, "placement_strategy": "PACK"},
 }
+# Hosts on a machine, which are for tests unless it has many GPUs.
+_MOST_HERE = 32
 # Ray's words.
 _PLACEMENTS = "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
 
@@ -255,7 +257,7 @@ def _check(found: dict, most: int, elastic: bool) -> None:
                 "host on each machine, or neither, to start all on this one."
             )
     if rank is None:
-        return
+        return None if found["host_file"] else check_here(most, "--hosts")
     if not 0 <= rank < most:
         raise ValueError(
             f"Received --host_rank={rank} for {most} hosts; expected 0 to {most - 1}."
@@ -264,6 +266,21 @@ def _check(found: dict, most: int, elastic: bool) -> None:
         raise ValueError(
             f"Received --coordinator={found['coordinator'] or ''}; expected where the "
             "first host waits for the others, such as node0:8476."
+        )
+
+
+def check_here(hosts: int, name: str) -> None:
+    """Checks that this machine can start so many hosts; `name` says who wants them.
+
+    Raises:
+        ValueError: It would have nothing else to do for minutes.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = max(_MOST_HERE, cores)
+    if hosts > most:
+        raise ValueError(
+            f"Received {hosts:,} hosts by {name}, all of them on this machine, which "
+            f"has {words.count(cores, 'core')}; expected at most {most}."
         )
 
 

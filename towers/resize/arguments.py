@@ -51,6 +51,10 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
         help="Number of seconds to wait for the run's answer. Default: 60.",
     )
     options = parser.parse_args(argv)
+    if not options.model_dir:
+        raise ValueError(
+            "Received an empty model_dir; expected the folder of a run that trains."
+        )
     options.request = _request(options)
     if not options.wait_seconds > 0:
         raise ValueError(
@@ -82,7 +86,10 @@ def _request(options: argparse.Namespace) -> Request:
 def _numbers(name: str, text: str | None, least: int) -> tuple[int, ...]:
     if text is None:
         return ()
-    if not re.fullmatch(r"\d+(,\d+)*", text) or min(map(int, text.split(","))) < least:
+    if (
+        not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text)
+        or min(map(int, text.split(","))) < least
+    ):
         raise ValueError(
             f"Received --{name}={text}; expected numbers from {least}, such as "
             f"--{name}={least},{least + 1}."

@@ -330,7 +330,7 @@ def _check_sizes(settings, ratios):
             f"Received {settings.as_flag('batch_size')} for "
             f"{words.count(len(ratios), 'tower')}, of which {idle} would get no "
             "example; expected one for each, so give a larger batch, or fewer towers "
-            "by --num_gpus."
+            f"by --{'num_gpus' if settings.share_gpus is None else 'max_gpus'}."
         )
 
 

@@ -93,11 +93,55 @@ def test_no_run(tmp_path):
         requests.ask(str(tmp_path), Request.new(num_gpus=1), TIMEOUT_S)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"key": 1}', '{"a": [1]}'])
+def _like_ours(**changes):
+    ours = {"key": "a", "num_gpus": 1, "gpu_indices": [], "split_ratios": []}
+    return json.dumps(ours | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{", '{"key": 1}', '{"a": [1]}', "[" * 100_000),
+        _like_ours(num_gpus="three"),
+        _like_ours(num_gpus=-1),
+        _like_ours(num_gpus=None),
+        _like_ours(num_gpus=True),
+        _like_ours(gpu_indices=[0]),
+        _like_ours(num_gpus=None, gpu_indices=[-1]),
+        _like_ours(num_gpus=None, gpu_indices=["a"]),
+        _like_ours(split_ratios=[0]),
+        _like_ours(key=5),
+    ],
+)
 def test_what_nobody_of_ours_has_written(tmp_path, text):
     (tmp_path / "resize.json").write_text(text)
     assert Inbox(str(tmp_path)).take() is None
     assert not (tmp_path / "resize.json").exists()
+
+
+def test_folders_in_the_place_of_files(tmp_path, capsys):
+    for name in requests.FILES:
+        (tmp_path / name).mkdir()
+    inbox = Inbox(str(tmp_path))
+    inbox.clear()
+    assert inbox.take() is None
+    inbox.answer(Request.new(num_gpus=1), done="Done.")
+    assert "answer to towers resize cannot be written" in capsys.readouterr().err
+
+
+def test_a_request_that_was_taken_is_not_said_to_be_unheard(locked):
+    answer = asked(locked, Request.new(num_gpus=3), seconds=0.5)
+    taken(Inbox(str(locked)))
+    assert "changes its towers, but came to no end" in str(answer())
+
+
+def test_the_first_of_two_requests_hears_of_the_second_at_once(locked):
+    answer = asked(locked, Request.new(num_gpus=3))
+    while not (locked / "resize.json").exists():
+        threading.Event().wait(0.01)
+    second = dataclasses.asdict(Request.new(num_gpus=2))
+    requests._write(str(locked), "resize.json", second)
+    assert "came before the run saw this one" in str(answer())
 
 
 def test_requests_of_an_earlier_run_are_forgotten(tmp_path):
@@ -191,6 +235,8 @@ def test_the_end_of_the_data_answers(tmp_path):
         (["d", "--num_gpus=x"], "--num_gpus=x; expected a whole number"),
         (["d", "--gpu_indices=a"], "--gpu_indices=a; expected numbers from 0"),
         (["d", "--gpu_indices=1,1"], "expected each GPU once"),
+        (["d", f"--gpu_indices={'1' * 5000}"], "expected numbers from 0, such as"),
+        (["", "--num_gpus=1"], "Received an empty model_dir; expected the folder"),
         (["d", "--num_gpus=1", "--split_ratios=0"], "expected numbers from 1"),
         (["d", "--num_gpus=1", "--wait_seconds=0"], "--wait_seconds=0; expected"),
         (["d", "--num_gpus=1", "--wait_seconds=nan"], "--wait_seconds=nan; expected"),

@@ -697,16 +697,36 @@ def test_a_machine_that_is_listed_twice(tmp_path):
         host_file.HostFile(str(file), 1, 3).read()
 
 
+def test_a_machine_that_is_listed_for_two_users(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a\nme@a\n")
+    with pytest.raises(ValueError, match="Received a twice in "):
+        host_file.HostFile(str(file), 1, 3).read()
+
+
+def test_a_file_for_which_nobody_writes(tmp_path):
+    os.mkfifo(tmp_path / "hosts")
+    with pytest.raises(ValueError, match=r"Cannot read --host_file=\S+ \(not a regul"):
+        host_file.HostFile(str(tmp_path / "hosts"), 1, 3).read()
+
+
+def test_a_file_with_more_hosts_than_a_machine_can_start(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("99999")
+    with pytest.raises(ValueError, match="all of them on this machine"):
+        host_file.HostFile(str(file), 1, 100_000).read()
+
+
 def test_a_file_of_machines(tmp_path, capsys):
     file = tmp_path / "hosts"
-    file.write_text("# mine\nme@node1\n10.0.0.2  # slow\n\nfe80::1\n")
-    one = host_file.HostFile(str(file), 1, 3)
-    assert one.read() == ["me@node1", "10.0.0.2", "fe80::1"]
+    file.write_text("# mine\nme@node1\n10.0.0.2  # slow\n\nfe80::1%eth0\n::1\n")
+    one = host_file.HostFile(str(file), 1, 4)
+    assert one.read() == ["me@node1", "10.0.0.2", "fe80::1%eth0", "::1"]
     _replace(file, "2")
     one.next_s = 0.0
     assert one.changed() is None
     assert (
-        "expected machines, one on each line, from 1 to 3." in capsys.readouterr().err
+        "expected machines, one on each line, from 1 to 4." in capsys.readouterr().err
     )
 
 

@@ -427,6 +427,8 @@ def test_logs_are_in_the_model_dir(words):
 WRONG = {
     "": "Received --hosts=; expected a number, or the least and the most",
     "--hosts=0": "Received --hosts=0; expected",
+    "--hosts=99999": "Received 99,999 hosts by --hosts, all of them on this machine",
+    "--hosts=1:99999": "Received 99,999 hosts by --hosts, all of them on",
     "--hosts=3:2": "Received --hosts=3:2; expected",
     "--hosts=x": "Received --hosts=x; expected",
     "--hosts=2 --num_gpus=0": "Received --num_gpus=0; expected at least 1.",

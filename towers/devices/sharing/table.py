@@ -23,6 +23,10 @@ _TYPES = {
 }
 
 
+# What reading raises if somebody else has written.
+_TORN = ValueError, LookupError, TypeError, AttributeError, RecursionError
+
+
 class Table:
     """The runs that stand in the file of a folder.
 
@@ -82,7 +86,7 @@ class Table:
                 return [_run(entry) for entry in json.load(file)["runs"]]
         except FileNotFoundError:
             return []
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _TORN as error:
             warn(
                 f"{self.path} cannot be understood ({error}), so it is begun anew; the "
                 "runs that stood there enter it again when they look next."
@@ -117,4 +121,9 @@ def _run(entry: dict) -> Run:
     for name, value in values.items():
         if not isinstance(value, _TYPES.get(name, object)):
             raise ValueError(f"{name} is {value!r}")
-    return Run(**values)
+        if isinstance(value, tuple) and not all(isinstance(x, str) for x in value):
+            raise ValueError(f"{name} is {value!r}")
+    run = Run(**values)
+    if run.pid < 1:
+        raise ValueError(f"pid is {run.pid}")
+    return run

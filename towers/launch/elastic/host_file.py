@@ -1,14 +1,15 @@
 """The file in which somebody says how many hosts are wanted, or on which machines."""
 
+import errno
 import os
 import re
 import time
 
-from towers.launch.arguments import Options
+from towers.launch.arguments import Options, check_here
 from towers.launch.machine import say
 
 # Names and addresses, with a user where ssh needs one.
-_MACHINE = re.compile(r"(?:\w[\w.-]*@)?(?!\d+$)\w[\w.:-]*")
+_MACHINE = re.compile(r"(?:\w[\w.-]*@)?(?!\d+$)(?:\w|::)[\w.:-]*(?:%[\w.-]+)?")
 _MOST_BYTES = 2**20
 _EXPECTED = {
     "number": "the number of hosts",
@@ -56,6 +57,9 @@ class HostFile:
         self.next_s = time.monotonic() + _PAUSE_S
         try:
             self._seen = self._look()
+            if not os.path.isfile(self._path):
+                # To open a pipe, such as <(...) of a shell, would wait for its writer.
+                raise OSError(errno.EINVAL, "not a regular file")
             with open(self._path) as file:
                 text = file.read(_MOST_BYTES).strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -77,11 +81,14 @@ class HostFile:
                 f"Received {text[:200]!r} in {self._path}; expected {expected}, from "
                 f"{self._least} to {self._most}."
             )
-        if repeated := [each for each in machines if machines.count(each) > 1]:
+        names = [each.rpartition("@")[2] for each in machines]
+        if repeated := [each for each in names if names.count(each) > 1]:
             raise ValueError(
                 f"Received {repeated[0]} twice in {self._path}; expected each machine "
                 "once, as its host has all of its GPUs."
             )
+        if number:
+            check_here(count, self._path)
         self._kind, self.wanted = kind, count if number else machines
         return self.wanted
 

@@ -6,6 +6,7 @@ import queue
 import signal
 import socket
 import time
+from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.elastic import Coordinator, Event, Formed, Lost, Over, Wanted
@@ -63,8 +64,15 @@ class Launcher:
                 where = self._coordinator.start()
                 self._hosts.where = _reached_by(self._options) or where
             self._machine.say_where(self._count)
+            heard: list[Any] = []
             for slot in self._hosts.slots[: self._count]:
-                self._start(slot)
+                # A signal that comes meanwhile ends this.
+                if not any(isinstance(each, int) for each in heard):
+                    self._start(slot)
+                while not self.events.empty():
+                    heard.append(self.events.get())
+            for event in heard:
+                self._hear(event)
             while self._goes_on():
                 self._hear(self._next())
                 for slot in self._hosts.due():

@@ -308,12 +308,22 @@ def file_of(world) -> Path:
     return Path(world.folder, machine.file_name())
 
 
+def _torn(**changes):
+    ours = {"token": "a", "pid": 1, "started": 0.5, "name": "", "minimum": 1}
+    ours |= {"limit": 1, "places": ["a"], **changes}
+    return json.dumps({"runs": [ours]}).encode()
+
+
 @pytest.mark.parametrize(
     "content",
     [
         *(b"", b"{", b"[]", b"null", b"\xff", b'{"runs": 5}', b'{"runs": [5]}'),
         b'{"runs": [{"pid": 1}]}',
         b'{"runs": [{"pid": "1"}]}',
+        b"[" * 100_000,
+        _torn(pid=-1),
+        _torn(places=[["a"]]),
+        _torn(held=[1, 2]),
     ],
 )
 def test_a_torn_file_is_begun_anew(world, capsys, content):
