@@ -21,7 +21,6 @@ first number of hosts.
 
 import contextlib
 import json
-import math
 import os
 import socket
 import statistics
@@ -33,6 +32,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from tests import network
+from towers.scaling.network import sum_s
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("hosts", ["2"], "Numbers of hosts.")
@@ -135,25 +135,6 @@ def work(reducer: str, rank: str, *addresses: str) -> None:
         print(json.dumps(seconds), file=answers, flush=True)
 
 
-def predicted_s(hosts: int, size: int, message_s: float, byte_s: float) -> float:
-    """Returns the seconds that a sum takes, by the model of docs/scaling.md.
-
-    Args:
-        hosts: Number of hosts.
-        size: Bytes of the array.
-        message_s: Of a message without content, from one host to another.
-        byte_s: Of a byte, from and to each host at once.
-    """
-    bits = int(math.log2(hosts))
-    is_power = hosts == 2**bits
-    if size <= 2**15:
-        # Hosts beyond a power of two send to another one first.
-        messages = bits if is_power else bits + 1
-        return messages * (message_s + size * byte_s)
-    messages = 2 * bits if is_power else 2 * (hosts - 1)
-    return messages * message_s + 2 * (hosts - 1) / hosts * size * byte_s
-
-
 class Hosts:
     """The processes of a reducer."""
 
@@ -243,7 +224,7 @@ def main(_: list[str]) -> None:
         for size, medians in found:
             milliseconds = [*medians.values()]
             if FLAGS.predict:
-                milliseconds.append(1000 * predicted_s(count, size, *known))
+                milliseconds.append(1000 * sum_s(count, size, *known))
             listed = " | ".join(f"{each:,.2f}" for each in milliseconds)
             print(f"| {count} | {size:,} | {listed} |", flush=True)
 
@@ -253,7 +234,7 @@ def _fitted(count, small, of_small, large, of_large):
     name = FLAGS.reducers[0]
     measured = [of_small[name] / 1000, of_large[name] / 1000]
     rows = [
-        [predicted_s(count, size, *unit) for unit in ((1, 0), (0, 1))]
+        [sum_s(count, size, *unit) for unit in ((1, 0), (0, 1))]
         for size in (small, large)
     ]
     (a, b), (c, d) = rows

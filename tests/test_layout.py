@@ -16,7 +16,8 @@ FLOORS = (
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "elastic", "callbacks", "sparse"),
-    *("train", "parity", "doctor", "find_batch_size", "report", "predict"),
+    *("train", "parity", "doctor", "find_batch_size", "scaling"),
+    *("report", "predict"),
     *("export", "generate", "launch", "resize"),
     "towers",
 )

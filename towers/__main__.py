@@ -17,6 +17,7 @@ COMMANDS = {
         "towers.find_batch_size",
         "Find the largest batch that fits, and the fastest.",
     ),
+    "scaling": ("towers.scaling", "Say how many towers pay, by measuring."),
     "predict": ("towers.predict", "Predict for files, with a trained model."),
     "export": ("towers.export", "Make a SavedModel that takes files as they are."),
     "generate": ("towers.generate", "Write text with a trained language model."),

@@ -16,36 +16,25 @@ if __name__ == "__main__":
         "towers.find_batch_size.probe", search_flags.read_checked, sift=False
     )
 
-import contextlib
 import functools
 import itertools
-import json
 import math
-import re
 import resource
 import statistics
 import sys
-import textwrap
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
 from towers.collectives.hosts import this_host
-from towers.devices import Devices
-from towers.find_batch_size import search
+from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
 from towers.model.update.layout import grouped
 from towers.program import startup
-from towers.program.commands import quieten
-from towers.program.ending import ANOTHER_FAILED
-from towers.tower.errors import StageError
 from towers.train.job import check_reduction
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
@@ -68,47 +57,6 @@ _POOL = 64
 # Of a sequence that may have any.
 _LENGTH = 128
 _SHARE_OF_FREE = 0.9
-
-# What TensorFlow, CUDA and its libraries, oneDNN, glibc and Python say where there is
-# no memory.
-_NO_MEMORY = re.compile(
-    r"\bOOM\b|out[ _]of[ _]memory|resource[ _]?exhausted|bad_alloc|MemoryError"
-    r"|ALLOC_FAILED|cannot allocate memory|failed to allocate memory"
-    r"|pthread_create.* failed|could not create a (primitive|memory)",
-    re.IGNORECASE,
-)
-
-
-def main(settings: Search) -> int:
-    """Tries a batch size; returns 0: what went wrong is said in JSON, too.
-
-    But if a stage has failed, TensorFlow alone knows how.
-    """
-    startup.end()
-    quieten()
-    stdout = sys.stdout
-
-    def tell(**facts):
-        print(json.dumps(facts), file=stdout, flush=True)
-
-    # It is for JSON; a model of the user's may print.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            with process_group.together():
-                probe(settings, tell)
-        except HostFailedError:
-            return ANOTHER_FAILED  # which says why
-        except StageError:
-            traceback.print_exc()
-            return 1  # what TensorFlow writes says why, and the search reads it
-        except Exception as error:  # whatever it is, the search says it
-            traceback.print_exc()
-            if shortage := no_memory(f"{type(error).__name__}: {error}"):
-                tell(fits=False, why=shortage)
-            else:
-                said = " ".join(str(error).split()) or type(error).__name__
-                tell(error=said[:500])  # a graph's error may go on for pages
-    return 0
 
 
 def probe(settings: Search, tell: Callable[..., None]) -> None:
@@ -167,7 +115,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         fits=True,
         examples_per_sec=settings.batch_size / step_s,
         step_ms=1000 * step_s,
-        peak_memory_mb=peak_memory_mb(devices),
+        peak_memory_mb=child.peak_memory_mb(devices),
     )
 
 
@@ -267,7 +215,7 @@ def limit_memory(limit_mb: int | None) -> None:
     Raises:
         ValueError: If more is allocated already.
     """
-    taken_mb = _of_process_mb("VmData")
+    taken_mb = child.of_process_mb("VmData")
     if limit_mb is None:
         # So that the kernel ends no other process.
         free = free_memory() / this_host().count
@@ -282,37 +230,5 @@ def limit_memory(limit_mb: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def peak_memory_mb(devices: Devices) -> float:
-    """Returns the most memory taken: of the fullest GPU, or of the process."""
-    if devices.physical:
-        info = tf.config.experimental.get_memory_info
-        peaks = [
-            info(tower.removeprefix("/device:"))["peak"] for tower in devices.towers
-        ]
-        return max(peaks) / 2**20
-    return _of_process_mb("VmHWM")
-
-
-def _of_process_mb(name: str) -> float:
-    # Not getrusage: its peak is the larger of this process's and its parent's.
-    with open("/proc/self/status") as lines:
-        facts = dict(line.split(":", 1) for line in lines)
-    return int(facts[name].split()[0]) / 1024
-
-
-def no_memory(text: str) -> str:
-    """Returns what in a text tells of a lack of memory, empty if nothing does."""
-    lines = [line.strip().removeprefix("what():  ") for line in text.splitlines()]
-    found = [
-        line
-        for line in lines
-        if _NO_MEMORY.search(line) and not line.startswith("Hint:")
-    ]
-    # Best is the one that says of what size; else the last, as errors of a graph begin
-    # with where, and end with what.
-    found.sort(key=lambda line: "OOM when allocating" in line)
-    return textwrap.shorten(found[-1], 120, placeholder="...") if found else ""
-
-
 if __name__ == "__main__":
-    sys.exit(main(_settings))
+    sys.exit(child.answer(functools.partial(probe, _settings)))

@@ -143,11 +143,15 @@ class Report:
 
 def table(probes: Sequence[Probe], split_ratios: Sequence[int]) -> list[str]:
     """Sets batch sizes out in a table in Markdown, numbers to the right."""
-    rows = [_HEAD, *(_row(probe, split_ratios) for probe in probes)]
+    return aligned([_HEAD, *(_row(probe, split_ratios) for probe in probes)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Sets rows out in a table in Markdown, to the right; the first is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    aligned = [map(str.rjust, row, widths) for row in rows]
-    return [f"| {' | '.join(row)} |" for row in aligned]
+    head, *rest = [[*map(str.rjust, row, widths)] for row in rows]
+    rule = ["-" * (width - 1) + ":" for width in widths]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
 
 
 def _row(probe, split_ratios):

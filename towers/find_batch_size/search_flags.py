@@ -42,15 +42,6 @@ flags.DEFINE_integer(
     lower_bound=1,
     **_SEARCH,
 )
-flags.DEFINE_string(
-    "plot",
-    Search.plot,
-    "PNG or SVG file to write a chart to (needs matplotlib).",
-    **_SEARCH,
-)
-flags.DEFINE_bool(
-    "json", Search.json, "Print one line of JSON instead of a table.", **_SEARCH
-)
 flags.DEFINE_integer(
     "probe_steps",
     Search.probe_steps,
@@ -67,13 +58,14 @@ flags.DEFINE_integer(
     **_PROBE,
 )
 
+command_line.define_output()
 command_line.define_hosts()
 
 
 def read(argv: Sequence[str], doc: str) -> Search:
     """Reads the flags, and checks them, as `towers.train.flags.read` does."""
     own = [each["module_name"] for each in (_SEARCH, _PROBE)]
-    ours = command_line.below([*own, command_line.HOSTS])
+    ours = command_line.below([*own, command_line.OUTPUT, command_line.HOSTS])
     train_flags.read_with(ours, argv, doc)
     search = checks.check(command_line.settings(Search))
     check_plot(search.plot, "batch_size.png", "batch_size.svg")

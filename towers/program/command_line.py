@@ -23,6 +23,27 @@ HOSTS = "Hosts"
 """The heading above what `define_hosts` defines."""
 
 
+OUTPUT = "Output"
+"""The heading above what `define_output` defines."""
+
+
+def define_output() -> None:
+    """Defines --plot and --json, for programs that print a table."""
+    if "plot" not in flags.FLAGS:
+        flags.DEFINE_string(
+            "plot",
+            None,
+            "PNG or SVG file to write a chart to (needs matplotlib).",
+            module_name=OUTPUT,
+        )
+        flags.DEFINE_bool(
+            "json",
+            False,
+            "Print one line of JSON instead of a table.",
+            module_name=OUTPUT,
+        )
+
+
 def define_hosts() -> None:
     """Defines --hosts, for programs that start hosts."""
     if "hosts" not in flags.FLAGS:

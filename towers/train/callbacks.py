@@ -240,14 +240,15 @@ def _shows_mistakes(job):
     return chooses and plain and job.settings.dataset is not None
 
 
-def make_watch(job: Job) -> Watch:
-    """Makes the callbacks that measure the run."""
+def make_watch(job: Job, warmup_steps: int = 10) -> Watch:
+    """Makes the callbacks that measure the run, but for its first steps."""
     size, tokens = job.batch_size, job.data.tokens_per_example
-    throughput = Throughput(size, job.data.examples, tokens=tokens)
+    throughput = Throughput(size, job.data.examples, warmup_steps, tokens=tokens)
     _count_towers(job, throughput)
+    every, advice = job.settings.log_steps, job.data.advice
     return Watch(
         throughput,
-        Starvation(job.settings.log_steps, advice=job.data.advice),
+        Starvation(every, advice=advice, warmup_steps=warmup_steps),
         DeviceReport(job.devices.every),
     )
 

@@ -15,8 +15,8 @@ import pytest
 from absl.testing import flagsaver
 
 from tests import warm
+from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
-from towers.find_batch_size import processes, search_flags
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
 from towers.tower.errors import StageError
@@ -187,7 +187,7 @@ def test_report_draws(tmp_path):
     ],
 )
 def test_how_a_probe_died(code, stderr, limited, expected):
-    told = processes.how_it_died(code, stderr, limited)
+    told = child.how_it_died(code, stderr, limited)
     assert told.keys() == {"fits", "why"} if "fits" in expected else {"error"}
     for name, value in expected.items():
         assert str(told[name]).startswith(str(value))
@@ -212,7 +212,7 @@ Hint: If you want to see a list of allocated tensors when OOM happens, add this.
     ],
 )
 def test_what_tells_of_a_lack_of_memory(text, why):
-    assert probing.no_memory(text) == why
+    assert child.no_memory(text) == why
 
 
 # A probe.
@@ -341,19 +341,18 @@ def test_finds_the_batch_of_the_memory_limit(tmp_path):
 
 
 def test_why_a_stage_failed_is_read_from_what_tensorflow_writes(monkeypatch, capsys):
-    def fails(settings, tell):
+    def fails(tell):
         tell(batch_size=8, memory="GPU")
         raise StageError("A stage has failed.")
 
-    monkeypatch.setattr(probing, "probe", fails)
-    monkeypatch.setattr(probing.process_group, "together", contextlib.nullcontext)
-    assert probing.main(None) == 1
+    monkeypatch.setattr(child.process_group, "together", contextlib.nullcontext)
+    assert child.answer(fails) == 1
     written = capsys.readouterr()
     assert "error" not in written.out
-    last = processes.how_it_died(1, written.err, limited=False)["error"]
+    last = child.how_it_died(1, written.err, limited=False)["error"]
     assert last.endswith("StageError: A stage has failed.")
     warned = f"{OOM}\n{written.err}"
-    assert processes.how_it_died(1, warned, limited=False)["fits"] is False
+    assert child.how_it_died(1, warned, limited=False)["fits"] is False
 
 
 @pytest.mark.slow
@@ -474,10 +473,10 @@ def test_a_signal_ends_the_probe(tmp_path, number, code, cause, first):
 )
 def test_what_hosts_tell_is_put_together(others, expected):
     first = {"batch_size": 8, "fits": True, "peak_memory_mb": 20.0}
-    found = processes.of_all_hosts(first, others)
+    found = child.of_all_hosts(first, others)
     assert found.items() >= expected.items() and found["batch_size"] == 8
     # The first one, which has only heard of it, says nothing.
-    found = processes.of_all_hosts({"batch_size": 8}, others)
+    found = child.of_all_hosts({"batch_size": 8}, others)
     assert (found.get("fits") is False) == ("why" in expected or "fits" in expected)
 
 
@@ -490,7 +489,7 @@ def test_hosts_try_a_size_together(monkeypatch):
         return subprocess.CompletedProcess(command, 75, said, "")
 
     started = mock.Mock(side_effect=launch)
-    monkeypatch.setattr(processes.subprocess, "run", started)
+    monkeypatch.setattr(child.subprocess, "run", started)
     told = processes.run(read("--hosts=2", "--num_gpus=3", "--model=mlp"), 32)
     assert told == {"batch_size": 32, "fits": False, "why": "OOM when allocating"}
     command = started.call_args.args[0]

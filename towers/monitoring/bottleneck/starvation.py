@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
 from towers.loop import listeners
-from towers.monitoring.bottleneck import hosts, stages, tfdata_stats
+from towers.monitoring.bottleneck import hosts, stages, tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.steps import Interval
@@ -163,13 +163,23 @@ class Starvation(StepTime):
             return False
         self._bound = bound_by(parts, before)
         said = [verdict(parts, self._bound, found, self._words())]
-        if (times := self._timers.hosts) is not None:
+        times = self._timers.hosts
+        if times is not None:
             said.append(hosts.sentence(times, split.hosts))
         if split.stages_busy and "compute" in self._bound:
             pipeline = self.model.builder.plan.pipeline
             said.append(stages.sentence(split.stages_busy, pipeline))
+        if times is None and "compute" in self._bound:
+            said.append(self._uneven(split))
         self.verdict = "; ".join(filter(None, said))
         return True
+
+    def _uneven(self, split):
+        """Says which tower is slow; hosts say it of hosts."""
+        ratios = self.model.builder.plan.split_ratios
+        if len(ratios) != len(split.towers_ms):
+            return None  # with micro-batches, ratios are theirs
+        return uneven.sentence(split.towers_ms, ratios)
 
     def _words(self):
         """What to do about stages of a pipeline that has words of its own."""

@@ -1,0 +1,253 @@
+"""Which towers are tried, what is said of them, and whether it holds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import warm
+from towers.monitoring.bottleneck import uneven
+from towers.scaling import law, measure, scaling_flags
+from towers.scaling.measure import Trial
+from towers.scaling.network import Network
+from towers.scaling.report import Report
+
+MODULE = "towers.scaling"
+TIMEOUT_S = 300
+
+
+def trial(count, speed, ratios=None, towers_ms=None, **parts_ms):
+    """What might have been measured with so many towers, at so many examples/s."""
+    ratios = ratios or (1,) * count
+    parts = dict.fromkeys(("input", "copy", "compute", "reduce", "python"), 0.5)
+    return Trial(
+        [f"/device:CPU:{k}" for k in range(count)],
+        ratios,
+        [64 * each // sum(ratios) for each in ratios],
+        fits=True,
+        examples_per_sec=speed,
+        parts_ms=parts | parts_ms,
+        towers_ms=towers_ms or [10.0] * count,
+        peak_memory_mb=500.0 + count,
+        gradient_bytes=4_000_000,
+    )
+
+
+def unfit(count):
+    return Trial([""] * count, (1,) * count, (1,) * count, fits=False, why="OOM")
+
+
+# Amdahl's law.
+
+
+def test_the_law_is_found_in_times_that_follow_it():
+    found = law.fit([(n, 0.2 + 0.8 / n) for n in (1, 2, 3, 4)])
+    assert found.serial_fraction == pytest.approx(0.2)
+    assert found.error == pytest.approx(0.0, abs=1e-6)
+    assert found.step_s(8) == pytest.approx(0.3)
+
+
+def test_the_error_is_that_of_repeated_fits():
+    draw = np.random.default_rng(0)
+    counts = (1, 2, 3, 4) * 2
+    fits = [
+        law.fit([(n, (0.3 + 0.7 / n) * draw.normal(1, 0.03)) for n in counts])
+        for _ in range(400)
+    ]
+    spread = np.std([each.serial_fraction for each in fits])
+    assert np.median([each.error for each in fits]) == pytest.approx(spread, rel=0.2)
+
+
+def test_two_measurements_tell_no_error():
+    found = law.fit([(1, 1.0), (2, 0.75)])
+    assert found.serial_fraction == pytest.approx(0.5)
+    assert found.error is None
+    assert law.fit([(2, 1.0), (2, 0.9)]) is None
+
+
+def test_a_fraction_is_none_below_0_or_above_1():
+    assert law.fit([(1, 1.0), (2, 0.4)]).serial_fraction == 0.0
+    assert law.fit([(1, 1.0), (2, 1.5)]).serial_fraction == 1.0
+
+
+# What is tried.
+
+
+def test_numbers_are_tried_up_and_down():
+    ran = []
+
+    def run(count, ratios):
+        ran.append((count, ratios))
+        return trial(count, 100.0)
+
+    assert len([*measure.trials([1, 2, 3], 3, run)]) == 9
+    assert [count for count, _ in ran] == [1, 2, 3, 3, 2, 1, 1, 2, 3]
+
+
+def test_what_does_not_fit_is_not_tried_again():
+    found = measure.trials(
+        [1, 2], 2, lambda n, _: unfit(n) if n == 1 else trial(n, 9.0)
+    )
+    assert [each.count for each in found] == [1, 2, 2]
+
+
+def test_uneven_ratios_are_tried_where_towers_take_unequally_long():
+    slow = {1: [60.0], 2: [40.0, 20.0]}
+    ran = []
+
+    def run(count, ratios):
+        ran.append((count, ratios))
+        return trial(count, 100.0, ratios, slow[count])
+
+    assert len([*measure.trials([1, 2], 1, run)]) == 3
+    assert ran == [(1, None), (2, None), (2, (1, 2))]
+
+
+def test_rounds_are_put_together():
+    found = measure.means(
+        [trial(2, 100.0, input=1.0), trial(1, 50.0), trial(2, 50.0, input=3.0)]
+    )
+    assert [each.count for each in found] == [1, 2]
+    assert found[1].examples_per_sec == pytest.approx(200 / 3)
+    assert found[1].parts_ms["input"] == 2.0
+
+
+# What is recommended.
+
+
+@pytest.mark.parametrize(
+    ("speeds", "count", "said"),
+    [
+        ([100, 190, 280], 3, "3 towers (--num_gpus=3); compared with 2, another tower"),
+        ([100, 190, 195], 2, "2 towers (--num_gpus=2); another tower adds 3%"),
+        ([100, 60, 50], 1, "1 tower (--num_gpus=1); another tower makes training 40%"),
+        ([100, 101, 102], 1, "1 tower (--num_gpus=1); another tower adds 1%"),
+        ([100], 1, "1 tower (--num_gpus=1)."),
+    ],
+)
+def test_the_fewest_that_are_about_as_fast_are_recommended(speeds, count, said):
+    report = Report([trial(n + 1, each) for n, each in enumerate(speeds)], 64)
+    assert report.best.count == count
+    assert said in report.recommendation
+
+
+def test_the_reason_is_what_becomes_longer():
+    one = trial(1, 100.0, compute=10.0)
+    two = trial(2, 80.0, compute=5.1, reduce=9.0)
+    assert (
+        "because adding gradients and updating the variables takes 9.0 ms of a step "
+        "instead of 0.5." in Report([one, two], 64).recommendation
+    )
+
+
+def test_uneven_ratios_are_recommended_where_they_are_faster():
+    tried = [trial(1, 90.0), trial(2, 100.0), trial(2, 150.0, (1, 2))]
+    report = Report(tried, 64)
+    assert "--num_gpus=2 --split_ratios=1,2" in report.recommendation
+    assert "2 (1:2)" in str(report)
+    # The law is that of equal parts.
+    assert report.law.serial_fraction == pytest.approx(0.8)
+
+
+def test_what_does_not_fit_is_said():
+    report = Report([unfit(1), trial(2, 100.0)], 64)
+    assert report.best.count == 2
+    assert "1 tower did not fit: OOM." in report.recommendation
+    assert "does not fit" in str(report)
+
+
+def test_hosts_are_predicted_by_the_model_of_the_docs():
+    one = trial(2, 64 / 0.3, compute=300.0, input=0, copy=0, reduce=0, python=0)
+    report = Report([one], 64, more_hosts=8, network=Network(0.1, 10.0))
+    found = {hosts: (slow, fast) for hosts, slow, fast in report.predicted()}
+    assert [*found] == [2, 4, 8]
+    # docs/scaling.md has 13 ms for 4 MB on 8 hosts at 10 Gbit/s.
+    slow, fast = found[8]
+    assert 64 / slow - 0.3 / 8 == pytest.approx(0.013, abs=0.001)
+    assert 64 / fast == pytest.approx(0.3 / 8)
+    assert "Predicted, not measured: hosts with 2 towers each" in str(report)
+    assert json.loads(json.dumps(report.as_dict()))["hosts"]["8"]
+
+
+def test_a_chart_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = Report([trial(1, 100.0), trial(2, 180.0)], 64)
+    report.plot(str(tmp_path / "scaling.svg"))
+    text = (tmp_path / "scaling.svg").read_text()
+    assert text.startswith("<?xml")
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--split_ratios=1,2", "--split_ratios=1,2; expected none"),
+        ("--eval_only", "--eval_only; expected none"),
+        ("--share_gpus=0.5", "--share_gpus=0.5; expected none"),
+        ("--rounds=0", "--rounds=0; expected a whole number of at least 1"),
+        ("--plot=x.gif", "--plot=x.gif; expected a SVG or PNG file"),
+    ],
+)
+def test_flags_are_checked(flag, said):
+    done = warm.run(MODULE, flag, timeout_s=TIMEOUT_S)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+# Uneven towers.
+
+
+def test_ratios_follow_speeds():
+    assert uneven.better_ratios([61.0, 45.0, 45.0], (1, 1, 1)) == (3, 4, 4)
+    assert uneven.better_ratios([20.0, 10.0], (1, 1)) == (1, 2)
+    # The times are those with the ratios in use.
+    assert uneven.better_ratios([10.0, 10.0], (1, 2)) == (1, 2)
+    assert uneven.better_ratios([10.0, 10.1, 9.9, 10.0], (1, 1, 1, 1)) == (1, 1, 1, 1)
+
+
+def test_the_step_with_other_ratios():
+    assert uneven.step_with([20.0, 10.0], (1, 1), (1, 2)) == pytest.approx(2 / 3)
+
+
+def test_a_slow_tower_is_named():
+    said = uneven.sentence([61.0, 45.0, 45.0], (1, 1, 1))
+    assert said == (
+        "tower 0 is slowest: 61.0 ms, others 45.0 ms; try --split_ratios=3,4,4"
+    )
+    assert uneven.sentence([10.0, 10.5], (1, 1)) == ""
+    assert uneven.sentence([10.0], (1,)) == ""
+
+
+# The whole program.
+
+
+def test_it_measures_one_and_two_towers(tmp_path):
+    flags = "--num_gpus=2", "--seconds=0.5", "--rounds=1", "--model=mlp"
+    folder = f"--model_dir={tmp_path / 'run'}"
+    done = warm.run(MODULE, "--json", *flags, folder, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    even = [each for each in found["trials"] if len({*each["split_ratios"]}) == 1]
+    assert [len(each["towers"]) for each in even] == [1, 2]
+    assert all(each["fits"] and each["examples_per_sec"] > 0 for each in even)
+    assert sum(even[1]["sizes"]) == 64
+    assert 0 <= found["serial_fraction"] <= 1
+    assert found["recommended"] in (1, 2)
+    assert not (tmp_path / "run").exists()  # nothing is saved
+
+
+def test_an_error_of_the_model_is_a_sentence():
+    flags = "--num_gpus=1", "--dataset=folder:/nowhere"
+    done = warm.run(MODULE, *flags, timeout_s=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "/nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_flags_of_a_trial_are_those_of_the_run():
+    settings = scaling_flags.Scaling(model="mlp", gpu_indices=("3", "1", "0"), stages=1)
+    said = settings.for_a_trial(2, (1, 2), "/tmp/x")
+    assert {"--gpu_indices=3,1", "--split_ratios=1,2", "--seconds=5.0"} <= {*said}
+    assert not any(each.startswith("--num_gpus") for each in said)

@@ -1,0 +1,103 @@
+"""Measures how training scales with the number of towers, and says how many pay.
+
+    python -m towers.scaling --model=resnet20 --dataset=tfds:cifar10 --num_gpus=4
+
+The flags are those of towers.train. It trains for some seconds on the run's own data
+with 1, 2, ... --num_gpus towers, each time in a process of its own. By default, it
+tries up to all GPUs, or up to as many logical CPUs as there are cores. The global batch
+stays the same. Where towers take unequally long, it tries uneven --split_ratios, too.
+Nothing is saved.
+Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C; 143 by SIGTERM.
+"""
+
+if __name__ == "__main__":
+    # Before TensorFlow is imported, below.
+    from towers.program import startup
+    from towers.scaling import scaling_flags
+
+    _settings = startup.begin(
+        "towers.scaling", lambda argv: scaling_flags.read(argv, __doc__)
+    )
+
+import functools
+import json
+import os
+import sys
+import tempfile
+
+import tensorflow as tf
+
+from towers.program import ending, words
+from towers.program.commands import fail
+from towers.scaling import measure
+from towers.scaling.measure import Trial
+from towers.scaling.network import Network
+from towers.scaling.report import Report
+from towers.scaling.scaling_flags import Scaling
+
+_PROGRAM = "towers.scaling"
+
+
+def scale(settings: Scaling) -> int:
+    """Measures, says on stderr how far it is, and shows what was found.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: If any input is bad, or nothing fits.
+    """
+    tried: list[Trial] = []
+    code = 0
+    with tempfile.TemporaryDirectory(prefix="towers-") as folder:
+        run = functools.partial(measure.run, settings, folder)
+        try:
+            for each in measure.trials(counts(settings), settings.rounds, run):
+                tried.append(each)
+                say(each)
+        except KeyboardInterrupt as stop:
+            cause, code = ending.cause_of(stop)
+            fail(f"Stopped by {cause}.", _PROGRAM)
+    if not any(each.fits for each in tried):
+        if code:
+            return code
+        raise ValueError(
+            f"No number of towers fits ({tried[-1].why}); allow more memory, or take a "
+            "smaller --batch_size."
+        )
+    report = Report(
+        tried,
+        settings.batch_size,
+        settings.more_hosts,
+        Network(settings.network_delay_ms, settings.network_gbit),
+        stopped=bool(code),
+    )
+    print(json.dumps(report.as_dict()) if settings.json else report)
+    if settings.plot:
+        report.plot(settings.plot)
+    return code
+
+
+def counts(settings: Scaling) -> list[int]:
+    """Returns the numbers of towers to try, in rising order."""
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    most = len(settings.gpu_indices or ()) or settings.num_gpus
+    if most is None:
+        most = gpus or len(os.sched_getaffinity(0))
+    return [*range(1, most // settings.stages + 1)] or [1]
+
+
+def say(trial: Trial) -> None:
+    """Says on stderr what came of some towers, since all of them take minutes."""
+    found = f"does not fit ({trial.why})"
+    if trial.fits:
+        found = f"{trial.examples_per_sec:,.1f} examples/sec"
+    name = words.count(trial.count, "tower")
+    if not trial.is_even:
+        name += f" ({':'.join(map(str, trial.split_ratios))})"
+    print(f"{_PROGRAM}: {name}: {found}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    ending.stop_at_sigterm()  # which ends the process that trains, too
+    sys.exit(ending.run(_PROGRAM, lambda: scale(_settings)))

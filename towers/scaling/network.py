@@ -1,0 +1,45 @@
+"""Predicts how several hosts scale, by the model of docs/scaling.md."""
+
+import dataclasses
+import math
+
+# What the system and Python add to the network's delay, and the time in which a core
+# copies and adds a byte: both as measured, see docs/scaling.md.
+_MESSAGE_S, _BYTE_S = 0.28e-3, 1.6e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What connects the hosts.
+
+    Attributes:
+        delay_ms: Milliseconds that an empty message takes from one host to another.
+        gbit: Gigabits per second of each host, each way.
+    """
+
+    delay_ms: float = 0.1
+    gbit: float = 10.0
+
+    def sum_s(self, hosts: int, size: int) -> float:
+        """Returns the seconds in which hosts add an array of `size` bytes."""
+        message_s = self.delay_ms / 1000 + _MESSAGE_S
+        return sum_s(hosts, size, message_s, max(8e-9 / self.gbit, _BYTE_S))
+
+
+def sum_s(hosts: int, size: int, message_s: float, byte_s: float) -> float:
+    """Returns the seconds in which hosts add an array.
+
+    Args:
+        hosts: Number of hosts.
+        size: Bytes of the array.
+        message_s: Seconds of an empty message from one host to another.
+        byte_s: Seconds of a byte that each host sends while it receives one.
+    """
+    bits = int(math.log2(hosts))
+    is_power = hosts == 2**bits
+    if size <= 2**15:
+        # Hosts beyond a power of two send to another one first.
+        messages = bits if is_power else bits + 1
+        return messages * (message_s + size * byte_s)
+    messages = 2 * bits if is_power else 2 * (hosts - 1)
+    return messages * message_s + 2 * (hosts - 1) / hosts * size * byte_s
