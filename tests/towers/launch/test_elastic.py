@@ -599,6 +599,24 @@ def test_a_command_that_cannot_be_started():
         Launcher(asked, Machine(asked, {})).run()
 
 
+def test_after_a_signal_no_further_host_starts(tmp_path, monkeypatch):
+    command = sys.executable, "-S", "-c", "import time; time.sleep(60)"
+    asked = arguments.Options(
+        *(1, 5, command), elastic=True, log_dir=str(tmp_path), max_restarts=None
+    )
+    machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "secret"})
+    launcher, start, started = Launcher(asked, machine), machine.start, []
+
+    def signalled(number, *args):
+        started.append(number)
+        launcher.events.put(signal.SIGTERM)
+        return start(number, *args)
+
+    monkeypatch.setattr(machine, "start", signalled)
+    assert launcher.run() == 128 + signal.SIGTERM
+    assert started == [0]
+
+
 def test_no_token_for_several_machines():
     asked = arguments.Options(
         1, 2, ("x",), host_rank=1, coordinator="a:1", elastic=True
