@@ -79,12 +79,28 @@ def scale(settings: Scaling) -> int:
 
 
 def counts(settings: Scaling) -> list[int]:
-    """Returns the numbers of towers to try, in rising order."""
+    """Returns the numbers of towers to try, in rising order.
+
+    Raises:
+        ValueError: There are too few devices for one tower, or for those asked for.
+    """
     gpus = len(tf.config.list_physical_devices("GPU"))
-    most = len(settings.gpu_indices or ()) or settings.num_gpus
-    if most is None:
-        most = gpus or len(os.sched_getaffinity(0))
-    return [*range(1, most // settings.stages + 1)] or [1]
+    asked = len(settings.gpu_indices or ()) or settings.num_gpus
+    devices = asked or gpus or len(os.sched_getaffinity(0))
+    if gpus and devices > gpus:
+        raise ValueError(
+            f"Received {settings.as_flag('num_gpus')}, but TensorFlow sees "
+            f"{words.count(gpus, 'GPU')}; expected at most {gpus}."
+        )
+    most = devices // settings.stages
+    if not most:
+        raise ValueError(
+            f"Received {settings.as_flag('stages')} for "
+            f"{words.count(devices, 'device')}; expected a device for each stage, so "
+            f"give --num_gpus={settings.stages} or more."
+        )
+    # A tower without an example has nothing to do.
+    return [*range(1, min(most, settings.batch_size) + 1)]
 
 
 def say(trial: Trial) -> None:

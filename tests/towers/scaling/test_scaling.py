@@ -238,6 +238,13 @@ def test_it_measures_one_and_two_towers(tmp_path):
     assert not (tmp_path / "run").exists()  # nothing is saved
 
 
+def test_too_few_devices_for_the_stages():
+    flags = "--stages=2", "--num_gpus=1", "--model=mlp"
+    done = warm.run(MODULE, *flags, timeout_s=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "--stages=2 for 1 device; expected a device for each stage" in done.stderr
+
+
 def test_an_error_of_the_model_is_a_sentence():
     flags = "--num_gpus=1", "--dataset=folder:/nowhere"
     done = warm.run(MODULE, *flags, timeout_s=TIMEOUT_S)
