@@ -125,18 +125,19 @@ def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:
         OSError: The request cannot be written.
     """
     _write(model_dir, _REQUEST, dataclasses.asdict(request))
-    end, taken = time.monotonic() + seconds, False
+    end = time.monotonic() + seconds
     while True:
-        # In this order: a run may answer, and end.
-        alive, found = is_running(model_dir), _read(model_dir, _ANSWER)
-        taken = taken or (found is not None and found.get("key") == request.key)
-        if taken and found is not None and found.get("key") == request.key:
-            if "refused" in found:
-                raise RunError(found["refused"])
-            if "done" in found:
-                return found
-        waits = None if taken else _read(model_dir, _REQUEST)
-        replaced = waits is not None and waits.get("key") != request.key
+        # In this order: a run answers that it takes a request, removes it, answers
+        # again, and may end.
+        alive, waits = is_running(model_dir), _read(model_dir, _REQUEST)
+        found = _read(model_dir, _ANSWER) or {}
+        taken = found.get("key") == request.key
+        if taken and "refused" in found:
+            raise RunError(found["refused"])
+        if taken and "done" in found:
+            return found
+        others = waits is not None and waits.get("key") != request.key
+        replaced = others and not taken
         if alive and not replaced and time.monotonic() < end:
             time.sleep(_LOOK_S)
             continue
@@ -180,20 +181,15 @@ class Inbox:
         """Returns a request that was sent, once; `None` if there is none."""
         if not os.path.exists(self._path):
             return None
-        found = _read(self._model_dir, _REQUEST)
+        request = _request(_read(self._model_dir, _REQUEST))
+        # Where the file cannot be removed, it is there again.
+        is_new = request is not None and request != self._last
+        if is_new:
+            self._last = request
+            self.answer(request, taken=True)
         with contextlib.suppress(OSError):
             os.remove(self._path)
-        try:
-            for name in ("gpu_indices", "split_ratios"):
-                found[name] = tuple(found[name])
-            request = Request(**found)
-        except (TypeError, KeyError):
-            return None  # nobody of ours has written it
-        if request == self._last or not _is_whole(request):
-            return None  # the file cannot be removed, or is not ours
-        self._last = request
-        self.answer(request, taken=True)
-        return request
+        return request if is_new else None
 
     def clear(self) -> None:
         """Removes what was sent to an earlier run."""
@@ -222,6 +218,17 @@ def _read(model_dir: str, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _request(found: dict[str, Any] | None) -> Request | None:
+    """Makes a request of what a file has; `None` if nobody of ours has written it."""
+    try:
+        for name in ("gpu_indices", "split_ratios"):
+            found[name] = tuple(found[name])
+        request = Request(**found)
+    except (TypeError, KeyError):
+        return None
+    return request if _is_whole(request) else None
 
 
 def _is_whole(request: Request) -> bool:

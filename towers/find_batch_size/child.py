@@ -23,7 +23,6 @@ from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.devices import Devices
 from towers.program import commands, startup
-from towers.program.commands import quieten
 from towers.program.ending import ANOTHER_FAILED
 from towers.tower.errors import StageError
 
@@ -147,7 +146,7 @@ def answer(body: Callable[[Callable[..., None]], None]) -> int:
         has failed, TensorFlow alone knows how.
     """
     startup.end()
-    quieten()
+    commands.quieten()
     stdout = sys.stdout
 
     def tell(**facts):

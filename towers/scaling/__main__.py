@@ -87,7 +87,7 @@ def counts(settings: Scaling) -> list[int]:
     gpus = len(tf.config.list_physical_devices("GPU"))
     asked = len(settings.gpu_indices or ()) or settings.num_gpus
     devices = asked or gpus or len(os.sched_getaffinity(0))
-    if gpus and devices > gpus:
+    if gpus and (settings.num_gpus or 0) > gpus:
         raise ValueError(
             f"Received {settings.as_flag('num_gpus')}, but TensorFlow sees "
             f"{words.count(gpus, 'GPU')}; expected at most {gpus}."

@@ -80,11 +80,8 @@ def train(settings: Scaling, tell: Callable[..., None]) -> None:
 
 def _gradient_bytes(model):
     """The bytes that hosts would add: each gradient in the type of its variable."""
-    sizes = {"float16": 2, "bfloat16": 2, "float64": 8}
-    return sum(
-        int(variable.value.shape.num_elements()) * sizes.get(variable.dtype, 4)
-        for variable in model.trainable_variables
-    )
+    values = [variable.value for variable in model.trainable_variables]
+    return sum(value.shape.num_elements() * value.dtype.size for value in values)
 
 
 class _Stop(keras.callbacks.Callback):

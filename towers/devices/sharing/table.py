@@ -23,10 +23,6 @@ _TYPES = {
 }
 
 
-# What reading raises if somebody else has written.
-_TORN = ValueError, LookupError, TypeError, AttributeError, RecursionError
-
-
 class Table:
     """The runs that stand in the file of a folder.
 
@@ -86,7 +82,13 @@ class Table:
                 return [_run(entry) for entry in json.load(file)["runs"]]
         except FileNotFoundError:
             return []
-        except _TORN as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             warn(
                 f"{self.path} cannot be understood ({error}), so it is begun anew; the "
                 "runs that stood there enter it again when they look next."
@@ -119,9 +121,9 @@ def _run(entry: dict) -> Run:
         for name, value in entry.items()
     }
     for name, value in values.items():
-        if not isinstance(value, _TYPES.get(name, object)):
-            raise ValueError(f"{name} is {value!r}")
-        if isinstance(value, tuple) and not all(isinstance(x, str) for x in value):
+        places = value if isinstance(value, tuple) else ()
+        of_type = isinstance(value, _TYPES.get(name, object))
+        if not of_type or not all(isinstance(each, str) for each in places):
             raise ValueError(f"{name} is {value!r}")
     run = Run(**values)
     if run.pid < 1:
