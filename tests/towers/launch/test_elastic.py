@@ -301,7 +301,10 @@ def test_other_machines_have_places_of_their_own(by_ssh, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (255, 1)])
-def test_a_host_has_no_input_and_its_own_exit_code(tmp_path, code, expected):
+def test_a_host_has_no_input_and_its_own_exit_code(
+    tmp_path, monkeypatch, code, expected
+):
+    monkeypatch.chdir(tmp_path)  # where it goes itself, and others are not to stay
     asked = {"number": 0, "folder": str(tmp_path), "environ": {}}
     asked["command"] = ["sh", "-c", f"cat; exit {code}"]
     read, write = os.pipe()
