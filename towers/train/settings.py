@@ -12,16 +12,15 @@ import os
 from typing import Any, Literal, Self
 
 from towers.cluster.membership import JOIN_SECONDS
-from towers.elastic import notice
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
     CACHES,
-    FILE_KINDS,
     RECIPES,
     SCALES,
 )
 from towers.models import spec
+from towers.train.outputs.absolute_paths import with_absolute_path
 from towers.train.parts import metrics
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
@@ -351,7 +350,7 @@ class Settings:
                 continue
             if name == "data_dir" and not self.uses_data_dir:
                 continue
-            path = _with_absolute_path(name, value)
+            path = with_absolute_path(name, value)
             lines.append(f"--{name}={path}\n" if path else f"{self.as_flag(name)}\n")
         return "".join(lines)
 
@@ -369,29 +368,3 @@ def _canonical(asked, names, flag, what):
     raise ValueError(
         f"Received --{flag}={asked}; expected {what}, such as {', '.join(near)}."
     )
-
-
-def _with_absolute_path(name: str, value: str) -> str | None:
-    """Returns the value of a flag that names a file; `None` of any other flag."""
-    if name == "init_weights" and value == "imagenet":
-        return None
-    if name in ("model_dir", "data_dir", "cache_dir", "init_weights") and value:
-        return _absolute(os.path.expanduser(value))
-    if name == "preemption_notice" and value not in notice.CLOUDS:
-        return _absolute(os.path.expanduser(value))
-    if name in ("dataset", "eval_dataset"):
-        kind, _, path = value.partition(":")
-        named = kind in FILE_KINDS and value != specs.PYTHON
-        return f"{kind}:{_absolute(path)}" if named else None
-    if name == "tokenizer" and ":" in value:
-        kind, _, path = value.partition(":")
-        return f"{kind}:{_absolute(os.path.expanduser(path))}"
-    if name == "model" and spec.is_user_file(value):
-        path, function = spec.split_user_file(value)
-        return f"{path.absolute()}:{function}"
-    return None
-
-
-def _absolute(path: str) -> str:
-    remote = "://" in path
-    return path if remote else os.path.abspath(path)
