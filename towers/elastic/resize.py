@@ -15,6 +15,7 @@ from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.elastic import requests
 from towers.elastic.asked import Asked
+from towers.elastic.balance import FILE, Balance
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.shares import Shares
 from towers.elastic.wish import Wish
@@ -54,6 +55,7 @@ class Resize(keras.callbacks.Callback):
         check: Callable[[int, Sequence[int] | None], None] | None = None,
         on_change: Callable[[], None] | None = None,
         generations: Generations | None = None,
+        balance: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Changes nothing yet.
@@ -69,6 +71,8 @@ class Resize(keras.callbacks.Callback):
             on_change: Is called as training begins and after a change, before the
                 next step.
             generations: Where to note the towers that the run has had.
+            balance: Whether to find split ratios with which all towers take about as
+                long, and keep them in `split_ratios.json` of the folder; on one host.
             clock: Returns seconds.
         """
         super().__init__()
@@ -76,6 +80,7 @@ class Resize(keras.callbacks.Callback):
         self._available, self._shares = available, shares
         self._check, self._on_change, self._clock = check, on_change, clock
         self.generations = Generations() if generations is None else generations
+        self._balance = balance
         self._sources: Sequence[Source] = ()
         self._changing: tuple[Wish | None, Generation] | None = None
         self._looked_s: float | None = None
@@ -96,7 +101,11 @@ class Resize(keras.callbacks.Callback):
         if this_host().index == 0:
             shared = self._shares is not None
             asked = Asked(self._directory, every, shared=shared)
-        self._sources = [each for each in (asked, self._shares) if each is not None]
+        balance = None
+        if self._balance:
+            balance = Balance(call.model, os.path.join(self._directory, FILE))
+        every = asked, self._shares, balance
+        self._sources = [each for each in every if each is not None]
         listens = requests.answering(self._directory)
         try:
             with listens if asked is not None else contextlib.nullcontext():

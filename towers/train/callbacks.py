@@ -282,6 +282,7 @@ def make_resize(job: Job, watch: Watch) -> Resize | None:
         check=job.check_towers,
         on_change=changed,
         generations=job.generations,
+        balance=job.settings.finds_ratios,
     )
 
 

@@ -236,6 +236,11 @@ class Settings:
         return least, most
 
     @property
+    def finds_ratios(self) -> bool:
+        """Whether the run finds split ratios by the time that its towers take."""
+        return self.split_ratios == ("auto",)
+
+    @property
     def batch_per_tower(self) -> bool:
         """Whether batch size and learning rate are those of one tower."""
         return self.elastic_batch == "per_tower"

@@ -72,8 +72,9 @@ HELPS = {
         "first tower's device. Default: gpu if towers are on GPUs, else cpu."
     ),
     "split_ratios": (
-        "Relative size of each tower's part of a batch, such as 2,3,3. Default: "
-        "equal parts."
+        "Relative size of each tower's part of a batch, such as 2,3,3. auto: measure "
+        "the towers during the first steps, and give slow ones less. Default: equal "
+        "parts."
     ),
     "loss_placement": (
         "Where to compute the loss. tower: on the towers. gathered: once, on the "
@@ -143,11 +144,23 @@ def check(settings: Settings) -> None:
             f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
             "such as --gpu_indices=0,2."
         )
+    _check_ratios(settings)
+
+
+def _check_ratios(settings: Settings) -> None:
+    """Checks how a batch is divided."""
+    if settings.finds_ratios:
+        if settings.asynchronous:
+            raise ValueError(
+                "Received --split_ratios=auto and --variable_update=asynchronous, "
+                "whose towers do not wait for one another; expected one of them."
+            )
+        return
     for ratio in settings.split_ratios or []:
         if not (ratio.isdecimal() and int(ratio)):
             raise ValueError(
-                f"Received {settings.as_flag('split_ratios')}; expected a positive "
-                "integer for each tower, such as --split_ratios=2,3,3."
+                f"Received {settings.as_flag('split_ratios')}; expected auto, or a "
+                "positive integer for each tower, such as --split_ratios=2,3,3."
             )
 
 
@@ -215,7 +228,8 @@ def _check_placement(settings: Settings) -> None:
 
 def _check_count(settings: Settings) -> None:
     """Checks that no machine is asked for that there is not."""
-    ratios = settings.split_ratios or ("1",)
+    ratios = () if settings.finds_ratios else settings.split_ratios
+    ratios = ratios or ("1",)
     count = settings.num_gpus or settings.stages * len(ratios)
     _check_most(settings)
     _check_sharing(settings)

@@ -184,10 +184,27 @@ def test_what_own_data_leave_no_room_for():
         ({"micro_batches": 9, "batch_size": 8}, "one example for each micro-batch"),
         ({"stages": 0}, "--stages=0"),
         ({"micro_batches": 0}, "--micro_batches=0"),
-        ({"split_ratios": ("2", "x")}, "--split_ratios=2,x; expected a positive"),
-        ({"split_ratios": ("2", "0")}, "--split_ratios=2,0; expected a positive"),
-        ({"split_ratios": ("-1",)}, "--split_ratios=-1; expected a positive"),
-        ({"split_ratios": ("1.5",)}, "--split_ratios=1.5; expected a positive"),
+        (
+            {"split_ratios": ("2", "x")},
+            "--split_ratios=2,x; expected auto, or a",
+        ),
+        (
+            {"split_ratios": ("2", "0")},
+            "--split_ratios=2,0; expected auto, or a",
+        ),
+        ({"split_ratios": ("-1",)}, "--split_ratios=-1; expected auto, or a"),
+        (
+            {"split_ratios": ("auto",), "variable_update": "asynchronous"},
+            "--split_ratios=auto and --variable_update=asynchronous, whose towers do",
+        ),
+        (
+            {"split_ratios": ("auto",), "share_gpus": "0.5"},
+            "--split_ratios=auto and --share_gpus=0.5, by which towers come and go",
+        ),
+        (
+            {"split_ratios": ("1.5",)},
+            "--split_ratios=1.5; expected auto, or a",
+        ),
     ],
 )
 def test_bad_flags(flags, message):

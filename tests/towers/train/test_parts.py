@@ -19,7 +19,8 @@ from tests.towers.train.runs import (
     write_folder,
 )
 from towers import devices, input_pipeline
-from towers.elastic import requests
+from towers.cluster import process_group
+from towers.elastic import balance, requests
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
@@ -171,6 +172,20 @@ def test_split_ratios():
     assert split_ratios(Settings(split_ratios=("3", "10")), placed) == (3, 10)
     with pytest.raises(ValueError, match=r"=3 for 2 towers; .* or --num_gpus=1\."):
         split_ratios(Settings(split_ratios=("3",)), placed)
+
+
+def test_split_ratios_that_were_found(tmp_path, monkeypatch):
+    placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
+    settings = Settings(split_ratios=("auto",), model_dir=str(tmp_path))
+    assert split_ratios(settings, placed) == (1, 1)
+    balance.remember(str(tmp_path / balance.FILE), placed.towers, (2, 5))
+    assert split_ratios(settings, placed) == (2, 5)
+    assert split_ratios(settings.but(clean=True), placed) == (1, 1)
+    three = devices.Devices((*placed.towers, "/device:CPU:2"), placed.home)
+    assert split_ratios(settings, three) == (1, 1, 1)
+    monkeypatch.setattr(process_group, "member", lambda: object())
+    with pytest.raises(ValueError, match="--split_ratios=auto on several hosts"):
+        split_ratios(settings, placed)
 
 
 def test_flags_of_the_data_reach_it(tmp_path):

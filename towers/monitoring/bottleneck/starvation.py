@@ -176,10 +176,8 @@ class Starvation(StepTime):
 
     def _uneven(self, split):
         """Says which tower is slow; hosts say it of hosts."""
-        ratios = self.model.builder.plan.split_ratios
-        if len(ratios) != len(split.towers_ms):
-            return None  # with micro-batches, ratios are theirs
-        return uneven.sentence(split.towers_ms, ratios)
+        towers = self.model.builder.plan.replicas
+        return uneven.sentence(split.towers_ms, [each.ratio for each in towers])
 
     def _words(self):
         """What to do about stages of a pipeline that has words of its own."""

@@ -1,6 +1,7 @@
 """Finds which tower is slow, and which parts of a batch would let all end together."""
 
 import math
+import operator
 from collections.abc import Sequence
 
 # A tower is slow if it needs so much longer than the mean of all.
@@ -29,7 +30,9 @@ def slowest(towers_ms: Sequence[float]) -> int | None:
 
 
 def better_ratios(
-    towers_ms: Sequence[float], split_ratios: Sequence[int]
+    towers_ms: Sequence[float],
+    split_ratios: Sequence[int],
+    most: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Finds split ratios with which all towers compute for about as long.
 
@@ -38,22 +41,32 @@ def better_ratios(
     Args:
         towers_ms: Milliseconds of a step in which each tower computes.
         split_ratios: The parts of a batch that the towers have had meanwhile.
+        most: The largest part of a batch that each tower has memory for, 0 to 1 or
+            more; by default the whole one.
 
     Returns:
         Positive integers without a common divisor, at most 24 together unless there
-        are more towers than that.
+        are more towers than that. The present ones, if no others have room.
     """
     speeds = [
         ratio / max(ms, 1e-9) for ratio, ms in zip(split_ratios, towers_ms, strict=True)
     ]
-    best, best_time = None, math.inf
+    most = most or [1.0] * len(speeds)
+    best, best_time = split_ratios, math.inf
     for parts in range(len(speeds), max(_MOST_PARTS, len(speeds)) + 1):
-        ratios = _divide(parts, speeds)
+        ratios = _divide(parts, speeds, [part * parts for part in most])
+        if ratios is None:
+            continue
         time = _time(ratios, speeds)
         if time * _AS_GOOD < best_time:
             best, best_time = ratios, time
-    divisor = math.gcd(*best)
-    return tuple(ratio // divisor for ratio in best)
+    return simplest(best)
+
+
+def simplest(ratios: Sequence[int]) -> tuple[int, ...]:
+    """Returns the same ratios without a common divisor."""
+    divisor = math.gcd(*ratios)
+    return tuple(ratio // divisor for ratio in ratios)
 
 
 def step_with(
@@ -93,16 +106,22 @@ def sentence(towers_ms: Sequence[float], split_ratios: Sequence[int]) -> str:
     return f"{said}; try --split_ratios={','.join(map(str, ratios))}"
 
 
-def _divide(parts, speeds):
-    """Divides so many parts in proportion to the speeds, at least one for each."""
+def _divide(parts, speeds, most):
+    """Divides so many parts in proportion to the speeds, at least one for each.
+
+    No tower gets more than its `most`; `None` if that cannot be.
+    """
     ratios = [1] * len(speeds)
     for _ in range(parts - len(speeds)):
         # The one that would be done first with another part gets it.
         times = [
-            (ratio + 1) / speed for ratio, speed in zip(ratios, speeds, strict=True)
+            (ratio + 1) / speed if ratio + 1 <= limit else math.inf
+            for ratio, speed, limit in zip(ratios, speeds, most, strict=True)
         ]
+        if min(times) == math.inf:
+            return None
         ratios[times.index(min(times))] += 1
-    return ratios
+    return ratios if all(map(operator.le, ratios, most)) else None
 
 
 def _time(ratios, speeds):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from towers._deprecated import with_old_keys
-from towers.elastic import requests
+from towers.elastic import balance, requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -125,6 +125,7 @@ def remove_run(model_dir: str) -> None:
         model_files.TOKENIZER,
         ARCHITECTURE,
         "variable_update.json",
+        balance.FILE,
         BAD_RECORDS,
         NOT_FINITE,
         *requests.FILES,

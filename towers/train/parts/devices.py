@@ -1,6 +1,7 @@
 """The devices of a run, as settings describe them."""
 
 import atexit
+import os
 from typing import Any
 
 import keras
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 from towers.cluster import process_group
 from towers.devices import Devices, configure
+from towers.elastic import balance
 from towers.elastic.shares import Shares, share
 from towers.program import words
 from towers.train.settings import Settings
@@ -20,7 +22,8 @@ def configure_devices(settings: Settings) -> Devices:
         indices = [int(index) for index in settings.gpu_indices]
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
         # Two, so that towers can be seen at work on any machine.
-        num_gpus = len(settings.split_ratios or (1, 1)) * settings.stages
+        ratios = None if settings.finds_ratios else settings.split_ratios
+        num_gpus = len(ratios or (1, 1)) * settings.stages
         num_gpus = min(num_gpus, settings.max_gpus or num_gpus)
         if settings.share_gpus is not None:
             num_gpus = settings.max_gpus or num_gpus
@@ -78,6 +81,8 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
             "expected a number that divides that of the devices."
         )
     towers, ratios = count // stages, settings.split_ratios
+    if settings.finds_ratios:
+        ratios = _found_ratios(settings, devices)
     if not ratios:
         return (1,) * towers
     if len(ratios) != towers:
@@ -87,6 +92,20 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
             f"{towers} of them, or --num_gpus={len(ratios) * stages}."
         )
     return tuple(map(int, ratios))
+
+
+def _found_ratios(settings, devices):
+    """Returns what --split_ratios=auto has found before, if it has."""
+    hosts = process_group.joined()
+    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+        raise ValueError(
+            "Received --split_ratios=auto on several hosts; expected one ratio for "
+            "each tower of a host, as auto measures the towers of one host alone."
+        )
+    if settings.clean:
+        return None
+    file = os.path.join(settings.absolute_model_dir, balance.FILE)
+    return balance.recall(file, devices.towers)
 
 
 def stages(settings: Settings) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""Split ratios that a run finds by the time of its towers."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import towers
+from tests.slow_tower import slowed
+from towers.elastic.balance import Balance, recall, remember
+from towers.loop.timers import Totals
+from towers.plan import Tower
+
+CPUS = "/device:CPU:0", "/device:CPU:1"
+
+
+class Run:
+    """A run whose towers need so many seconds for a batch, and some more each."""
+
+    def __init__(self, *batch_s, more_s=0.0, devices=CPUS):
+        self.batch_s, self.more_s = batch_s, more_s
+        self.resize((1,) * len(batch_s), devices)
+
+    def resize(self, ratios, devices):
+        self.totals = Totals(0, 0.0, 0.0, 0.0, 0.0, (0.0,) * len(ratios))
+        towers_ = [
+            Tower(k, (device,), ratio)
+            for k, (device, ratio) in enumerate(zip(devices, ratios, strict=True))
+        ]
+        self.builder = types.SimpleNamespace(
+            plan=types.SimpleNamespace(replicas=towers_),
+            timers=types.SimpleNamespace(totals=lambda: self.totals),
+        )
+
+    @property
+    def ratios(self):
+        return tuple(each.ratio for each in self.builder.plan.replicas)
+
+    def step(self):
+        each_s = [
+            a + seconds * ratio / sum(self.ratios) + self.more_s
+            for a, seconds, ratio in zip(
+                self.totals.towers_s, self.batch_s, self.ratios, strict=True
+            )
+        ]
+        self.totals = self.totals._replace(
+            steps=self.totals.steps + 1, towers_s=tuple(each_s)
+        )
+
+
+def train(run, balance, steps=200):
+    """Takes steps; returns the ratios that were wished for."""
+    wished = []
+    for _ in range(steps):
+        if (wish := balance.look()) is not None:
+            wished.append(wish.split_ratios)
+            run.resize(wish.split_ratios, wish.gpus)
+        run.step()
+    return wished
+
+
+def test_a_slow_tower_gets_less(tmp_path, capsys):
+    run, file = Run(2.0, 1.0), tmp_path / "new" / "split_ratios.json"
+    assert train(run, Balance(run, file)) == [(1, 2)]
+    said = capsys.readouterr().err
+    assert "Split ratios are 1:2: towers take 666.7, 666.7 ms of a step" in said
+    assert str(file) in said
+    assert recall(file, CPUS) == (1, 2)
+    # Once it is found, nothing is measured.
+    again = Run(2.0, 1.0)
+    assert train(again, Balance(again, file), steps=5) == [(1, 2)]
+    assert not capsys.readouterr().err
+
+
+def test_it_measures_again_with_other_ratios(tmp_path):
+    """What each tower takes besides is no part of what grows with its rows."""
+    run = Run(4.0, 1.0, 1.0, more_s=0.5, devices=(*CPUS, "/device:CPU:2"))
+    wished = train(run, Balance(run, tmp_path / "f"), steps=400)
+    assert 1 < len(wished) < 5
+    assert len({*wished}) == len(wished)
+    times = [b * n / sum(run.ratios) for b, n in zip(run.batch_s, run.ratios, strict=1)]
+    assert max(times) < 1.1 * (1 / (1 / 4 + 1 + 1))
+
+
+def test_towers_that_are_alike_stay(tmp_path, capsys):
+    run, file = Run(1.0, 1.04), tmp_path / "split_ratios.json"
+    assert train(run, Balance(run, file)) == []
+    assert "Split ratios stay 1:1" in capsys.readouterr().err
+    assert recall(file, CPUS) == (1, 1)
+
+
+def test_what_promised_more_than_it_gave_is_undone(tmp_path, capsys):
+    run = Run(2.0, 1.0)
+    balance, wished = Balance(run, tmp_path / "f"), []
+    for _ in range(200):
+        if (wish := balance.look()) is not None:
+            wished.append(wish.split_ratios)
+            run.resize(wish.split_ratios, wish.gpus)
+            # Now the other one is slow, by more.
+            run.batch_s = (2.0, 1.0) if run.ratios == (1, 1) else (5.0, 5.0)
+        run.step()
+    assert wished[-1] == (1, 1) == recall(tmp_path / "f", CPUS)
+    assert "Split ratios stay 1:1: towers take 1000.0, 500.0 ms" in (
+        capsys.readouterr().err
+    )
+
+
+def test_memory_keeps_a_tower_from_more(tmp_path, capsys):
+    run, file = Run(3.0, 1.0), tmp_path / "f"
+
+    def headroom(tower):
+        return (1.0, 0.6)[tower.index] * sum(run.ratios) / tower.ratio
+
+    assert train(run, Balance(run, file, headroom=headroom)) == [(2, 3)]
+    said = capsys.readouterr().err
+    assert "are 2:3: towers take 1200.0, 600.0 ms" in said
+    assert "; a GPU lacks memory for more. They are kept" in said
+
+
+def test_a_refusal_ends_it(tmp_path, capsys):
+    run = Run(2.0, 1.0)
+    balance, wishes = Balance(run, tmp_path / "f"), 0
+    for _ in range(200):
+        if (wish := balance.look()) is not None:
+            wishes += 1
+            wish.refused("the batch is too small.")
+        run.step()
+    assert wishes == 1
+    assert "Split ratios stay 1:1: the batch is too small." in capsys.readouterr().err
+    assert recall(tmp_path / "f", CPUS) is None
+
+
+def test_each_set_of_devices_has_ratios_of_its_own(tmp_path):
+    run, file = Run(2.0, 1.0), tmp_path / "f"
+    balance = Balance(run, file)
+    assert train(run, balance) == [(1, 2)]
+    run.batch_s, others = (1.0, 3.0), ("/device:CPU:2", "/device:CPU:3")
+    run.resize((1, 1), others)
+    assert train(run, balance) == [(3, 1)]
+    assert (recall(file, CPUS), recall(file, others)) == ((1, 2), (3, 1))
+    # Somebody asks for those before: what is known is not measured again.
+    run.batch_s = (2.0, 1.0)
+    run.resize((1, 1), CPUS)
+    assert train(run, balance, steps=5) == [(1, 2)]
+    # And nobody argues with ratios that somebody asks for.
+    run.resize((1, 1), CPUS)
+    assert train(run, balance) == []
+
+
+def test_one_tower_has_no_ratio(tmp_path):
+    run = Run(1.0, devices=CPUS[:1])
+    assert train(run, Balance(run, tmp_path / "f")) == []
+    assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 9000, '{"a": 1}', '{"a": [1, "2"]}', '{"a": [0, 1]}']
+)
+def test_a_file_that_nobody_of_ours_has_written(tmp_path, text):
+    (tmp_path / "f").write_text(text)
+    assert recall(tmp_path / "f", ["a"]) is None
+    remember(str(tmp_path / "f"), ["a"], (1,))
+    assert recall(tmp_path / "f", ["a"]) == (1,)
+
+
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    run = Run(2.0, 1.0)
+    (tmp_path / "f").write_text("")
+    assert train(run, Balance(run, tmp_path / "f" / "below")) == [(1, 2)]
+    assert "They cannot be kept: " in capsys.readouterr().err
+
+
+def model():
+    keras.utils.set_random_seed(5)
+    layers = [keras.Input((256,))]
+    layers += [keras.layers.Dense(512, "relu") for _ in range(3)]
+    made = keras.Sequential([*layers, keras.layers.Dense(1)])
+    made.compile(keras.optimizers.SGD(1e-4), "mse")
+    return made
+
+
+def test_a_slow_tower_of_a_run(tmp_path):
+    """It gets less, and the numbers are those of one device."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(256 * 40, 256)).astype("float32")
+    y = x[:, :1] - x[:, 1:2]
+    one, many = model(), model()
+    whole = one.fit(x, y, 256, epochs=6, verbose=0, shuffle=False)
+    with slowed(0, times=6):
+        parallel = towers.multi_gpu_model(many, gpus=2)
+        resize = towers.callbacks.Resize(tmp_path, balance=True)
+        found = parallel.fit(
+            x, y, 256, epochs=6, verbose=0, shuffle=False, callbacks=[resize]
+        )
+    first, second = (each.ratio for each in parallel.builder.plan.replicas)
+    assert 2 * first < second
+    assert recall(tmp_path / "split_ratios.json", CPUS) == (first, second)
+    assert whole.history["loss"] == pytest.approx(found.history["loss"], rel=1e-5)
+    for a, b in zip(one.get_weights(), many.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
