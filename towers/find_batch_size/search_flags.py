@@ -7,7 +7,7 @@ from absl import flags
 
 from towers.program import command_line
 from towers.program.commands import check_plot
-from towers.train import checks
+from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings
 
@@ -68,6 +68,7 @@ def read(argv: Sequence[str], doc: str) -> Search:
     ours = command_line.below([*own, command_line.OUTPUT, command_line.HOSTS])
     train_flags.read_with(ours, argv, doc)
     search = checks.check(command_line.settings(Search))
+    tower_flags.check_fixed(search, "towers.find_batch_size")
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
     return search
 

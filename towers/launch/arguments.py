@@ -16,7 +16,7 @@ from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
 from towers.program import voice, words
 from towers.program.arguments import Parser
-from towers.train import checks, flags, settings
+from towers.train import checks, flags, settings, tower_flags
 
 _EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"
 
@@ -328,6 +328,7 @@ def _command(theirs: Sequence[str], found: dict) -> tuple[tuple[str, ...], dict]
     asked = checks.check_model_dir(
         flags.read(["towers.train", *theirs], "Flags of towers.train, after --.")
     )
+    tower_flags.check_fixed(asked, "each of several hosts")
     gpus = asked.num_gpus if found["num_gpus"] is None else found["num_gpus"]
     if asked.num_gpus not in (None, gpus):
         raise ValueError(

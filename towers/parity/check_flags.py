@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from towers.program import command_line, commands
-from towers.train import checks
+from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings
 
@@ -30,6 +30,7 @@ def read(
     ours = command_line.below([command_line.HOSTS])
     train_flags.read_with(ours, argv, doc)
     found = checks.check_not_mixed(checks.check(command_line.settings(Check)))
+    tower_flags.check_fixed(found, "towers.parity")
     if (found.hosts or 1) > 1 and "TOWERS_HOST_RANK" not in environ:
         start = commands.on_hosts(found.hosts, found.num_gpus)
         command = [*start, "-m", "towers.parity", *argv[1:]]

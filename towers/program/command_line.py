@@ -27,6 +27,20 @@ OUTPUT = "Output"
 """The heading above what `define_output` defines."""
 
 
+class NumberOrAuto(flags.IntegerParser):
+    """Reads a whole number, or "auto"."""
+
+    syntactic_help = "a whole number, or auto"
+
+    def parse(self, argument: str | int) -> int | str:
+        """Returns it."""
+        return argument if argument == "auto" else super().parse(argument)
+
+
+NUMBER_OR_AUTO = NumberOrAuto(), flags.ArgumentSerializer()
+"""What `flags.DEFINE` needs for a whole number or "auto"."""
+
+
 def define_output() -> None:
     """Defines --plot and --json, for programs that print a table."""
     if "plot" not in flags.FLAGS:
@@ -131,6 +145,7 @@ def below(
 
 
 _KINDS = {
+    NumberOrAuto: "a whole number, or auto",
     flags.IntegerParser: "a whole number",
     flags.FloatParser: "a number",
     flags.BooleanParser: "true or false",

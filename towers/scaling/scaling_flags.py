@@ -8,7 +8,7 @@ from absl import flags
 
 from towers.program import command_line
 from towers.program.commands import check_plot
-from towers.train import checks
+from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import DEFAULTS, Settings
 
@@ -96,6 +96,7 @@ def read(argv: Sequence[str], doc: str) -> Scaling:
     own = [each["module_name"] for each in (_SCALING, _HOSTS)]
     train_flags.read_with(command_line.below([*own, command_line.OUTPUT]), argv, doc)
     scaling = checks.check(command_line.settings(Scaling))
+    tower_flags.check_fixed(scaling, "towers.scaling")
     for name in _OF_TOWERS:
         if getattr(scaling, name) != getattr(DEFAULTS, name):
             raise ValueError(

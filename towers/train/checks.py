@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Literal
 
 from towers.elastic import notice
 from towers.input_pipeline import data_flags, specs, tokenizer_specs
@@ -159,6 +160,33 @@ def _with_data_set(settings: Settings) -> Settings:
     return settings
 
 
+def read_class_weight(
+    settings: Settings,
+) -> dict[str, float] | Literal["balanced"] | None:
+    """Reads --class_weight: a weight for each class that it names.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    asked, found = settings.class_weight, {}
+    if not asked or asked == ("balanced",):
+        return "balanced" if asked else None
+    for each in asked:
+        name, _, weight = each.rpartition(":")
+        try:
+            found[name] = float(weight)
+        except ValueError:
+            found[name] = math.nan
+    if len(found) == len(asked) and all(
+        name and 0 <= weight < math.inf for name, weight in found.items()
+    ):
+        return found
+    raise ValueError(
+        f"Received {settings.as_flag('class_weight')}; expected balanced, or a class "
+        "and its weight each, such as --class_weight=cat:1,owl:5."
+    )
+
+
 def check_model_dir(settings: Settings) -> Settings:
     """Checks that the run can be written, leaving nothing; returns the settings."""
     if not settings.eval_only:
@@ -186,7 +214,7 @@ def _check_numbers(settings: Settings) -> None:
     """Checks that numbers are in their bounds."""
     for name, least, most in _BOUNDS:
         value = getattr(settings, name)
-        if value is None:
+        if value in (None, "auto"):
             continue
         if not least <= value < math.inf or (most is not None and value > most):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
@@ -208,7 +236,7 @@ def _check_optimizer(settings: Settings) -> None:
                 f"Received {settings.as_flag(name)}; expected at least 0 and less "
                 "than 1."
             )
-    if settings.class_weights is not None and settings.mixes:
+    if read_class_weight(settings) is not None and settings.mixes:
         raise ValueError(
             f"Received {settings.as_flag('class_weight')} with --mixup_alpha or "
             "--cutmix_alpha, which mix examples of several classes; expected one of "

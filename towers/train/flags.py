@@ -8,6 +8,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from absl import flags
 
@@ -212,8 +213,8 @@ HELPS = {
     },
     "Devices": {
         "num_gpus": (
-            "Number of GPUs, one for each tower or stage. Default: all; without a "
-            "GPU, logical CPUs for 2 towers."
+            "Number of GPUs, or auto for as many as pay. Default: all; without a GPU, "
+            "logical CPUs for 2 towers."
         ),
         "gpu_indices": "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2.",
         "max_gpus": (
@@ -316,6 +317,10 @@ _DEFINE = {
 def _define(field: dataclasses.Field, text: str, heading: str) -> None:
     """Defines a flag as a field of the settings says, below a heading of the help."""
     kind, where = field.type, {"module_name": heading}
+    if typing.get_args(kind)[:2] == (int, Literal["auto"]):
+        parser, where["serializer"] = command_line.NUMBER_OR_AUTO
+        flags.DEFINE(parser, field.name, field.default, text, **where)
+        return
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind, _ = typing.get_args(kind)  # or None
     if typing.get_origin(kind) is typing.Literal:

@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import difflib
 import io
-import math
 import os
 from typing import Any, Literal, Self
 
@@ -137,7 +136,7 @@ class Settings:
     deterministic: bool = False
     parity_steps: int = 3
     # Devices.
-    num_gpus: int | None = None
+    num_gpus: int | Literal["auto"] | None = None
     gpu_indices: tuple[str, ...] | None = None
     max_gpus: int | None = None
     share_gpus: str | None = None
@@ -215,25 +214,14 @@ class Settings:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def shared_fractions(self) -> tuple[float, float] | None:
-        """The part of the devices' memory that --share_gpus is sure of, and its limit.
+    def finds_count(self) -> bool:
+        """Whether it is measured how many GPUs pay."""
+        return self.num_gpus == "auto"
 
-        Raises:
-            ValueError: It has another form.
-        """
-        if self.share_gpus is None:
-            return None
-        try:
-            least, *most = map(float, self.share_gpus.split(":"))
-            (most,) = most or [1.0]
-        except ValueError:
-            least = most = math.nan
-        if not 0 < least <= most <= 1:
-            raise ValueError(
-                f"Received {self.as_flag('share_gpus')}; expected parts of the GPUs' "
-                "memory, the least and the most, such as --share_gpus=0.25:0.75."
-            )
-        return least, most
+    @property
+    def fixed_gpus(self) -> int | None:
+        """The number of GPUs that is asked for; `None` for the default, or to find."""
+        return None if self.finds_count else self.num_gpus
 
     @property
     def finds_ratios(self) -> bool:
@@ -302,31 +290,6 @@ class Settings:
             ValueError: There is none of a name, or none that needs no arguments.
         """
         return [*map(metrics.canonical, self.metrics or ())]
-
-    @property
-    def class_weights(self) -> dict[str, float] | Literal["balanced"] | None:
-        """What --class_weight says: a weight for each class that it names.
-
-        Raises:
-            ValueError: It has another form.
-        """
-        asked, found = self.class_weight, {}
-        if not asked or asked == ("balanced",):
-            return "balanced" if asked else None
-        for each in asked:
-            name, _, weight = each.rpartition(":")
-            try:
-                found[name] = float(weight)
-            except ValueError:
-                found[name] = math.nan
-        if len(found) == len(asked) and all(
-            name and 0 <= weight < math.inf for name, weight in found.items()
-        ):
-            return found
-        raise ValueError(
-            f"Received {self.as_flag('class_weight')}; expected balanced, or a class "
-            "and its weight each, such as --class_weight=cat:1,owl:5."
-        )
 
     def of_all_hosts(self) -> dict[str, Any]:
         """Returns those that have to be the same on all hosts, as flags and values."""

@@ -1,5 +1,6 @@
 """The flags of towers.train that say how towers share the work."""
 
+import math
 import re
 
 from towers.program.startup import MOST_DEVICES
@@ -147,6 +148,19 @@ def check(settings: Settings) -> None:
     _check_ratios(settings)
 
 
+def check_fixed(settings: Settings, program: str) -> None:
+    """Checks that a program is told how many GPUs there are, as only a run finds it.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if settings.finds_count:
+        raise ValueError(
+            f"Received --num_gpus=auto, which only towers.train takes; expected a "
+            f"number for {program}, or no --num_gpus for all GPUs."
+        )
+
+
 def _check_ratios(settings: Settings) -> None:
     """Checks how a batch is divided."""
     if settings.finds_ratios:
@@ -230,9 +244,20 @@ def _check_count(settings: Settings) -> None:
     """Checks that no machine is asked for that there is not."""
     ratios = () if settings.finds_ratios else settings.split_ratios
     ratios = ratios or ("1",)
-    count = settings.num_gpus or settings.stages * len(ratios)
+    count = settings.fixed_gpus or settings.stages * len(ratios)
     _check_most(settings)
     _check_sharing(settings)
+    for name in ("gpu_indices", "gpu_split"):
+        if settings.finds_count and getattr(settings, name) != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"Received --num_gpus=auto and {settings.as_flag(name)}; expected one "
+                "of them, as auto tries the first GPUs, each as a whole."
+            )
+    if settings.finds_count and settings.split_ratios and not settings.finds_ratios:
+        raise ValueError(
+            f"Received --num_gpus=auto and {settings.as_flag('split_ratios')}, which "
+            "is for a fixed number of towers; expected --split_ratios=auto with it."
+        )
     count = max(count, settings.stages, settings.max_gpus or 1) * settings.gpu_split
     if count > MOST_DEVICES:
         names = "num_gpus", "max_gpus", "stages", "split_ratios", "gpu_split"
@@ -243,9 +268,30 @@ def _check_count(settings: Settings) -> None:
         )
 
 
+def read_shares(settings: Settings) -> tuple[float, float] | None:
+    """Reads --share_gpus: the part of the devices' memory that is sure, and its limit.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    if settings.share_gpus is None:
+        return None
+    try:
+        least, *most = map(float, settings.share_gpus.split(":"))
+        (most,) = most or [1.0]
+    except ValueError:
+        least = most = math.nan
+    if not 0 < least <= most <= 1:
+        raise ValueError(
+            f"Received {settings.as_flag('share_gpus')}; expected parts of the GPUs' "
+            "memory, the least and the most, such as --share_gpus=0.25:0.75."
+        )
+    return least, most
+
+
 def _check_sharing(settings: Settings) -> None:
     """Checks that towers may come and go."""
-    if settings.shared_fractions is None:
+    if read_shares(settings) is None:
         return
     for name in ("num_gpus", "split_ratios", "stages"):
         if getattr(settings, name) != getattr(DEFAULTS, name):
@@ -260,7 +306,7 @@ def _check_most(settings: Settings) -> None:
     """Checks that a run begins with no more GPUs than are set up."""
     if settings.max_gpus is None:
         return
-    first = len(settings.gpu_indices or ()) or settings.num_gpus or 1
+    first = len(settings.gpu_indices or ()) or settings.fixed_gpus or 1
     if settings.max_gpus < first:
         name = "gpu_indices" if settings.gpu_indices else "num_gpus"
         raise ValueError(

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.train import checks
 from towers.train.parts.setup import Setup
 
 # Examples whose labels are counted at once.
@@ -87,7 +88,7 @@ def class_weight(setup: Setup, data: Any) -> dict[int, float] | None:
         ValueError: The data have no such class, or no classes.
     """
     settings, target = setup.settings, setup.facts.target
-    asked = settings.class_weights
+    asked = checks.read_class_weight(settings)
     if asked is None:
         return None
     if target is None or target.kind != "class":

@@ -1,0 +1,120 @@
+"""Finds how many GPUs pay for --num_gpus=auto, by `towers scaling`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from towers.cluster import process_group
+from towers.program import voice
+from towers.train.settings import Settings
+
+FILE = "num_gpus.json"
+"""What is found is kept under this name, in the model_dir of a run."""
+
+
+def find(settings: Settings) -> int | None:
+    """Returns how many devices to train on.
+
+    A run that continues takes what was found before for the same devices and batch,
+    unless with --clean, which measures again and replaces it. Otherwise `towers
+    scaling` measures it, in a process of its own before this one has initialised any
+    device.
+
+    Returns:
+        The number; `None` for the default where there is nothing to train.
+
+    Raises:
+        ValueError: It cannot be measured.
+    """
+    hosts = process_group.joined()
+    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+        raise ValueError(
+            "Received --num_gpus=auto on several hosts; expected a number, as auto "
+            "measures this machine alone."
+        )
+    file = os.path.join(settings.absolute_model_dir, FILE)
+    key = _key(settings)
+    found = None if settings.clean else _read(file)
+    if found is None or found["for"] != key:
+        if settings.eval_only:
+            return None
+        voice.say("--num_gpus=auto trains with 1, 2, ... towers for some seconds each.")
+        told = _measure(settings)
+        found = {
+            "for": key,
+            "num_gpus": told["recommended"] * settings.stages,
+            "recommendation": told["recommendation"],
+        }
+        try:
+            _write(file, found)
+        except OSError as error:
+            voice.warn(f"What --num_gpus=auto has found cannot be kept: {error}.")
+    voice.say(f"--num_gpus=auto: {found['recommendation']}")
+    return found["num_gpus"]
+
+
+def _key(settings):
+    """What the number is found for."""
+    gpus = tf.config.list_physical_devices("GPU")
+    details = map(tf.config.experimental.get_device_details, gpus)
+    names = [each.get("device_name", "GPU") for each in details]
+    if not gpus:
+        names = ["CPU"]
+    return {
+        "devices": names,
+        "most": settings.max_gpus,
+        "batch_size": settings.batch_size,
+        "stages": settings.stages,
+    }
+
+
+def _measure(settings):
+    """Asks `towers scaling`, whose progress is seen on standard error."""
+    asked = settings.but(
+        num_gpus=settings.max_gpus, max_gpus=None, split_ratios=None, clean=False
+    )
+    # Signals are passed on: those of a terminal reach both processes.
+    scaling = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "towers.scaling", "--json"),
+            *asked.as_text().splitlines(),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, _ = scaling.communicate()
+    except BaseException:
+        scaling.send_signal(signal.SIGTERM)
+        scaling.wait()
+        raise
+    if scaling.returncode:
+        raise ValueError(
+            "The number of GPUs for --num_gpus=auto could not be measured (see above); "
+            "expected a number, such as --num_gpus=2."
+        )
+    return json.loads(out)
+
+
+def _read(file: str) -> dict[str, Any] | None:
+    """Returns what `_write` wrote; `None` if there is nothing of this kind."""
+    try:
+        with open(file) as written:
+            found = json.load(written)
+        whole = isinstance(found["num_gpus"], int) and found["num_gpus"] > 0
+        said = isinstance(found["recommendation"], str) and "for" in found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # it is measured again
+    return found if whole and said else None
+
+
+def _write(file: str, found: dict[str, Any]) -> None:
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    with open(f"{file}.unfinished", "w") as written:
+        written.write(json.dumps(found, indent=2) + "\n")
+    os.replace(f"{file}.unfinished", file)
