@@ -83,6 +83,7 @@ def configure(
     log_device_placement: bool = False,
     hosts: str | None = None,
     max_gpus: int | None = None,
+    gpu_memory_fraction: float | None = None,
 ) -> Devices:
     """Chooses and sets up the devices of this process.
 
@@ -110,6 +111,9 @@ def configure(
             what sets TF_CONFIG. It waits for them. None: this process trains alone.
         max_gpus: Number of GPUs to set up, which `TowerModel.resize` may use later. By
             default those that training begins with.
+        gpu_memory_fraction: The part of each GPU's memory that this process may take,
+            above 0 and at most 1, divided among the logical GPUs of `gpu_split`. It
+            takes this memory at once.
 
     Returns:
         The devices. `towers` has one device string for each tower.
@@ -126,6 +130,7 @@ def configure(
         gpu_split,
         local_parameter_device,
         max_gpus,
+        gpu_memory_fraction,
     )
     joined = process_group.join_as_started(hosts) if hosts is not None else None
     startup.prepare_gpus()
@@ -134,7 +139,6 @@ def configure(
     visible = tf.config.get_visible_devices("GPU")
     chosen = _choose(len(gpus), [gpus.index(gpu) for gpu in visible], wish)
     if chosen:
-        _check_fits_memory(chosen, gpu_memory_limit_mb, gpu_split)
         _set_up_gpus(gpus, chosen, wish)
         every, physical = _name_gpus(gpus, chosen, gpu_split)
         memory, first = _memory_in_words(wish), wish.begins_with or len(chosen)
@@ -209,9 +213,9 @@ def _set_up_gpus(
     wish: Wish,
 ) -> None:
     """Makes the chosen GPUs visible and sets how their memory is taken."""
-    mine = [gpus[index] for index in sorted(chosen)]
-    limit_mb = wish.gpu_memory_limit_mb
-    for gpu in mine:
+    limits_mb = {gpus[index]: _limit_mb(index, wish) for index in sorted(chosen)}
+    mine = [*limits_mb]
+    for gpu, limit_mb in limits_mb.items():
         if limit_mb is None and tf.config.get_logical_device_configuration(gpu):
             raise ValueError(
                 f"{gpu.name} was given logical devices by tf.config before, which "
@@ -225,7 +229,7 @@ def _set_up_gpus(
             # Too late to hide any, and no harm while those wished for are there.
             if not set(mine) <= set(visible):
                 raise
-        for gpu in mine:
+        for gpu, limit_mb in limits_mb.items():
             if limit_mb is None:
                 tf.config.experimental.set_memory_growth(gpu, wish.grows)
             else:
@@ -303,22 +307,41 @@ def _too_late(wish: str) -> RuntimeError:
     )
 
 
-def _check_fits_memory(chosen: Sequence[int], limit_mb: int | None, split: int) -> None:
-    if limit_mb is None:
-        return
-    for index in chosen:
-        gpu = nvml.gpu(index)
-        if gpu is not None and split * limit_mb > gpu.memory_mb:
+def _limit_mb(index: int, wish: Wish) -> int | None:
+    """Returns the most memory of each logical GPU of a GPU; `None` without a limit.
+
+    Raises:
+        ValueError: The GPU has less, or does not tell how much it has.
+    """
+    limit_mb, fraction, split = (
+        wish.gpu_memory_limit_mb,
+        wish.gpu_memory_fraction,
+        wish.gpu_split,
+    )
+    gpu = nvml.gpu(index) if wish.limit else None
+    if fraction is not None:
+        if gpu is None:
             raise ValueError(
-                f"gpu_memory_limit_mb={limit_mb} was received for gpu_split={split}, "
-                f"but GPU {index} has {gpu.memory_mb} MB; use at most "
-                f"{gpu.memory_mb // split}, less what the driver needs."
+                f"gpu_memory_fraction={fraction} was received, but the memory of GPU "
+                f"{index} is unknown, as NVIDIA's driver does not tell it; use "
+                "gpu_memory_limit_mb instead."
             )
+        return max(int(fraction * gpu.memory_mb) // split, 1)
+    if gpu is not None and split * limit_mb > gpu.memory_mb:
+        raise ValueError(
+            f"gpu_memory_limit_mb={limit_mb} was received for gpu_split={split}, "
+            f"but GPU {index} has {gpu.memory_mb} MB; use at most "
+            f"{gpu.memory_mb // split}, less what the driver needs."
+        )
+    return limit_mb
 
 
 def _memory_in_words(wish: Wish) -> str:
     if wish.gpu_memory_limit_mb is not None:
         return f"at most {wish.gpu_memory_limit_mb} MB"
+    if wish.gpu_memory_fraction is not None:
+        part = f"at most {wish.gpu_memory_fraction:.0%}"
+        return part if wish.gpu_split == 1 else f"{part} / {wish.gpu_split}"
     return "grows as needed" if wish.grows else "all of it"
 
 
@@ -329,7 +352,7 @@ def _stand_in_note(count: int, wish: Wish) -> str:
         else f"{count} logical CPUs of this host stand in: the numbers are those of "
         f"{count} GPUs, the speed is not."
     )
-    names = "allow_growth", "gpu_memory_limit_mb"
+    names = "allow_growth", "gpu_memory_limit_mb", "gpu_memory_fraction"
     idle = [name for name in names if getattr(wish, name) is not None]
     if idle:
         verb = "has" if len(idle) == 1 else "have"

@@ -23,6 +23,7 @@ class Wish:
     gpu_split: int = 1
     local_parameter_device: str | None = None
     max_gpus: int | None = None
+    gpu_memory_fraction: float | None = None
 
     def __post_init__(self):
         """Checks the wish."""
@@ -30,7 +31,8 @@ class Wish:
         _check_indices(self.num_gpus, self.gpu_indices)
         self._check_most()
         self._check_wanted()
-        _check_memory(self.allow_growth, self.gpu_memory_limit_mb, self.gpu_split)
+        self._check_fraction()
+        _check_memory(self.allow_growth, self.limit, self.gpu_split)
         if self.local_parameter_device not in (None, "cpu", "gpu"):
             raise ValueError(
                 'local_parameter_device must be "cpu", "gpu" or None, but '
@@ -72,7 +74,30 @@ class Wish:
     @property
     def grows(self) -> bool:
         """Whether a GPU's memory is taken as needed."""
-        return self.gpu_memory_limit_mb is None and self.allow_growth is not False
+        return not self.limit and self.allow_growth is not False
+
+    @property
+    def limit(self) -> str:
+        """The limit of memory as it was given; empty without one."""
+        for name in ("gpu_memory_limit_mb", "gpu_memory_fraction"):
+            if (value := getattr(self, name)) is not None:
+                return f"{name}={value}"
+        return ""
+
+    def _check_fraction(self):
+        fraction = self.gpu_memory_fraction
+        if fraction is None:
+            return
+        if not isinstance(fraction, float | int) or not 0 < fraction <= 1:
+            raise ValueError(
+                "gpu_memory_fraction must be more than 0 and at most 1, but "
+                f"{fraction!r} was received; leave it out for no limit."
+            )
+        if self.gpu_memory_limit_mb is not None:
+            raise ValueError(
+                f"gpu_memory_fraction={fraction} was received with {self.limit}, and "
+                "both limit the memory of a GPU; leave one of the two out."
+            )
 
 
 def is_int(value: object) -> bool:
@@ -129,21 +154,18 @@ def _check_indices(num_gpus: int | None, gpu_indices: Sequence[int] | None) -> N
         )
 
 
-def _check_memory(
-    allow_growth: bool | None, gpu_memory_limit_mb: int | None, gpu_split: int
-) -> None:
+def _check_memory(allow_growth: bool | None, limit: str, gpu_split: int) -> None:
     if allow_growth not in (None, True, False):
         raise ValueError(
             f"allow_growth must be True, False or None, but {allow_growth!r} was "
             "received; leave it out to let memory grow unless there is a limit."
         )
-    if allow_growth and gpu_memory_limit_mb is not None:
+    if allow_growth and limit:
         raise ValueError(
-            f"allow_growth=True was received with gpu_memory_limit_mb="
-            f"{gpu_memory_limit_mb}, but TensorFlow takes limited memory at once; "
-            "leave one of the two out."
+            f"allow_growth=True was received with {limit}, but TensorFlow takes "
+            "limited memory at once; leave one of the two out."
         )
-    if gpu_split > 1 and gpu_memory_limit_mb is None:
+    if gpu_split > 1 and not limit:
         raise ValueError(
             f"gpu_split={gpu_split} was received without gpu_memory_limit_mb, but "
             "TensorFlow needs a limit for each logical GPU; add gpu_memory_limit_mb, "

@@ -34,7 +34,12 @@ from towers.program.commands import fail
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data, open_data
-from towers.train.parts.devices import configure_devices, split_ratios, stages
+from towers.train.parts.devices import (
+    configure_devices,
+    split_ratios,
+    stages,
+    with_whole_batch,
+)
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
@@ -54,6 +59,7 @@ def check(settings: Settings) -> int:
     devices = configure_devices(settings)
     ratios, hosts = split_ratios(settings, devices), this_host()
     every = hosts.tell_all([*ratios])
+    settings = with_whole_batch(settings, ratios)
     mine = my_model.load(settings)
     opened = open_data(settings.but(eval_dataset=None), mine)
     settings = opened.settings

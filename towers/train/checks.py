@@ -58,6 +58,7 @@ _BOUNDS = (
     ("stages", 1, None),
     ("micro_batches", 1, None),
     ("gpu_memory_limit_mb", 1, None),
+    ("batch_size_per_tower", 1, None),
     ("steps_per_loop", 1, None),
     ("log_steps", 1, None),
     ("save_steps", 1, None),

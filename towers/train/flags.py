@@ -154,6 +154,10 @@ HELPS = {
         "batch_size": (
             "Number of examples in a global batch, which is divided among the towers."
         ),
+        "batch_size_per_tower": (
+            "Number of examples for each tower, instead of --batch_size. The global "
+            "batch is so many for each tower that the run begins with."
+        ),
         "train_epochs": "Number of epochs to train for, in total.",
         "max_train_steps": (
             "Number of optimizer steps, in total, after which training stops. With "
@@ -236,6 +240,10 @@ HELPS = {
             "unless --gpu_memory_limit_mb is given."
         ),
         "gpu_memory_limit_mb": "Most GPU memory that a tower may take, in MB.",
+        "gpu_memory_fraction": (
+            "Most of each GPU's memory that the run may take, such as 0.5. --gpu_split "
+            "divides it."
+        ),
         "soft_placement": (
             "Run an operation on another device if its own device has no kernel for it."
         ),

@@ -31,7 +31,12 @@ from towers.train.parts import model as model_parts
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data
-from towers.train.parts.devices import configure_devices, share_devices, split_ratios
+from towers.train.parts.devices import (
+    configure_devices,
+    share_devices,
+    split_ratios,
+    with_whole_batch,
+)
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
 from towers.train.parts.training import fine_tune, objective
@@ -297,10 +302,7 @@ def _of_this_host(settings):
 
 def _read_by(settings, ratios):
     """Settings by which data are read, in batches of all towers; checks their size."""
-    read = settings
-    if settings.batch_per_tower:
-        towers = sum(this_host().tell_all(len(ratios)))
-        read = settings.but(batch_size=settings.batch_size * towers)
+    read = with_whole_batch(settings, ratios)
     _check_sizes(read, ratios)
     return read
 

@@ -55,6 +55,7 @@ OF_A_HOST = (
     *(
         "allow_growth",
         "gpu_memory_limit_mb",
+        "gpu_memory_fraction",
         "local_parameter_device",
         "soft_placement",
     ),
@@ -115,6 +116,7 @@ class Settings:
     sparsity: float | None = None
     task: Literal[*TASKS] | None = None
     batch_size: int = 64
+    batch_size_per_tower: int | None = None
     train_epochs: int = 30
     max_train_steps: int | None = None
     optimizer: str = "adam"
@@ -144,6 +146,7 @@ class Settings:
     gpu_split: int = 1
     allow_growth: bool | None = None
     gpu_memory_limit_mb: int | None = None
+    gpu_memory_fraction: float | None = None
     soft_placement: bool = True
     log_device_placement: bool = False
     # Towers.
@@ -317,6 +320,8 @@ class Settings:
             if value is None or name in _OF_THE_START:
                 continue
             if name == "data_dir" and not self.uses_data_dir:
+                continue
+            if name == "batch_size" and self.batch_size_per_tower is not None:
                 continue
             path = with_absolute_path(name, value)
             lines.append(f"--{name}={path}\n" if path else f"{self.as_flag(name)}\n")

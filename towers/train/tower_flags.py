@@ -137,6 +137,8 @@ def check(settings: Settings) -> None:
             f"{settings.as_flag(name)}, which counts steps, although their number "
             "would change with that of the towers; expected one of them."
         )
+    _check_batch_per_tower(settings)
+    _check_fraction(settings)
     _check_stages(settings)
     _check_placement(settings)
     _check_count(settings)
@@ -146,6 +148,71 @@ def check(settings: Settings) -> None:
             "such as --gpu_indices=0,2."
         )
     _check_ratios(settings)
+
+
+def _check_batch_per_tower(settings: Settings) -> None:
+    """Checks that nothing else says how large a batch is."""
+    size = settings.batch_size_per_tower
+    if size is None:
+        return
+    one = f"--batch_size={size}"
+    for name, why in {
+        "batch_size": "which is that of all towers; expected one of them",
+        "elastic_batch": f"where --batch_size is a tower's; expected {one} with it",
+        "share_gpus": "by which towers come and go; expected "
+        f"--elastic_batch=per_tower and {one} with it",
+        "split_ratios": "which gives towers unequal parts; expected --batch_size, the "
+        "examples of all towers",
+    }.items():
+        if getattr(settings, name) != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"Received --batch_size_per_tower={size} and "
+                f"{settings.as_flag(name)}, {why}."
+            )
+    if settings.finds_count:
+        raise ValueError(
+            f"Received --batch_size_per_tower={size} and --num_gpus=auto, which "
+            "compares numbers of towers by the same batch; expected --batch_size."
+        )
+    if settings.micro_batches > size:
+        raise ValueError(
+            f"Received {settings.as_flag('micro_batches')} for "
+            f"--batch_size_per_tower={size}; expected at least one example for each "
+            "micro-batch."
+        )
+
+
+def _check_fraction(settings: Settings) -> None:
+    """Checks how much of a GPU's memory is asked for."""
+    fraction = settings.gpu_memory_fraction
+    if fraction is None:
+        return
+    asked = settings.as_flag("gpu_memory_fraction")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"Received {asked}; expected more than 0, and at most 1.")
+    if settings.gpu_memory_limit_mb is not None:
+        raise ValueError(
+            f"Received {asked} and {settings.as_flag('gpu_memory_limit_mb')}, which "
+            "both limit the memory of a GPU; expected one of them."
+        )
+    if settings.allow_growth:
+        raise ValueError(
+            f"Received {asked} and --allow_growth, but TensorFlow takes limited memory "
+            "at once; expected one of them."
+        )
+
+
+def check_whole_batch(settings: Settings, program: str) -> None:
+    """Checks that a program is told the batch of all towers.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if settings.batch_size_per_tower is not None:
+        raise ValueError(
+            f"Received {settings.as_flag('batch_size_per_tower')}; expected "
+            f"--batch_size, the examples of all towers, in {program}."
+        )
 
 
 def check_fixed(settings: Settings, program: str) -> None:
@@ -202,7 +269,9 @@ def _check_stages(settings: Settings) -> None:
             "--micro_batches, whose order it is; expected several, such as "
             "--micro_batches=4."
         )
-    if settings.micro_batches > settings.batch_size:
+    if settings.micro_batches > settings.batch_size and (
+        settings.batch_size_per_tower is None
+    ):
         raise ValueError(
             f"Received {settings.as_flag('micro_batches')} for "
             f"{settings.as_flag('batch_size')}; expected at least one example for each "

@@ -184,6 +184,22 @@ def test_limit(machine):
     assert [list(v.memory_limit_mb) for v in virtual] == [[4096], [4096]]
 
 
+def test_a_fraction(machine, environ):
+    made = machine(2)
+    gpus = Gpu(0, "GPU-a", 1000), Gpu(1, "GPU-b", 4001)
+    environ.setattr(nvml, "gpus", lambda: gpus)
+    result = devices.configure(gpu_memory_fraction=0.5, gpu_split=2)
+    assert result.memory == "at most 50% / 2"
+    virtual = made._compute_gpu_options().experimental.virtual_devices
+    assert [list(v.memory_limit_mb) for v in virtual] == [[250, 250], [1000, 1000]]
+
+
+def test_a_fraction_of_what_is_unknown(machine):
+    machine(1)
+    with pytest.raises(ValueError, match=r"memory of GPU 0 is unknown, .* use gpu_mem"):
+        devices.configure(gpu_memory_fraction=0.5)
+
+
 def test_split(machine):
     made = machine(3)
     result = devices.configure(
@@ -314,6 +330,16 @@ def test_growth_on_a_gpu_somebody_limited(machine):
         ({"gpu_split": 0}, "gpu_split must be .* at least 1"),
         ({"gpu_split": None}, "gpu_split must be .* at least 1"),
         ({"gpu_split": 2}, "add gpu_memory_limit_mb, at most 1/2"),
+        ({"gpu_memory_fraction": 0}, "must be more than 0 and at most 1, but 0 was"),
+        ({"gpu_memory_fraction": "x"}, "more than 0 and at most 1, but 'x' was"),
+        (
+            {"gpu_memory_fraction": 0.5, "gpu_memory_limit_mb": 9},
+            "gpu_memory_fraction=0.5 was received with gpu_memory_limit_mb=9",
+        ),
+        (
+            {"gpu_memory_fraction": 0.5, "allow_growth": True},
+            "allow_growth=True was received with gpu_memory_fraction=0.5",
+        ),
         (
             {"allow_growth": True, "gpu_memory_limit_mb": 9},
             "allow_growth=True was received with gpu_memory_limit_mb=9",

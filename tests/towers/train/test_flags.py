@@ -183,6 +183,60 @@ def test_what_own_data_leave_no_room_for():
         ),
         ({"micro_batches": 9, "batch_size": 8}, "one example for each micro-batch"),
         ({"stages": 0}, "--stages=0"),
+        ({"gpu_memory_fraction": 0.0}, "_fraction=0.0; expected more than 0, and at"),
+        ({"gpu_memory_fraction": 1.1}, "_fraction=1.1; expected more than 0, and at"),
+        ({"gpu_memory_fraction": math.nan}, "_fraction=nan; expected more than 0"),
+        (
+            {"gpu_memory_fraction": 0.5, "gpu_memory_limit_mb": 9},
+            "--gpu_memory_fraction=0.5 and --gpu_memory_limit_mb=9, which both limit",
+        ),
+        (
+            {"gpu_memory_fraction": 0.5, "allow_growth": True},
+            "--gpu_memory_fraction=0.5 and --allow_growth, but TensorFlow takes",
+        ),
+        ({"batch_size_per_tower": 0}, "--batch_size_per_tower=0; expected at least 1"),
+        (
+            {"batch_size_per_tower": 4, "batch_size": 32},
+            "--batch_size_per_tower=4 and --batch_size=32, which is that of all",
+        ),
+        (
+            {"batch_size_per_tower": 4, "elastic_batch": "per_tower"},
+            "--elastic_batch=per_tower, where --batch_size is a tower's; expected "
+            "--batch_size=4 with it",
+        ),
+        (
+            {"batch_size_per_tower": 4, "share_gpus": "0.5"},
+            "--share_gpus=0.5, by which towers come and go; expected "
+            "--elastic_batch=per_tower and --batch_size=4 with it",
+        ),
+        (
+            {"batch_size_per_tower": 4, "split_ratios": ("1", "2")},
+            "--split_ratios=1,2, which gives towers unequal parts",
+        ),
+        (
+            {"batch_size_per_tower": 4, "num_gpus": "auto"},
+            "--num_gpus=auto, which compares numbers of towers by the same batch",
+        ),
+        (
+            {"batch_size_per_tower": 4, "micro_batches": 5},
+            "--micro_batches=5 for --batch_size_per_tower=4; expected at least one",
+        ),
+        (
+            {"num_gpus": "auto", "gpu_indices": ("0",)},
+            "--num_gpus=auto and --gpu_indices=0; expected one of them",
+        ),
+        (
+            {"num_gpus": "auto", "gpu_split": 2},
+            "--num_gpus=auto and --gpu_split=2; expected one of them",
+        ),
+        (
+            {"num_gpus": "auto", "split_ratios": ("1", "2")},
+            "--num_gpus=auto and --split_ratios=1,2, which is for a fixed number",
+        ),
+        (
+            {"num_gpus": "auto", "share_gpus": "0.5"},
+            "--num_gpus=auto and --share_gpus=0.5, by which towers come and go",
+        ),
         ({"micro_batches": 0}, "--micro_batches=0"),
         (
             {"split_ratios": ("2", "x")},

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.towers.train.runs import (
+    assembled,
     setup,
     snapshot,
     write_folder,
@@ -186,6 +187,19 @@ def test_split_ratios_that_were_found(tmp_path, monkeypatch):
     monkeypatch.setattr(process_group, "member", lambda: object())
     with pytest.raises(ValueError, match="--split_ratios=auto on several hosts"):
         split_ratios(settings, placed)
+
+
+def test_a_batch_for_each_tower(tmp_path):
+    job = assembled(
+        *("--dataset=synthetic:4x4x1:3:60", "--model=mlp", f"--model_dir={tmp_path}"),
+        *("--batch_size_per_tower=4", "--num_gpus=3", "--micro_batches=2"),
+    )
+    assert (job.batch_size, job.sizes) == (12, [4, 4, 4])
+    assert job.settings.batch_size == 12
+    assert job.data.steps_per_epoch() == 5
+    text = job.settings.as_text()
+    assert "--batch_size_per_tower=4\n" in text
+    assert "--batch_size=" not in text
 
 
 def test_flags_of_the_data_reach_it(tmp_path):

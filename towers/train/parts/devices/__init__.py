@@ -1,6 +1,16 @@
 """The devices of a run, as settings describe them."""
 
 from towers.train.parts.devices.configured import configure_devices, share_devices
-from towers.train.parts.devices.division import split_ratios, stages
+from towers.train.parts.devices.division import (
+    split_ratios,
+    stages,
+    with_whole_batch,
+)
 
-__all__ = ["configure_devices", "share_devices", "split_ratios", "stages"]
+__all__ = [
+    "configure_devices",
+    "share_devices",
+    "split_ratios",
+    "stages",
+    "with_whole_batch",
+]

@@ -32,6 +32,7 @@ def configure_devices(settings: Settings) -> Devices:
         gpu_indices=indices,
         allow_growth=settings.allow_growth,
         gpu_memory_limit_mb=settings.gpu_memory_limit_mb,
+        gpu_memory_fraction=settings.gpu_memory_fraction,
         gpu_split=settings.gpu_split,
         local_parameter_device=settings.local_parameter_device,
         soft_placement=settings.soft_placement,

@@ -1,9 +1,11 @@
 """How towers divide a batch, and devices a model, as settings describe it."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from towers.cluster import process_group
+from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.elastic import balance
 from towers.program import words
@@ -45,6 +47,24 @@ def _found_ratios(settings, devices):
         return None
     file = os.path.join(settings.absolute_model_dir, balance.FILE)
     return balance.recall(file, devices.towers)
+
+
+def with_whole_batch(settings: Settings, split_ratios: Sequence[int]) -> Settings:
+    """Returns settings with the batch of all towers, if they have that of one.
+
+    Hosts call it together.
+
+    Args:
+        settings: The settings.
+        split_ratios: Of the towers of this host.
+    """
+    one = settings.batch_size_per_tower
+    if settings.batch_per_tower:
+        one = settings.batch_size
+    if one is None:
+        return settings
+    towers = sum(this_host().tell_all(len(split_ratios)))
+    return settings.but(batch_size=one * towers)
 
 
 def stages(settings: Settings) -> dict[str, Any]:
