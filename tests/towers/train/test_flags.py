@@ -1,6 +1,7 @@
 """Flags of towers.train: their help, checks, and how they repeat a run."""
 
 import inspect
+import math
 import os
 import re
 
