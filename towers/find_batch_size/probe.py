@@ -23,17 +23,20 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers.collectives.hosts import this_host
+from towers.devices import Devices
 from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
 from towers.input_pipeline import free_memory
+from towers.keras_adapter.runtime import device_memory_limits
 from towers.model.update.layout import grouped
+from towers.monitoring.bottleneck import uneven
 from towers.program import startup
 from towers.train.job import check_reduction
 from towers.train.parts import my_model
@@ -57,6 +60,8 @@ _POOL = 64
 # Of a sequence that may have any.
 _LENGTH = 128
 _SHARE_OF_FREE = 0.9
+# Batches are divided unequally if a GPU has so many times the memory of another.
+_DIFFERENT = 1.1
 
 
 def probe(settings: Search, tell: Callable[..., None]) -> None:
@@ -71,6 +76,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     """
     devices = configure_devices(settings)
     towers = [" + ".join(each) for each in grouped(devices.towers, settings.stages)]
+    settings, note = with_ratios_by_memory(settings, devices)
     ratios, towers = of_all_hosts(split_ratios(settings, devices), towers)
     check_reduction(settings, devices)
     unit = search.unit(ratios, settings.micro_batches)
@@ -81,7 +87,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         towers=towers,
         split_ratios=ratios,
         memory="GPU" if gpus else "process",
-        note=devices.note,
+        note=" ".join(filter(None, [devices.note, note])),
     )
     if gpus and settings.memory_limit_mb is not None:
         raise ValueError(
@@ -116,6 +122,39 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
         examples_per_sec=settings.batch_size / step_s,
         step_ms=1000 * step_s,
         peak_memory_mb=child.peak_memory_mb(devices),
+    )
+
+
+def with_ratios_by_memory(
+    settings: Search,
+    devices: Devices,
+    limits: Callable[[], Mapping[str, int]] = device_memory_limits,
+) -> tuple[Search, str]:
+    """Divides batches by the memory of GPUs that differ in it, unless asked otherwise.
+
+    Args:
+        settings: How to train.
+        devices: The devices of this host.
+        limits: Returns the bytes that each device may take.
+
+    Returns:
+        The settings, and a sentence if they are others now.
+    """
+    if settings.split_ratios is not None or not devices.physical:
+        return settings, ""
+    bytes_of = limits()
+    towers = grouped(devices.towers, settings.stages)
+    room = [min(bytes_of[device] for device in tower) for tower in towers]
+    if max(room) < _DIFFERENT * min(room):
+        return settings, ""
+    # A tower with twice the memory has it full after twice the examples.
+    full = [1 / each for each in room]
+    ratios = tuple(map(str, uneven.better_ratios(full, (1,) * len(room))))
+    settings = settings.but(split_ratios=ratios)
+    memory = " and ".join(f"{each / 2**20:,.0f}" for each in room)
+    return settings, (
+        f"The GPUs have {memory} MB, so batches are divided by "
+        f"{settings.as_flag('split_ratios')}."
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from absl.testing import flagsaver
 
 from tests import warm
+from towers.devices import Devices
 from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
 from towers.find_batch_size.report import Report
@@ -496,3 +497,34 @@ def test_hosts_try_a_size_together(monkeypatch):
     assert command[1:5] == ["-m", "towers.launch", "--hosts=2", "--num_gpus=3"]
     assert command[6:9] == ["--", "-m", "towers.find_batch_size.probe"]
     assert "--hosts=2" not in command[9:]
+
+
+@pytest.mark.parametrize(
+    ("limits_mb", "flags", "ratios"),
+    [
+        ((24000, 16000), {}, ("3", "2")),
+        ((80000, 40000, 40000), {}, ("2", "1", "1")),
+        ((16000, 15500), {}, None),
+        ((24000, 16000), {"split_ratios": ("1", "1")}, ("1", "1")),
+        ((24000, 16000, 24000, 8000), {"stages": 2}, ("2", "1")),
+    ],
+)
+def test_gpus_that_differ_in_memory(limits_mb, flags, ratios):
+    names = [f"/device:GPU:{k}" for k in range(len(limits_mb))]
+    limits = {name: mb * 2**20 for name, mb in zip(names, limits_mb, strict=True)}
+    found, note = probing.with_ratios_by_memory(
+        search_flags.Search(**flags),
+        Devices(tuple(names), names[0], tuple(range(len(names)))),
+        lambda: limits,
+    )
+    assert found.split_ratios == ratios
+    changed = ratios is not None and "split_ratios" not in flags
+    assert bool(note) == changed
+    if changed:
+        assert f"--split_ratios={','.join(ratios)}." in note
+
+
+def test_without_gpus_nothing_is_asked():
+    settings = search_flags.Search()
+    found = probing.with_ratios_by_memory(settings, Devices(("a", "b"), "a"), None)
+    assert found == (settings, "")
