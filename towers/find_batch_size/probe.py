@@ -148,7 +148,7 @@ def with_ratios_by_memory(
     if max(room) < _DIFFERENT * min(room):
         return settings, ""
     # A tower with twice the memory has it full after twice the examples.
-    full = [1 / each for each in room]
+    full = [max(room) / each for each in room]
     ratios = tuple(map(str, uneven.better_ratios(full, (1,) * len(room))))
     settings = settings.but(split_ratios=ratios)
     memory = " and ".join(f"{each / 2**20:,.0f}" for each in room)
