@@ -32,7 +32,7 @@ import tensorflow as tf
 from towers.collectives.hosts import this_host
 from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
-from towers.input_pipeline import free_memory
+from towers.machine.limits import free_memory
 from towers.model.update.layout import grouped
 from towers.program import startup
 from towers.train.job import check_reduction
