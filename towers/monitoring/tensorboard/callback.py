@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
@@ -14,13 +16,16 @@ from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.steps import Interval
-from towers.monitoring.tensorboard import pictures
+from towers.monitoring.tensorboard import drawing, pictures
 from towers.monitoring.tensorboard.graph import readable
 from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
 from towers.monitoring.tensorboard.layout import layout_summary
 from towers.program.voice import say
 
 _NOTHING = MappingProxyType({})
+# To draw a picture takes ten milliseconds.
+_PICTURE_EVERY_S = 30.0
+_TIMELINE = "each column is a sample, the latest on the right; full height is 100%"
 
 
 def _while_it_works(write):
@@ -78,6 +83,8 @@ class TensorBoard(keras.callbacks.Callback):
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
         metrics: Sequence[str] = ("accuracy",),
+        timeline: Callable[[], Mapping[str, np.ndarray]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Initializes the callback. It writes nothing yet.
 
@@ -101,6 +108,10 @@ class TensorBoard(keras.callbacks.Callback):
                 confusion matrix at the end. None: neither.
             class_names: Names of the classes. By default their numbers.
             metrics: Names of the metrics that are shown beside the loss.
+            timeline: Returns what devices did in the last seconds, from 0 to 1, by
+                name. It is drawn at recorded batches, at most twice a minute, and at
+                the end.
+            clock: Returns seconds.
 
         Raises:
             ValueError: If the number of steps is not positive.
@@ -118,6 +129,8 @@ class TensorBoard(keras.callbacks.Callback):
         self._examples = examples
         self._sample = sample
         self._metrics = metrics
+        self._timeline, self._clock = timeline, clock
+        self._drawn_s = float("-inf")
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
         # Where examples have been written already.
@@ -173,6 +186,8 @@ class TensorBoard(keras.callbacks.Callback):
                 "train", "batch", self._with_rate(logs), self._interval.step
             )
             self._write_measures()
+            if self._clock() - self._drawn_s >= _PICTURE_EVERY_S:
+                self._write_timeline()
 
     @_while_it_works
     def on_test_end(self, logs=None):
@@ -205,6 +220,7 @@ class TensorBoard(keras.callbacks.Callback):
         """Writes what is known at the end."""
         if self._measured_step != self._interval.step:
             self._write_measures()
+        self._write_timeline()
         with self._writer("train").as_default(self._interval.step):
             for tag, text in self._texts.items():
                 if callable(text):
@@ -247,6 +263,14 @@ class TensorBoard(keras.callbacks.Callback):
             for measure in self._measures:
                 for tag, value in measure().items():
                     tf.summary.scalar(tag, value)
+
+    def _write_timeline(self):
+        rows = self._timeline() if self._timeline is not None else {}
+        if rows:
+            self._drawn_s = self._clock()
+            with self._writer("train").as_default(self._interval.step):
+                picture = drawing.areas(rows, _TIMELINE)
+                tf.summary.image("utilization", picture[np.newaxis])
 
     def _with_rate(self, logs):
         return {**logs, "learning_rate": float(self.model.optimizer.learning_rate)}
