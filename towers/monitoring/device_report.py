@@ -79,7 +79,9 @@ class DeviceReport(keras.callbacks.Callback):
         # Other towers have others.
         builder = getattr(self.model, "builder", None)
         self._timers = getattr(builder, "timers", None)
-        self._sampler.start()
+        if not self._sampler.started:
+            self._sampled_load.begin()
+            self._sampler.start()
 
     def on_train_end(self, logs=None):
         """Ends sampling."""

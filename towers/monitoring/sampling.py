@@ -48,14 +48,15 @@ class Sampler:
         fault: Why there are no more samples, if something went wrong.
     """
 
-    def __init__(self, take: Callable[[], Sample], period_s: float = PERIOD_S):
+    def __init__(self, take: Callable[[], Sample], period_s: float | None = None):
         """Initializes the sampler; it takes no sample yet.
 
         Args:
             take: Takes a sample. It may wait: only the thread waits with it.
-            period_s: Seconds between two samples.
+            period_s: Seconds between two samples; by default a fifth.
         """
-        self._take, self._period_s = take, period_s
+        self._take = take
+        self._period_s = PERIOD_S if period_s is None else period_s
         self.recent: collections.deque[Sample] = collections.deque(maxlen=_RECENT)
         self.fault: Exception | None = None
         self._lately: dict[str, collections.deque[float]] = {}
@@ -64,15 +65,19 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
+    @property
+    def started(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self._thread is not None
+
     def start(self) -> None:
-        """Starts the thread, unless it is at work."""
-        if self._thread is None:
-            # Of its own: one that a driver holds up may outlive the run.
-            self._stopped = stopped = threading.Event()
-            self._thread = threading.Thread(
-                target=self._run, args=(stopped,), name="utilization", daemon=True
-            )
-            self._thread.start()
+        """Starts the thread."""
+        # Of its own: a thread that a driver holds up may outlive the run.
+        self._stopped = stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(stopped,), name="utilization", daemon=True
+        )
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread; without waiting for a driver that hangs."""
