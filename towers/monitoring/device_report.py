@@ -21,7 +21,7 @@ from towers.keras_adapter.runtime import device_memory_limits
 from towers.loop import listeners
 from towers.machine import limits
 from towers.model.fit_call import FitCall
-from towers.monitoring.sampling import CpuLoad, Sample, Sampler
+from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
 from towers.program import words
 from towers.program.voice import say
 

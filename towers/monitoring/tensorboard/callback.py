@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,16 +15,13 @@ from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.steps import Interval
-from towers.monitoring.tensorboard import drawing, pictures
+from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
 from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
 from towers.monitoring.tensorboard.layout import layout_summary
 from towers.program.voice import say
 
 _NOTHING = MappingProxyType({})
-# To draw a picture takes ten milliseconds.
-_PICTURE_EVERY_S = 30.0
-_TIMELINE = "each column is a sample, the latest on the right; full height is 100%"
 
 
 def _while_it_works(write):
@@ -84,7 +80,6 @@ class TensorBoard(keras.callbacks.Callback):
         class_names: Sequence[str] | None = None,
         metrics: Sequence[str] = ("accuracy",),
         timeline: Callable[[], Mapping[str, np.ndarray]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         """Initializes the callback. It writes nothing yet.
 
@@ -109,9 +104,7 @@ class TensorBoard(keras.callbacks.Callback):
             class_names: Names of the classes. By default their numbers.
             metrics: Names of the metrics that are shown beside the loss.
             timeline: Returns what devices did in the last seconds, from 0 to 1, by
-                name. It is drawn at recorded batches, at most twice a minute, and at
-                the end.
-            clock: Returns seconds.
+                name, to be drawn twice a minute and at the end.
 
         Raises:
             ValueError: If the number of steps is not positive.
@@ -119,18 +112,13 @@ class TensorBoard(keras.callbacks.Callback):
         super().__init__()
         self._asked_dir, self._log_dir = log_dir, ""
         self._interval = Interval(log_steps)
-        self._texts = texts
-        self._scalars = scalars
-        self._measures = measures
-        self._marks = marks
-        self._hparams = hparams
-        self._histograms = histograms
+        self._texts, self._scalars = texts, scalars
+        self._measures, self._marks = measures, marks
+        self._hparams, self._histograms = hparams, histograms
         self._graph = graph
-        self._examples = examples
-        self._sample = sample
+        self._examples, self._sample = examples, sample
         self._metrics = metrics
-        self._timeline, self._clock = timeline, clock
-        self._drawn_s = float("-inf")
+        self._timeline = pictures.Timeline(timeline)
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
         # Where examples have been written already.
@@ -186,8 +174,8 @@ class TensorBoard(keras.callbacks.Callback):
                 "train", "batch", self._with_rate(logs), self._interval.step
             )
             self._write_measures()
-            if self._clock() - self._drawn_s >= _PICTURE_EVERY_S:
-                self._write_timeline()
+            with self._writer("train").as_default(self._interval.step):
+                self._timeline.write_if_due()
 
     @_while_it_works
     def on_test_end(self, logs=None):
@@ -220,8 +208,8 @@ class TensorBoard(keras.callbacks.Callback):
         """Writes what is known at the end."""
         if self._measured_step != self._interval.step:
             self._write_measures()
-        self._write_timeline()
         with self._writer("train").as_default(self._interval.step):
+            self._timeline.write()
             for tag, text in self._texts.items():
                 if callable(text):
                     tf.summary.text(tag, text())
@@ -263,14 +251,6 @@ class TensorBoard(keras.callbacks.Callback):
             for measure in self._measures:
                 for tag, value in measure().items():
                     tf.summary.scalar(tag, value)
-
-    def _write_timeline(self):
-        rows = self._timeline() if self._timeline is not None else {}
-        if rows:
-            self._drawn_s = self._clock()
-            with self._writer("train").as_default(self._interval.step):
-                picture = drawing.areas(rows, _TIMELINE)
-                tf.summary.image("utilization", picture[np.newaxis])
 
     def _with_rate(self, logs):
         return {**logs, "learning_rate": float(self.model.optimizer.learning_rate)}

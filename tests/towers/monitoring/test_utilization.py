@@ -23,14 +23,15 @@ from tests.towers.monitoring.test_device_report import (
 from towers import multi_gpu_model
 from towers.devices.nvml import Driver
 from towers.loop.timers import Totals
+from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
 from towers.monitoring.device_report import DeviceReport
-from towers.monitoring.sampling import CpuLoad, Sample, Sampler
-from towers.monitoring.tensorboard import drawing
+from towers.monitoring.tensorboard import drawing, pictures
 from towers.monitoring.tensorboard.callback import TensorBoard
 
 __all__ = ["cards"]  # a fixture
 
 # Computes for three samples, and waits for one.
+ROWS = {"cpu:0": np.array([0.5, 1.0])}
 TEETH = [100, 90, 80, 10] * 5
 
 
@@ -190,6 +191,21 @@ def test_the_picture_is_as_high_as_the_values():
     )
 
 
+def test_a_picture_is_drawn_at_most_twice_a_minute(tmp_path):
+    now, rows = [0.0], [{}]
+    timeline = pictures.Timeline(lambda: rows[0], clock=lambda: now[0])
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        for step, (now[0], rows[0]) in enumerate(
+            [(0, {}), (1, ROWS), (29, ROWS), (31, ROWS), (60, ROWS), (90, ROWS)]
+        ):
+            tf.summary.experimental.set_step(step)
+            timeline.write_if_due()
+        tf.summary.experimental.set_step(9)
+        timeline.write()
+    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
+    assert [each.step for each in events.Tensors("utilization")] == [1, 3, 5, 9]
+
+
 def test_in_fit_with_steps_and_waiting(tmp_path):
     x, y = np.zeros((64, 4, 4, 1), "float32"), np.zeros(64, "int32")
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
@@ -257,7 +273,7 @@ def test_towers_train_writes_them(tmp_path):
         *("--variable_update=parameter_server", "--enable_xla=false"),
         timeout_s=120,
         # So that this short run has some.
-        changed={"towers.monitoring.sampling.PERIOD_S": 0.01},
+        changed={"towers.monitoring.bottleneck.sampling.PERIOD_S": 0.01},
     )
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "run/train"), {"tensors": 0}).Reload()
