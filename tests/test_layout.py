@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
-    *("keras_adapter", "_start", "_deprecated", "program", "input_pipeline", "models"),
+    *("keras_adapter", "_start", "_deprecated", "program", "machine"),
+    *("input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
@@ -24,7 +25,7 @@ FLOORS = (
 # These know nothing of towers but what all share, and only programs know them. What
 # makes layers sparse knows those layers.
 APART = ("input_pipeline", "models")
-SHARED = ("_deprecated", "program", "keras_adapter")
+SHARED = ("_deprecated", "program", "machine", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (

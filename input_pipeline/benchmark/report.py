@@ -1,11 +1,11 @@
 """What `towers.input_pipeline.benchmark` says: tables, a sentence, a picture."""
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towers.input_pipeline.benchmark import measure
 from towers.input_pipeline.pipeline.advice import stage_advice
+from towers.machine import limits
 from towers.program import words
 
 _ADDED = "adds µs per example"
@@ -31,8 +31,8 @@ def text(results: dict[str, Any]) -> str:
         f"{data}: batches of {results['batch_size']} {what}; TensorFlow "
         f"{versions['tensorflow']}, Python {versions['python']}.",
         f"{rate:,.0f} examples/sec ({1e6 / rate:,.1f} µs per example) behind {last}, "
-        f"with {results['cpu_cores']:.1f} of {os.cpu_count()} cores busy; the first "
-        "batch after "
+        f"with {results['cpu_cores']:.1f} of {limits.cpu_count()} cores busy; the "
+        "first batch after "
         f"{results['first_batch_s']:.2f} s; at most {results['peak_rss_mb']:,.0f} MB.",
         "",
         *table(("stage", "examples/sec", _ADDED), rows),

@@ -4,6 +4,6 @@ Pixels are kept in memory or on the disk, encoded images in memory.
 """
 
 from towers.input_pipeline.cache.keep import cached
-from towers.input_pipeline.cache.space import free_memory
+from towers.machine.limits import free_memory
 
 __all__ = ["cached", "free_memory"]

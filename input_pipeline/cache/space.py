@@ -1,6 +1,5 @@
 """What examples take in memory or on the disk, and what there is."""
 
-import contextlib
 import math
 import os
 
@@ -8,8 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source, size_and_time
+from towers.machine import limits
+from towers.machine.limits import free_memory
 
-# Of the memory that is free, and of the disk.
+# Of the disk.
 _SHARE = 0.25
 # Where nothing may hang on the machine.
 _FIXED_MB = 1024
@@ -21,29 +22,14 @@ _SAMPLE = 256
 def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
     """Bytes that may be taken in memory, and in a folder."""
     if deterministic:
-        return _FIXED_MB * 2**20, 0.0
+        return min(_FIXED_MB * 2**20, limits.share_of_container()), 0.0
     if folder is None:
-        return _SHARE * free_memory(), 0.0
+        return limits.SHARE * free_memory(), 0.0
     there = os.path.abspath(folder)
     while not os.path.isdir(there):
         there = os.path.dirname(there)
     disk = os.statvfs(there)
-    return _SHARE * free_memory(), _SHARE * disk.f_bavail * disk.f_frsize
-
-
-def free_memory() -> float:
-    """Bytes that this process can still take; none where nobody can tell."""
-    free = 0.0
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/meminfo") as lines:
-            facts = dict(line.split(":", 1) for line in lines)
-        free = float(facts["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        # A container's own limit.
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            with open("/sys/fs/cgroup/memory.current") as taken:
-                free = min(free, float(limit.read()) - float(taken.read()))
-    return max(free, 0.0)
+    return limits.SHARE * free_memory(), _SHARE * disk.f_bavail * disk.f_frsize
 
 
 def encoded_bytes(source: Source) -> int:

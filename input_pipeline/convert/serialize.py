@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,6 +11,7 @@ from towers.input_pipeline.images.decode import Tricks, decode_image, decode_win
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.fields import ROW
+from towers.machine import limits
 
 AT_ONCE = 64
 # Images that take no more than this are kept as pixels.
@@ -153,7 +153,7 @@ def serialized(
     images = images.map(
         lambda image, label: (form.one(source, image), label),
         # The costly part; to try out what is best would take longer than it brings.
-        num_parallel_calls=os.cpu_count(),
+        num_parallel_calls=limits.cpu_count(),
     )
     shape = form.shape if form.raw else None
     return (

@@ -3,7 +3,6 @@
 import concurrent.futures
 import itertools
 import math
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,10 +20,11 @@ from towers.input_pipeline.convert.folder import (
 )
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import IndexedSource
+from towers.machine import limits
 from towers.program import words
 
 # Files at once, each read and prepared by as many threads as there are.
-_WRITERS = min(os.cpu_count() or 1, 8)
+_WRITERS = min(limits.cpu_count(), 8)
 
 
 class Writer:

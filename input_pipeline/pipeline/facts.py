@@ -4,6 +4,7 @@ import hashlib
 import os
 from typing import Any
 
+from towers.input_pipeline.pipeline import room
 from towers.input_pipeline.sources.base import StreamSource
 
 
@@ -24,7 +25,7 @@ def order(pipeline: Any) -> dict[str, Any]:
         "seed": pipeline.seed,
         "classes": target.names or target.size,
         "kept in memory": source.origin is not source,
-        "shuffle_mb": pipeline.shuffle_mb if stream else None,
+        "shuffle_mb": room.shuffle_mb(pipeline.shuffle_mb) if stream else None,
         "grouped by length": pipeline.group_by_length or None,
     }
 

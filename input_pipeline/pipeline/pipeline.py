@@ -15,12 +15,13 @@ from absl import logging
 
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
-from towers.input_pipeline.pipeline import epochs, facts, lengths
+from towers.input_pipeline.pipeline import epochs, facts, lengths, room
 from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.input_pipeline.pipeline.checks import check
+from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
-from towers.input_pipeline.pipeline.stages import THREADS, Stages
+from towers.input_pipeline.pipeline.stages import Stages
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
 
@@ -67,7 +68,7 @@ class Pipeline:
         deterministic: True gives the same order for the same seed. False may return
             records in the order in which they become ready.
         shuffle_mb: memory of the shuffle buffer, for sources that are read from front
-            to back. It contains encoded records.
+            to back, of encoded records; at most a quarter of what a container may take.
         start_epoch: number of the first iteration, so that a run that resumes at epoch
             e gets the order of epoch e.
         start_record: records that the first iteration skips, without decoding them.
@@ -76,8 +77,8 @@ class Pipeline:
         data_service: address of the dispatcher of a tf.data service, such as
             ``grpc://localhost:5050``, whose workers run the pipeline. They have to see
             the same files. None: the pipeline runs here.
-        ram_budget_mb: memory that tf.data may take for buffers of batches. None:
-            tf.data's own limit, half of the memory.
+        ram_budget_mb: memory that tf.data may take for buffers of batches. None: half
+            of the machine's, and in a container with a limit a quarter of what is free.
         tricks: optimizations of decoding; all by default.
         group_by_length: whether batches are made of rows of tokens of like length. A
             batch is as long as its longest row, rounded up to a multiple of an eighth
@@ -236,9 +237,9 @@ class Pipeline:
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
         options.threading.max_intra_op_parallelism = 1
-        if threads is not None and self.data_service is None:
-            # A worker of a service would keep those of every epoch.
-            options.threading.private_threadpool_size = threads
+        if self.data_service is None:
+            # Workers of a service would keep the threads of every epoch.
+            room.limit(options, threads)
         # Where each example has operations of its own, these make it faster; but to try
         # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
         faster = options.experimental_optimization
@@ -278,7 +279,7 @@ class Pipeline:
                 self.split,
                 self._rows_at_once,
                 seeds=order,
-                buffer_mb=self.shuffle_mb,
+                buffer_mb=room.shuffle_mb(self.shuffle_mb),
                 start=start,
                 take=None if late else take,
             )

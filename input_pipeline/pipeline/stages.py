@@ -1,7 +1,6 @@
 """The stages of a pipeline, from batches of raw records to batches of images."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -9,11 +8,11 @@ import tensorflow as tf
 from towers.input_pipeline.images import augment, draws, masks
 from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.images.recipes import Recipe
+from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
 
-THREADS = os.cpu_count() or 1
 _FEW_CORES = 8
 
 

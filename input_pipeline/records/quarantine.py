@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.input_pipeline.sources.files.bad_records import check_records
 from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, Record
+from towers.machine import limits
 from towers.program import voice
 
 _AT_ONCE = 256
@@ -202,7 +202,7 @@ def _sort(
         return bad, good
 
     bad, count = [], 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
         paths = source.files(split)[hosts.index :: hosts.count]
         for some, good in pool.map(of_file, paths):
             bad, count = bad + some, count + good

@@ -5,7 +5,6 @@ stands in for GPUs where there are none. It must come before anything runs on
 TensorFlow, and leaves TensorFlow uninitialised.
 """
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.cluster import process_group
-from towers.devices import nvml
+from towers.devices import nvml, threads
 from towers.devices.names import HOST, is_gpu
 from towers.devices.wish import Wish
 from towers.program import startup
@@ -142,13 +141,16 @@ def configure(
         _set_up_gpus(gpus, chosen, wish)
         every, physical = _name_gpus(gpus, chosen, gpu_split)
         memory, first = _memory_in_words(wish), wish.begins_with or len(chosen)
+        threads_note = threads.set_up()
     else:
         hosts_here = joined.count_here if joined else 1
-        every = _set_up_cpus((wish.most or 1) * gpu_split, hosts_here)
+        count = (wish.most or 1) * gpu_split
+        every, threads_note = _set_up_cpus(count, hosts_here)
         physical, memory, first = (), Devices.memory, wish.begins_with or 1
     first *= gpu_split
     towers, others = every[:first], every[first:]
-    note = "" if chosen else _stand_in_note(len(towers), wish)
+    stand_in = "" if chosen else _stand_in_note(len(towers), wish)
+    note = " ".join(filter(None, [stand_in, threads_note]))
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
     on_first = local_parameter_device == "gpu"
@@ -267,8 +269,12 @@ def _name_gpus(
     )
 
 
-def _set_up_cpus(count: int, hosts_here: int) -> tuple[str, ...]:
-    """Splits the CPU into at least `count` logical CPUs and names that many."""
+def _set_up_cpus(count: int, hosts_here: int) -> tuple[tuple[str, ...], str]:
+    """Splits the CPU into at least `count` logical CPUs, and names that many.
+
+    Returns:
+        Their names, and what is to be said of their threads.
+    """
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = len(tf.config.get_logical_device_configuration(cpu) or [None])
     if existing < count:
@@ -277,25 +283,9 @@ def _set_up_cpus(count: int, hosts_here: int) -> tuple[str, ...]:
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
             raise _too_late(f"{count} logical CPUs") from error
-    if existing < count or hosts_here > 1:
-        _divide_threads(count * hosts_here)
-    return tuple(f"/device:CPU:{index}" for index in range(count))
-
-
-def _divide_threads(towers: int) -> None:
-    """Gives each tower on this machine its part of the cores, unless the user has.
-
-    Otherwise each operation of each tower would spread over all cores, and towers that
-    run side by side would wait for one another there: a step of a small network then
-    takes half as long again (BENCHMARKS.md).
-    """
-    threads = tf.config.threading
-    chosen = threads.get_intra_op_parallelism_threads()
-    if not (chosen or "TF_NUM_INTRAOP_THREADS" in os.environ):
-        cores = os.cpu_count() or 1
-        # Once TensorFlow is initialised, its threads stay.
-        with contextlib.suppress(RuntimeError):
-            threads.set_intra_op_parallelism_threads(max(1, cores // towers))
+    names = tuple(f"/device:CPU:{index}" for index in range(count))
+    divides = existing < count or hosts_here > 1
+    return names, threads.set_up(count * hosts_here if divides else 1)
 
 
 def _too_late(wish: str) -> RuntimeError:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers.devices import nvml
 from towers.devices.configuration import Devices
+from towers.machine import limits
 from towers.program import words
 
 _WIDTH = 100
@@ -124,7 +125,7 @@ def _gpu_rows(devices: Devices) -> list[dict[str, str]]:
 
 def _cpu_rows(devices: Devices) -> list[dict[str, str]]:
     model = _cpu_model()
-    memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    memory_mb = limits.memory().total // 2**20
     return [
         {
             "tower": str(tower),

@@ -127,7 +127,8 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     yield "data_dir", bind(host.data_dir, options.data_dir)
     yield "shared memory", bind(host.shared_memory, machine.gpus)
     yield "open files", host.open_files
-    yield "memory", host.memory
+    gpus_mb = sum(card.memory_mb for card in machine.cards)
+    yield "memory", bind(host.memory, gpus_mb)
     yield "cores", host.cores
 
 

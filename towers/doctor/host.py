@@ -5,10 +5,11 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from towers.doctor.finding import Finding, note, ok, wrong
+from towers.machine import limits
+from towers.program import words
 
 # A checkpoint of a ResNet-50 with Adam has 300 MB, of a small network one.
 _CHECKPOINT_MB = 100
@@ -87,38 +88,45 @@ def open_files() -> Finding:
     return wrong(text, **figures) if soft < 256 else note(text, **figures)
 
 
-def memory(root: Path = Path("/")) -> Finding:
-    """Checks the memory that is free, in the machine and its container."""
-    import psutil
+def memory(gpus_mb: float = 0, root: Path = Path("/")) -> Finding:
+    """Checks the memory that is free, in the machine and its container.
 
-    machine = psutil.virtual_memory()
-    free_mb, total_mb = machine.available // _MB, machine.total // _MB
-    for limit_mb, used_mb in _memory_limits(root):
-        if limit_mb < total_mb:
-            total_mb, free_mb = limit_mb, min(free_mb, limit_mb - used_mb)
+    Args:
+        gpus_mb: The memory of all GPUs.
+        root: The folder of /proc and /sys.
+    """
+    found = limits.memory(root)
+    free_mb, total_mb = found.free // _MB, found.total // _MB
     text = f"{free_mb:,} of {total_mb:,} MB free"
     figures = {"free_mb": free_mb, "total_mb": total_mb}
-    if free_mb >= 2048:
-        return ok(text, **figures)
-    advice = (
-        f"{text}; TensorFlow alone takes 500, so expected 2,048: end other programs"
-    )
-    return wrong(advice, **figures) if free_mb < 512 else note(advice, **figures)
+    if free_mb < 2048:
+        advice = (
+            f"{text}; TensorFlow alone takes 500, so expected 2,048: end other programs"
+        )
+        fails = free_mb < 512
+        return wrong(advice, **figures) if fails else note(advice, **figures)
+    if total_mb < 2 * gpus_mb:
+        return note(
+            f"{text}; as a rule of thumb, a host has twice the memory of its GPUs, "
+            f"which is {2 * gpus_mb:,.0f} MB here: with less, expect less room for "
+            "caches and checkpoints",
+            **figures,
+            gpus_mb=gpus_mb,
+        )
+    return ok(text, **figures)
 
 
 def cores(root: Path = Path("/")) -> Finding:
     """Checks how many of the CPU's cores this process may use."""
-    there = os.cpu_count() or 1
-    affine = hasattr(os, "sched_getaffinity")
-    allowed = len(os.sched_getaffinity(0)) if affine else there
-    quota = min([*_core_limits(root), float(allowed)])
-    figures = {"there": there, "allowed": allowed, "quota": quota}
-    if quota < allowed:
-        threads = max(1, round(quota))
+    found = limits.processors(root)
+    there, allowed = found.there, found.allowed
+    figures = {"there": there, "allowed": allowed, "quota": found.seconds}
+    if found.limited:
+        threads = words.count(found.count, "thread")
         return note(
-            f"a control group gives this process the time of {quota:g} of {allowed} "
-            "cores, but TensorFlow starts threads for all of them; "
-            f"TF_NUM_INTRAOP_THREADS={threads} takes as many as there is time for",
+            f"a control group gives this process the time of {found.quota:g} of "
+            f"{allowed} cores, so TensorFlow and the input get {threads} each; "
+            "TF_NUM_INTRAOP_THREADS and TF_NUM_INTEROP_THREADS change TensorFlow's",
             **figures,
         )
     if allowed < there:
@@ -168,50 +176,3 @@ def _free_mb(path: str) -> int:
 def _has_files(path: str) -> bool:
     path = os.path.expanduser(path)
     return os.path.isdir(path) and bool(os.listdir(path))
-
-
-# Control groups (cgroups, of either version), which containers are limited by.
-
-
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those around it."""
-    own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        folder = top / path.lstrip("/")
-        # In a container, the path may be the host's.
-        yield from (each for each in (folder, *folder.parents) if each.is_dir())
-
-
-def _core_limits(root: Path) -> Iterator[float]:
-    for folder in _groups(root, "cpu"):
-        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-            if all((folder / name).exists() for name in names):
-                text = " ".join((folder / name).read_text() for name in names)
-                quota, period = text.split()
-                if quota not in ("max", "-1"):
-                    yield int(quota) / int(period)
-
-
-def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limits, and what is used of each, in MB."""
-    for folder in _groups(root, "memory"):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            if (folder / limit).exists() and (folder / used).exists():
-                text = (folder / limit).read_text().strip()
-                if text != "max":
-                    used_bytes = int((folder / used).read_text()) - _reclaimable(folder)
-                    yield int(text) // _MB, used_bytes // _MB
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes of files in memory, which are dropped where room is needed."""
-    lines = (folder / "memory.stat").read_text().splitlines()
-    facts = dict(line.split() for line in lines)
-    return int(facts.get("total_inactive_file", facts.get("inactive_file", 0)))

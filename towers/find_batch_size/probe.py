@@ -33,8 +33,8 @@ from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
-from towers.input_pipeline import free_memory
 from towers.keras_adapter.runtime import device_memory_limits
+from towers.machine.limits import free_memory
 from towers.model.update.layout import grouped
 from towers.monitoring.bottleneck import uneven
 from towers.program import startup

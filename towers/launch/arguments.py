@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from towers.cluster import environment
 from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
+from towers.machine import limits
 from towers.program import voice, words
 from towers.program.arguments import Parser
 from towers.train import checks, flags, settings, tower_flags
@@ -275,7 +276,7 @@ def check_here(hosts: int, name: str) -> None:
     Raises:
         ValueError: It would have nothing else to do for minutes.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = limits.cpu_count()
     most = max(_MOST_HERE, cores)
     if hosts > most:
         raise ValueError(

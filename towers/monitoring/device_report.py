@@ -1,15 +1,17 @@
 """Measures memory and load of each tower's GPU and of the host's process."""
 
 import collections
+import contextlib
 import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import psutil
 import tensorflow as tf
 
@@ -17,6 +19,9 @@ from towers.devices import Devices, nvml
 from towers.devices.nvml import Driver
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.loop import listeners
+from towers.machine import limits
+from towers.model.fit_call import FitCall
+from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
 from towers.program import words
 from towers.program.voice import say
 
@@ -26,11 +31,15 @@ _CPU = "device/cpu:0"
 
 @listeners.changes_no_variable
 class DeviceReport(keras.callbacks.Callback):
-    """Measures the devices, whenever `measured` is called, and nothing in between.
+    """Measures the devices, whenever `measured` is called.
 
     TensorFlow tells how much memory this process has allocated on a GPU. NVIDIA's
     driver tells what all processes do there. If the driver does not answer, its values
     are left out, and one line on stderr says so.
+
+    How busy devices are changes from moment to moment. A thread samples it several
+    times a second from the end of the first step on, as that one builds the graphs.
+    Validation and saving count.
     """
 
     def __init__(
@@ -52,8 +61,10 @@ class DeviceReport(keras.callbacks.Callback):
         # Without a GPU, there is nothing to ask a driver.
         self._driver = driver or (Driver() if devices.physical else None)
         self._gpus = dict(zip(devices.towers, devices.physical, strict=False))
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._begun = clock(), cpu_clock()
+        self._clock = clock
+        self._load, self._sampled_load = (CpuLoad(clock, cpu_clock) for _ in range(2))
+        self._sampler = Sampler(self._sample)
+        self._timers = None
         self._told = False
         self._sums, self._most = collections.Counter(), {}
         self._counts = collections.Counter()
@@ -61,7 +72,29 @@ class DeviceReport(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Begins to count the CPU's time, and says what cannot be measured."""
         self._read()
-        self._begun = self._clock(), self._cpu_clock()
+        self._load.begin()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Begins to sample how busy the devices are."""
+        # Other towers have others.
+        builder = getattr(self.model, "builder", None)
+        self._timers = getattr(builder, "timers", None)
+        if not self._sampler.started:
+            self._sampled_load.begin()
+            self._sampler.start()
+
+    def on_train_end(self, logs=None):
+        """Ends sampling."""
+        self._sampler.stop()
+
+    @contextlib.contextmanager
+    def around_fit(self, call: FitCall) -> Iterator[None]:
+        """Ends sampling, whatever ends `fit`."""
+        try:
+            yield
+        finally:
+            self._sampler.stop()
+            self._timers = None
 
     def measured(self) -> dict[str, float]:
         """Measures the devices, for TensorBoard.
@@ -71,16 +104,34 @@ class DeviceReport(keras.callbacks.Callback):
             `device/gpu:0/memory_mb`, `peak_memory_mb` and `limit_mb`. Of all processes
             on the GPU: `used_mb`, `utilization` (0 to 1), `temperature_c` and
             `power_w`. For this process on the host: `device/cpu:0/rss_mb`,
-            `peak_rss_mb`, and `utilization` of all cores since the last call (0 to 1).
-            For the host: the `load` of the last minute.
+            `peak_rss_mb`, and `utilization` of the CPUs that it may use since the last
+            call (0 to 1). For the host: the `load` of the last minute. Of the samples
+            since the last call, for each GPU and the host's process:
+            `utilization_min`, `utilization_p10` (the 10th percentile) and
+            `utilization_median`; then a GPU's `utilization` is their mean.
         """
         values = self._read()
-        self._begun = self._clock(), self._cpu_clock()
+        self._load.begin()
+        values |= self._sampled(values)
         for tag, value in values.items():
             self._sums[tag] += value
             self._counts[tag] += 1
             self._most[tag] = max(value, self._most.get(tag, value))
         return values
+
+    def utilization(self) -> dict[str, dict[str, float]]:
+        """Returns how busy devices were in all samples of the run.
+
+        Returns:
+            `min`, `p10` and `median`, 0 to 1, of devices such as "gpu:0" and "cpu:0".
+        """
+        found = self._sampler.of_all()
+        return {tag.removeprefix("device/"): each for tag, each in found.items()}
+
+    def timeline(self) -> dict[str, np.ndarray]:
+        """Returns how busy devices were lately, beside steps; see `Sampler.rows`."""
+        rows = self._sampler.rows()
+        return {name.removeprefix("device/"): row for name, row in rows.items()}
 
     def text(self) -> str:
         """Returns a table of the devices.
@@ -88,13 +139,16 @@ class DeviceReport(keras.callbacks.Callback):
         Returns:
             Lines without a final newline: one for each GPU, and one for this process.
             Memory and load are current. The memory that others use on a GPU and its
-            temperature are maxima. All other values are means.
+            temperature are maxima. Of how busy it was, there are the mean, and of all
+            samples the median, the 10th percentile and the least. All other values are
+            means.
         """
         now = self._read()
         seen = {
             "now": now,
             "most": now | self._most,
             "mean": now | {tag: self._sums[tag] / n for tag, n in self._counts.items()},
+            "samples": _by_tag(self._sampler.of_all()),
         }
         rows = [
             [
@@ -103,7 +157,7 @@ class DeviceReport(keras.callbacks.Callback):
             ]
             for name, tag in [
                 *((self._name(tower), _tag(tower)) for tower in self._gpus),
-                (f"this process, {words.count(os.cpu_count(), 'core')}", _CPU),
+                (f"this process, {words.count(limits.cpu_count(), 'core')}", _CPU),
             ]
         ]
         return _aligned([["", *(column.head for column in _COLUMNS)], *rows])
@@ -127,21 +181,44 @@ class DeviceReport(keras.callbacks.Callback):
         self._say_faults()
         return values
 
+    def _sample(self):
+        busy = {}
+        for tower, index in self._gpus.items():
+            smi = nvml.gpu(index)
+            found = self._driver.read(smi and smi.uuid)
+            if "utilization" in found:
+                busy[_tag(tower)] = found["utilization"]
+        if (load := self._sampled_load.since()) is not None:
+            busy[_CPU] = load
+        self._sampled_load.begin()
+        totals = self._timers and self._timers.totals()
+        if totals is None:
+            return Sample(self._clock(), busy)
+        return Sample(self._clock(), busy, totals.steps, totals.input_s)
+
+    def _sampled(self, values):
+        found = self._sampler.since_last_call()
+        for tag, each in found.items():
+            mean = each.pop("mean")
+            if tag != _CPU and f"{tag}/utilization" in values:
+                values[f"{tag}/utilization"] = mean
+        return _by_tag(found)
+
     def _read_process(self):
         rss_mb = psutil.Process().memory_info().rss / _MB
-        begun_s, cpu_begun_s = self._begun
-        elapsed_s = self._clock() - begun_s
         values = {
             "rss_mb": rss_mb,
             "peak_rss_mb": max(rss_mb, _peak_rss_mb()),
             "load": os.getloadavg()[0],
         }
-        if elapsed_s > 0:
-            busy = (self._cpu_clock() - cpu_begun_s) / (elapsed_s * os.cpu_count())
-            values["utilization"] = min(1.0, busy)
+        if (busy := self._load.since()) is not None:
+            values["utilization"] = busy
         return values
 
     def _say_faults(self):
+        if fault := self._sampler.fault:
+            self._sampler.fault = None
+            say(f"How busy devices are is no longer sampled: {fault!r}.")
         if self._told or self._driver is None or not self._driver.faults:
             return
         self._told = True
@@ -158,7 +235,7 @@ class _Column(NamedTuple):
     Attributes:
         head: Its heading.
         names: What it shows: the one of these that a device has.
-        which: The value of "now", the "most" or the "mean".
+        which: The value of "now", the "most", the "mean", or that of all "samples".
         form: How to write it.
     """
 
@@ -179,6 +256,9 @@ _COLUMNS = (
     _Column("limit", ("limit_mb",), "now", "{:,.0f} MB"),
     _Column("whole GPU", ("used_mb",), "most", "{:,.0f} MB"),
     _Column("busy", ("utilization",), "mean", "{:.0%}"),
+    _Column("median", ("utilization_median",), "samples", "{:.0%}"),
+    _Column("p10", ("utilization_p10",), "samples", "{:.0%}"),
+    _Column("min", ("utilization_min",), "samples", "{:.0%}"),
     _Column("hottest", ("temperature_c",), "most", "{:.0f} C"),
     _Column("power", ("power_w",), "mean", "{:.0f} W"),
     _Column("load", ("load",), "now", "{:.1f}"),
@@ -197,6 +277,15 @@ def _aligned(rows):
         ).rstrip()
         for row in zip(*columns, strict=True)
     )
+
+
+def _by_tag(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What samples of devices come to, by the tags of TensorBoard."""
+    return {
+        f"{tag}/utilization_{name}": value
+        for tag, each in found.items()
+        for name, value in each.items()
+    }
 
 
 def _tag(tower: str) -> str:

@@ -49,6 +49,10 @@ _MEASURES = {
     "rss_mb": Measure("resident, MB", np.mean, drawn=True),
     "peak_rss_mb": Measure("peak resident, MB", np.max),
     "utilization": Measure("utilisation", np.mean, "{:.0%}", drawn=True),
+    # Of the samples of each interval.
+    "utilization_median": Measure("median", np.median, "{:.0%}"),
+    "utilization_p10": Measure("10th percentile", np.median, "{:.0%}"),
+    "utilization_min": Measure("least", np.min, "{:.0%}"),
     "load": Measure("load", np.mean, "{:.1f}"),
     "temperature_c": Measure("temperature, °C", np.max, drawn=True),
     "power_w": Measure("power, W", np.mean, drawn=True),

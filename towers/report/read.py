@@ -26,6 +26,7 @@ _TYPES = {
     "tokens_per_sec": float | int | None,
     "waiting": float | int | None,
     "step_ms": dict | None,
+    "utilization": dict | None,
     "parameters": int | None,
     "class_names": list | None,
     "verdict": str | None,

@@ -21,12 +21,12 @@ if __name__ == "__main__":
 
 import functools
 import json
-import os
 import sys
 import tempfile
 
 import tensorflow as tf
 
+from towers.machine import limits
 from towers.program import ending, words
 from towers.program.commands import fail
 from towers.scaling import measure
@@ -86,7 +86,7 @@ def counts(settings: Scaling) -> list[int]:
     """
     gpus = len(tf.config.list_physical_devices("GPU"))
     asked = len(settings.gpu_indices or ()) or settings.num_gpus
-    devices = asked or gpus or len(os.sched_getaffinity(0))
+    devices = asked or gpus or limits.cpu_count()
     if gpus and (settings.num_gpus or 0) > gpus:
         raise ValueError(
             f"Received {settings.as_flag('num_gpus')}, but TensorFlow sees "

@@ -329,6 +329,7 @@ def make_tensorboard(
         sample=job.data.evaluation if _shows_mistakes(job) else None,
         metrics=model_parts.metric_names(job.setup),
         class_names=job.setup.facts.class_names,
+        timeline=watch.devices.timeline,
     )
 
 

@@ -104,7 +104,10 @@ HELPS = {
             "epoch only). Other images are kept as encoded files, in memory."
         ),
         "cache_dir": "Folder for the files of --cache=disk.",
-        "shuffle_mb": "Memory of the shuffle buffer, in MB.",
+        "shuffle_mb": (
+            "Memory of the shuffle buffer, in MB; at most a quarter of what a "
+            "container may take."
+        ),
         "ram_budget_mb": "Memory for batches that are read ahead, in MB.",
         "prefetch": (
             "Number of batches to copy to the towers ahead of use. Default: 2 with "

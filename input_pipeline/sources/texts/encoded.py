@@ -1,7 +1,6 @@
 """Texts with a target each, in rows of tokens of their own."""
 
 import concurrent.futures
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.texts.rows import RaggedSource
 from towers.input_pipeline.sources.texts.tokens import ahead, at_once, type_of_ids
+from towers.machine import limits
 from towers.program import words
 
 
@@ -52,7 +52,7 @@ class EncodedSource(RaggedSource):
                 )
 
         ids, lengths, too_long = [np.empty([0], dtype)], [], 0
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
             for _, (some, counts, is_long) in ahead(pool, encode, at_once(examples)):
                 ids.append(some)
                 lengths += counts.tolist()

@@ -16,11 +16,12 @@ import tensorflow as tf
 from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.texts.documents import Documents, chunks
 from towers.input_pipeline.text import Tokenizer
+from towers.machine import limits
 from towers.program import words
 
 _CHUNK = 2**15
 _AT_ONCE = 2**20
-_THREADS = os.cpu_count() or 1
+_THREADS = limits.cpu_count()
 
 
 @dataclasses.dataclass(frozen=True)

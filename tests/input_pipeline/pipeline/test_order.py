@@ -219,7 +219,9 @@ def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
             *(threads, towers, folder, tmp_path / "x.npy"),
             timeout_s=300,
             # What the pipeline makes threads by.
-            changed={"os.cpu_count": functools.partial(int, threads)},
+            changed={
+                "towers.machine.limits.cpu_count": functools.partial(int, threads)
+            },
         )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))

@@ -17,6 +17,8 @@ from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.devices import listing, nvml
 from towers.devices.nvml import Gpu
+from towers.machine import limits
+from towers.machine.limits import Processors
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:
@@ -34,7 +36,14 @@ def environ(monkeypatch):
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "")
     monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH")
     monkeypatch.setattr(nvml, "gpus", lambda: ())
+    have_cpus(monkeypatch, 8)
     return monkeypatch
+
+
+def have_cpus(monkeypatch, allowed, quota=None):
+    """Gives this process so many CPUs, of which its container may use a part."""
+    cpus = Processors(8, allowed, quota)
+    monkeypatch.setattr(limits, "processors", lambda: cpus)
 
 
 @pytest.fixture
@@ -713,15 +722,60 @@ def _threads():
     return tf.config.threading.get_intra_op_parallelism_threads()
 
 
+def _inter_op_threads():
+    return tf.config.threading.get_inter_op_parallelism_threads()
+
+
 @pytest.mark.parametrize(
     ("towers", "cores", "expected"),
-    [(2, 8, 4), (3, 8, 2), (4, 2, 1), (4, None, 1), (1, 8, 0)],
+    [(2, 8, 4), (3, 8, 2), (4, 2, 1), (1, 8, 0)],
 )
 def test_towers_divide_the_cores(machine, monkeypatch, towers, cores, expected):
     machine(0)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    devices.configure(towers)
-    assert _threads() == expected
+    have_cpus(monkeypatch, cores)
+    assert "Threads" not in devices.configure(towers).note
+    assert (_threads(), _inter_op_threads()) == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("towers", "quota", "threads"),
+    [(1, 3.5, (4, 4)), (2, 3.5, (2, 4)), (4, 2, (1, 2)), (2, 0.5, (1, 1))],
+)
+def test_threads_follow_a_quota(machine, monkeypatch, towers, quota, threads):
+    machine(0)
+    have_cpus(monkeypatch, 6, quota)
+    for _ in range(2):  # what is there already is ours
+        note = devices.configure(towers).note
+        said = f"Threads: {threads[1]}, as the container may use {quota:g} of 6 CPUs."
+        assert note.endswith(said)
+        assert (_threads(), _inter_op_threads()) == threads
+
+
+def test_a_quota_counts_beside_gpus(machine, monkeypatch):
+    machine(2)
+    have_cpus(monkeypatch, 8, 2)
+    assert devices.configure().note == (
+        "Threads: 2, as the container may use 2 of 8 CPUs."
+    )
+    assert (_threads(), _inter_op_threads()) == (2, 2)
+
+
+def test_threads_that_the_user_chose_stay_under_a_quota(machine, monkeypatch):
+    machine(0)
+    have_cpus(monkeypatch, 8, 2)
+    tf.config.threading.set_inter_op_parallelism_threads(5)
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "6")
+    note = devices.configure(2).note
+    assert note.endswith(
+        "Threads of the input: 2, as the container may use 2 of 8 CPUs."
+    )
+    assert (_threads(), _inter_op_threads()) == (0, 5)
+
+
+def test_a_quota_of_a_tensorflow_that_has_begun(machine, initialised, monkeypatch):
+    initialised(machine(0))
+    have_cpus(monkeypatch, 8, 2)
+    assert "Threads of the input: 2" in devices.configure(1).note
 
 
 @pytest.mark.parametrize(
@@ -738,7 +792,6 @@ def test_hosts_on_a_machine_divide_its_cores(
     machine(0)
     joined = Membership(0, addresses, addresses)
     monkeypatch.setattr(process_group, "join_as_started", lambda hosts: joined)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     devices.configure(towers, hosts="auto")
     assert _threads() == expected
 
@@ -767,7 +820,7 @@ def test_threads_in_a_process_of_its_own():
     done = run_python(
         """
         import os
-        os.cpu_count = lambda: 6
+        os.sched_getaffinity = lambda pid: range(6)
         import tensorflow as tf
         from towers import devices
         devices.configure(2)

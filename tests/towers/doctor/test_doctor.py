@@ -882,8 +882,8 @@ def test_the_limits_of_a_container(tmp_path, free, files):
     finding = host.cores(root)
     assert finding.verdict == "note"
     assert finding.figures["quota"] == 0.5
-    assert "TF_NUM_INTRAOP_THREADS=1 " in finding.text
-    finding = host.memory(root)
+    assert "so TensorFlow and the input get 1 thread each" in finding.text
+    finding = host.memory(root=root)
     assert finding.verdict == "note"
     assert finding.figures == {"free_mb": 1024 + 256, "total_mb": 3072}
 
@@ -893,15 +893,23 @@ def test_the_limits_of_a_container(tmp_path, free, files):
 )
 def test_memory(tmp_path, free, free_mb, verdict):
     free(free_mb, 8000)
-    finding = host.memory(tmp_path)
+    finding = host.memory(root=tmp_path)
     assert finding.verdict == verdict
     assert finding.figures == {"free_mb": free_mb, "total_mb": 8000}
 
 
+@pytest.mark.parametrize(("gpus_mb", "verdict"), [(4000, "ok"), (4001, "note")])
+def test_memory_of_twice_the_gpus(tmp_path, free, gpus_mb, verdict):
+    free(4000, 8000)
+    finding = host.memory(gpus_mb, tmp_path)
+    assert finding.verdict == verdict
+    assert ("twice the memory of its GPUs" in finding.text) == (verdict == "note")
+
+
 def test_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert host.cores(tmp_path).verdict == "ok"
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {0, 3})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
     finding = host.cores(tmp_path)
     assert (finding.verdict, finding.text) == ("note", "2 of 8 may be used (taskset)")

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.small import tiny
 from towers import devices, multi_gpu_model
 from towers.devices.nvml import Driver, Gpu
+from towers.machine import limits
 from towers.monitoring import device_report as report
 from towers.monitoring.device_report import DeviceReport
 
@@ -254,7 +255,8 @@ class TestProcess:
         assert min(peak, still) >= with_it - 5
 
     def test_utilization_is_that_since_the_last_call(self, monkeypatch):
-        monkeypatch.setattr(report.os, "cpu_count", lambda: 4)
+        cpus = limits.Processors(there=8, allowed=8, quota=4)
+        monkeypatch.setattr(limits, "processors", lambda: cpus)
         now = types.SimpleNamespace(s=0.0, cpu_s=100.0)
         device_report = DeviceReport(
             ON_CPU, clock=lambda: now.s, cpu_clock=lambda: now.cpu_s
@@ -273,6 +275,7 @@ class TestProcess:
         assert passes(1, computed=4.01) == 1.0
         (process,) = columns(device_report.text())
         assert process["busy"] == "62%"
+        assert process[""] == "this process, 4 cores"
 
     def test_the_table_leaves_out_what_only_gpus_have(self):
         device_report = DeviceReport(ON_CPU)

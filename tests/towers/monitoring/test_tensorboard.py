@@ -611,6 +611,9 @@ class TestDashboards:
             "device/cpu:0/rss_mb": 1.0,
             "device/gpu:0/memory_mb": 1.0,
             "device/gpu:0/utilization": 1.0,
+            "device/gpu:0/utilization_min": 0.0,
+            "device/gpu:0/utilization_p10": 0.1,
+            "device/gpu:0/utilization_median": 0.5,
         }
         run.train(model, epochs=1, measures=[lambda: measured])
         # A run that goes on does not lay it out twice.

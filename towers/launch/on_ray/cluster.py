@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import ray
 
 from towers.launch.arguments import Options
+from towers.machine import limits
 
 
 def connect(options: Options) -> bool:
@@ -29,7 +30,7 @@ def connect(options: Options) -> bool:
     # For this run only; Ray would leave one in the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Hosts on one machine share its CPUs.
-    cpus = max(options.most * options.num_cpus, os.cpu_count() or 1)
+    cpus = max(options.most * options.num_cpus, limits.cpu_count())
     ray.init(address="local", num_cpus=cpus)
     return True
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
@@ -78,6 +79,7 @@ class TensorBoard(keras.callbacks.Callback):
         sample: tf.data.Dataset | None = None,
         class_names: Sequence[str] | None = None,
         metrics: Sequence[str] = ("accuracy",),
+        timeline: Callable[[], Mapping[str, np.ndarray]] | None = None,
     ):
         """Initializes the callback. It writes nothing yet.
 
@@ -101,6 +103,8 @@ class TensorBoard(keras.callbacks.Callback):
                 confusion matrix at the end. None: neither.
             class_names: Names of the classes. By default their numbers.
             metrics: Names of the metrics that are shown beside the loss.
+            timeline: Returns what devices did in the last seconds, from 0 to 1, by
+                name, to be drawn twice a minute and at the end.
 
         Raises:
             ValueError: If the number of steps is not positive.
@@ -108,16 +112,13 @@ class TensorBoard(keras.callbacks.Callback):
         super().__init__()
         self._asked_dir, self._log_dir = log_dir, ""
         self._interval = Interval(log_steps)
-        self._texts = texts
-        self._scalars = scalars
-        self._measures = measures
-        self._marks = marks
-        self._hparams = hparams
-        self._histograms = histograms
+        self._texts, self._scalars = texts, scalars
+        self._measures, self._marks = measures, marks
+        self._hparams, self._histograms = hparams, histograms
         self._graph = graph
-        self._examples = examples
-        self._sample = sample
+        self._examples, self._sample = examples, sample
         self._metrics = metrics
+        self._timeline = pictures.Timeline(timeline)
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
         # Where examples have been written already.
@@ -173,6 +174,8 @@ class TensorBoard(keras.callbacks.Callback):
                 "train", "batch", self._with_rate(logs), self._interval.step
             )
             self._write_measures()
+            with self._writer("train").as_default(self._interval.step):
+                self._timeline.write_if_due()
 
     @_while_it_works
     def on_test_end(self, logs=None):
@@ -206,6 +209,7 @@ class TensorBoard(keras.callbacks.Callback):
         if self._measured_step != self._interval.step:
             self._write_measures()
         with self._writer("train").as_default(self._interval.step):
+            self._timeline.write()
             for tag, text in self._texts.items():
                 if callable(text):
                     tf.summary.text(tag, text())

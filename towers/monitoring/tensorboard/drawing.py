@@ -2,7 +2,7 @@
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -19,6 +19,9 @@ _MOST_NAMED = 25
 # The longest name of a class that is written in full.
 _NAME = 120
 _INK, _SOFT, _PAPER = (40, 44, 52), (208, 208, 208), (255, 255, 255)
+_FILL = (33, 113, 181)
+# Of a row that is drawn over time.
+_ROW, _COLUMN = 60, 6
 
 
 def sheet(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
@@ -50,6 +53,36 @@ def sheet(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
         for number, line in enumerate(each):
             text = _short(line, cell - _GAP)
             pen.text((x, y + height + number * _LINE), text, _INK, _font())
+    return np.asarray(paper)
+
+
+def areas(rows: Mapping[str, np.ndarray], caption: str) -> np.ndarray:
+    """Draws rows of numbers below one another, each as an area over time.
+
+    Args:
+        rows: Numbers from 0 to 1 by name, [N] each; NaN where there is none.
+        caption: What stands below.
+
+    Returns:
+        A picture, uint8 [H, W, 3].
+    """
+    left = math.ceil(max(map(_length, rows))) + 2 * _GAP
+    count = max(map(len, rows.values()))
+    width = max(left + count * _COLUMN, math.ceil(_length(caption))) + 2 * _GAP
+    height = len(rows) * (_ROW + _GAP) + _GAP + _LINE
+    paper = Image.new("RGB", (width, height), _PAPER)
+    pen = ImageDraw.Draw(paper)
+    for place, (name, values) in enumerate(rows.items()):
+        top = _GAP + place * (_ROW + _GAP)
+        bottom, right = top + _ROW - 1, left + count * _COLUMN - 1
+        pen.text((_GAP, (top + bottom) / 2), name, _INK, _font(), anchor="lm")
+        pen.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline=_SOFT)
+        for k, value in enumerate(values):
+            if full := round(_ROW * float(np.nan_to_num(value))):
+                x = left + k * _COLUMN
+                box = (x, bottom + 1 - full, x + _COLUMN - 1, bottom)
+                pen.rectangle(box, _FILL)
+    pen.text((_GAP, height - _GAP), caption, _INK, _font(), anchor="ld")
     return np.asarray(paper)
 
 

@@ -21,6 +21,9 @@ _PAGE = {
         "Share of time waiting for input": ["waiting$"],
         "Milliseconds of a step waiting for input": ["step_ms/input$"],
         "Utilization of devices": ["device/.*/utilization$"],
+        "Utilization of devices: median, 10th percentile and minimum of samples": [
+            "device/.*/utilization_(median|p10|min)$"
+        ],
         "Memory of GPUs in MB": ["device/gpu.*_mb$"],
         "Memory of the process in MB": ["device/cpu.*_mb$"],
     },

@@ -1,6 +1,7 @@
 """Shows a model's examples and mistakes in TensorBoard."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +14,8 @@ from towers.monitoring.tensorboard import drawing
 _MOST_EXAMPLES = 10_000
 # Of more classes than that, nobody reads a table.
 _MOST_CLASSES = 20
+# To draw what devices do takes milliseconds.
+_TIMELINE_S = 30.0
 
 
 class Classes:
@@ -27,6 +30,37 @@ class Classes:
     def drawn(self, label: Any) -> str:
         """The name as it is drawn: the number, if the font lacks a letter."""
         return drawing.plain(self[label]) or str(int(label))
+
+
+class Timeline:
+    """Draws what devices have done lately, beside the steps of training."""
+
+    def __init__(
+        self,
+        rows: Callable[[], Mapping[str, np.ndarray]] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Initializes it.
+
+        Args:
+            rows: Returns what to draw, [N] from 0 to 1 by name; nothing if unknown.
+            clock: Returns seconds.
+        """
+        self._rows, self._clock = rows, clock
+        self._drawn_s = float("-inf")
+
+    def write_if_due(self) -> None:
+        """Writes a picture, with the tag `utilization`, unless one is recent."""
+        if self._clock() - self._drawn_s >= _TIMELINE_S:
+            self.write()
+
+    def write(self) -> None:
+        """Writes a picture."""
+        rows = self._rows() if self._rows is not None else {}
+        if rows:
+            self._drawn_s = self._clock()
+            caption = "each column is a sample, the latest on the right, up to 100%"
+            _write_image("utilization", drawing.areas(rows, caption))
 
 
 def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:

@@ -61,6 +61,7 @@ def measured(watch: Watch) -> dict:
         "tokens_per_sec": watch.throughput.tokens_per_sec,
         "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
         "waiting": watch.starvation.waiting,
+        "utilization": watch.devices.utilization() or None,
         "verdict": watch.starvation.verdict,
         "measured": watch.text(),
     }
@@ -74,8 +75,8 @@ def measured_before(model_dir: str) -> dict:
     except (OSError, ValueError):
         summary = None
     known = rename_keys(summary) if isinstance(summary, dict) else {}
-    names = "examples_per_sec", "tokens_per_sec", "step_ms", "waiting", "verdict"
-    return {name: known.get(name) for name in (*names, "measured")}
+    names = "examples_per_sec", "tokens_per_sec", "step_ms", "waiting", "utilization"
+    return {name: known.get(name) for name in (*names, "verdict", "measured")}
 
 
 def text(summary: dict, trained: bool = True) -> str:

@@ -14,8 +14,10 @@ import tensorflow as tf
 from towers import input_pipeline
 from towers.collectives.hosts import this_host
 from towers.input_pipeline.cache import space
+from towers.input_pipeline.pipeline.room import shuffle_note
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
+from towers.input_pipeline.sources.base import StreamSource
 from towers.program.commands import read_randaugment
 from towers.train.parts import facts as facts_parts
 from towers.train.parts import own_data
@@ -98,7 +100,10 @@ class Data:
         """Says what was decided about the data without being asked for."""
         several = this_host().count > 1
         reading = self.training.pipeline.reads_whole if several else ""
-        return [*self.source.notes, *filter(None, [self.scaling_note, reading])]
+        streams = isinstance(self.source, StreamSource)
+        buffer = shuffle_note(self.settings.shuffle_mb) if streams else ""
+        notes = self.scaling_note, reading, buffer
+        return [*self.source.notes, *filter(None, notes)]
 
     def blaming(self) -> contextlib.AbstractContextManager[None]:
         """Inside, an error of the input names the record that is bad."""
