@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.input_pipeline.sources.files import stored
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
 from towers.input_pipeline.sources.files.record import (
     FAULTS,
@@ -177,7 +178,10 @@ class CSVSource(StreamFiles):
         return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
 
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
-        return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
+        lines = _lines(path)
+        if self._stored is not None:
+            lines = stored.lines(self._stored, path).skip(1)
+        return lines.filter(lambda line: tf.strings.strip(line) != "")
 
     def _look_at_columns(self, path: str, asked: bool) -> dict[str, list[str]]:
         """Looks at the first rows for what holds of whole columns.

@@ -20,13 +20,15 @@ class RowGroups:
 
     Args:
         paths: of the files.
+        open_file: opens one for reading; `File`, or as it does.
 
     Raises:
         ValueError: one is no whole Parquet file.
     """
 
-    def __init__(self, paths: Iterable[str]):
-        self._footers = {path: _footer(path) for path in paths}
+    def __init__(self, paths: Iterable[str], open_file: Callable[[str], Any]):
+        self._open_file = open_file
+        self._footers = {path: _footer(path, open_file) for path in paths}
 
     def schema(self, path: str) -> Any:
         """The columns of a file and their types, as pyarrow has them."""
@@ -73,7 +75,7 @@ class RowGroups:
         import pyarrow
 
         try:
-            with _open(path, self._footers[path]) as file:
+            with _open(self._open_file(path), self._footers[path]) as file:
                 if most is None:
                     table = file.read_row_group(group, columns=names)
                 else:
@@ -212,23 +214,26 @@ def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:
         return None
 
 
-class _File(tf.io.gfile.GFile):
+class File(tf.io.gfile.GFile):
     """A file of any file system, for pyarrow."""
 
     closed = False
 
+    def __init__(self, path: str):
+        super().__init__(path, "rb")
 
-def _open(path: str, footer: Any = None) -> Any:
+
+def _open(file: Any, footer: Any = None) -> Any:
     from pyarrow import parquet
 
-    return parquet.ParquetFile(_File(path, "rb"), metadata=footer)
+    return parquet.ParquetFile(file, metadata=footer)
 
 
-def _footer(path: str) -> Any:
+def _footer(path: str, open_file: Callable[[str], Any]) -> Any:
     import pyarrow
 
     try:
-        with _open(path) as file:
+        with _open(open_file(path)) as file:
             return file.metadata
     except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
         raise ValueError(
