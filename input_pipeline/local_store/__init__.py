@@ -1,5 +1,1 @@
-"""A local store of parts of remote files: ``--local_store``."""
-
-from towers.input_pipeline.local_store.store import LocalStore, StoredFiles
-
-__all__ = ["LocalStore", "StoredFiles"]
+"""A local store of parts of files that lie far away."""

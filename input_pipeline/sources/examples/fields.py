@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from towers.input_pipeline.local_store import LocalStore
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.files.file_source import FileSource
 from towers.input_pipeline.sources.files.record import Record
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.local_store import StoredFiles
+from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files import in_python
 
 # A TFRecord: its length and a checksum of that, the data, a checksum of these.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from towers.input_pipeline.local_store import LocalStore
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.sources.folder import classes
 from towers.input_pipeline.sources.folder.image_folder import ImageFolderSource

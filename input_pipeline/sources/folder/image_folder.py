@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.input_pipeline.local_store import LocalStore
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.folder import classes, pictures

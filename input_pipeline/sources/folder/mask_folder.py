@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images import masks
-from towers.input_pipeline.local_store import LocalStore
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import IndexedSource, size_and_time
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.input_pipeline.local_store import LocalStore
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.files import stored
 
 
