@@ -10,6 +10,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -64,7 +65,7 @@ def read_file(files: StoredFiles, path: tf.Tensor) -> tf.Tensor:
     """What ``tf.io.read_file`` returns."""
 
     def read(path):
-        return [np.array(_call(files.read_file, path.decode()), object)]
+        return [np.array(_call(files.read_file, _text(path)), object)]
 
     (content,) = in_python.call(read, [path], [tf.string])
     return tf.ensure_shape(content, [])
@@ -124,7 +125,7 @@ def _parts(files, path, find_end, dataset):
     take_apart = _take_apart(dataset)
 
     def read(path, begin):
-        part, end = _call(_whole, files, path.decode(), int(begin), find_end)
+        part, end = _call(_whole, files, _text(path), int(begin), find_end)
         if not part:
             return np.array([], object), end
         with tempfile.NamedTemporaryFile(dir=_FOLDER, prefix="towers-") as copy:
@@ -184,6 +185,11 @@ def _end_of_records(part: bytes | bytearray, left: int) -> int:
 
 def _end_of_lines(part: bytes | bytearray, left: int) -> int:
     return len(part) if len(part) == left else part.rfind(b"\n") + 1
+
+
+def _text(path: Any) -> str:
+    """A path, which comes in another form where TensorFlow is eager."""
+    return np.asarray(path).item().decode()
 
 
 def _call(function: Callable, *arguments):
