@@ -20,8 +20,8 @@ from towers.input_pipeline.sources.files import in_python
 
 # A TFRecord: its length and a checksum of that, the data, a checksum of these.
 _HEADER, _AROUND = 12, 16
-# Batches of whole files to look ahead.
-_BATCHES_AHEAD = 64
+# Records to look ahead, of which each is a file; two batches at least.
+_RECORDS_AHEAD = 512
 # Copies lie in memory where that is possible.
 _FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -76,6 +76,7 @@ def announced(
     batches: tf.data.Dataset,
     paths: Callable[[tf.Tensor], tuple[tf.Tensor, ...]],
     group: str,
+    batch_size: int,
 ) -> tf.data.Dataset:
     """Looks some batches ahead, and has the files of their records read.
 
@@ -84,6 +85,7 @@ def announced(
         batches: of numbers of records, and anything else.
         paths: of files that each record of a batch needs.
         group: names those that are read in turn.
+        batch_size: records in a batch.
     """
 
     def announce(numbers, *_paths):
@@ -96,7 +98,7 @@ def announced(
         return tf.ensure_shape(same, numbers.shape), *beside
 
     look = tf.autograph.experimental.do_not_convert(look)
-    return batches.map(look).prefetch(_BATCHES_AHEAD)
+    return batches.map(look).prefetch(max(_RECORDS_AHEAD // batch_size, 2))
 
 
 def records(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:

@@ -28,8 +28,10 @@ class StoredFolder(abc.ABC):
             return tf.io.read_file(path)
         return stored.read_file(self._stored, path)
 
-    def _batches(self, split, *options):
-        batches = super()._batches(split, *options)
+    def _batches(self, split, batch_size, *options):
+        batches = super()._batches(split, batch_size, *options)
         if self._stored is None:
             return batches
-        return stored.announced(self._stored, batches, self._paths_of, split)
+        return stored.announced(
+            self._stored, batches, self._paths_of, split, batch_size
+        )
