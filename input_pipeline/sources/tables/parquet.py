@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import StreamSource
-from towers.input_pipeline.sources.files import in_python, stored
+from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
 from towers.input_pipeline.sources.files.record import FILE, Record
 from towers.input_pipeline.sources.tables import (
@@ -80,8 +80,7 @@ class ParquetSource(FileSource, StreamSource):
                 "installed: pip install 'keras-towers[parquet]'"
             ) from error
         super().__init__(pattern, num_classes, **options)
-        open_file = row_groups.File if self._stored is None else self._open_stored
-        self._groups = row_groups.RowGroups(self._all_files(), open_file)
+        self._groups = row_groups.RowGroups(self._all_files(), self._stored)
         for split, paths in self._files.items():
             self._set_sizes(split, [self._groups.rows(path) for path in paths])
         first, *others = self._all_files()
@@ -95,8 +94,7 @@ class ParquetSource(FileSource, StreamSource):
         self.image_shape = self._columns.image_shape
         self.label_field = ",".join(self._columns.labels)
         self.encoded = len(self.image_shape) == 3
-        if self._columns.note:
-            self.notes = (*self.notes, self._columns.note)
+        self.notes += (self._columns.note,) if self._columns.note else ()
         self.reads = (*self._columns.names, self._fraction)
         for path in others:
             found = self._groups.schema(path)
@@ -160,9 +158,6 @@ class ParquetSource(FileSource, StreamSource):
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
         return self._groups.row_bytes(self.files(split))
-
-    def _open_stored(self, path: str) -> Any:
-        return stored.StoredFile(self._stored, path)
 
     def parse(self, records: _Record) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""

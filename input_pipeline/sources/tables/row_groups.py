@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 
 # A column of pyarrow's; read, they are by their names.
@@ -20,15 +22,15 @@ class RowGroups:
 
     Args:
         paths: of the files.
-        open_file: opens one for reading; `File`, or as it does.
+        stored: the files, if they are read through a store.
 
     Raises:
         ValueError: one is no whole Parquet file.
     """
 
-    def __init__(self, paths: Iterable[str], open_file: Callable[[str], Any]):
-        self._open_file = open_file
-        self._footers = {path: _footer(path, open_file) for path in paths}
+    def __init__(self, paths: Iterable[str], stored: StoredFiles | None):
+        self._stored = stored
+        self._footers = {path: _footer(path, stored) for path in paths}
 
     def schema(self, path: str) -> Any:
         """The columns of a file and their types, as pyarrow has them."""
@@ -75,7 +77,7 @@ class RowGroups:
         import pyarrow
 
         try:
-            with _open(self._open_file(path), self._footers[path]) as file:
+            with _open(path, self._stored, self._footers[path]) as file:
                 if most is None:
                     table = file.read_row_group(group, columns=names)
                 else:
@@ -214,26 +216,24 @@ def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:
         return None
 
 
-class File(tf.io.gfile.GFile):
+class _File(tf.io.gfile.GFile):
     """A file of any file system, for pyarrow."""
 
     closed = False
 
-    def __init__(self, path: str):
-        super().__init__(path, "rb")
 
-
-def _open(file: Any, footer: Any = None) -> Any:
+def _open(path: str, stored: StoredFiles | None, footer: Any = None) -> Any:
     from pyarrow import parquet
 
+    file = _File(path, "rb") if stored is None else StoredFile(stored, path)
     return parquet.ParquetFile(file, metadata=footer)
 
 
-def _footer(path: str, open_file: Callable[[str], Any]) -> Any:
+def _footer(path: str, stored: StoredFiles | None) -> Any:
     import pyarrow
 
     try:
-        with _open(open_file(path)) as file:
+        with _open(path, stored) as file:
             return file.metadata
     except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
         raise ValueError(
