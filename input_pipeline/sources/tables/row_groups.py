@@ -28,7 +28,7 @@ class RowGroups:
         ValueError: one is no whole Parquet file.
     """
 
-    def __init__(self, paths: Iterable[str], stored: StoredFiles | None):
+    def __init__(self, paths: Iterable[str], stored: StoredFiles | None = None):
         self._stored = stored
         self._footers = {path: _footer(path, stored) for path in paths}
 
