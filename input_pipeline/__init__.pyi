@@ -4,6 +4,7 @@ from .choices import CACHES as CACHES
 from .choices import RECIPES as RECIPES
 from .images.augment import normalize as normalize
 from .images.mix import Mix as Mix
+from .local_store.store import LocalStore as LocalStore
 from .pipeline import Pipeline as Pipeline
 from .pipeline import make_dataset as make_dataset
 from .pipeline.advice import ADVICE as ADVICE

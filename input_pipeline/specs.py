@@ -48,6 +48,7 @@ _OF_TABLES = (
     "vocabularies",
     "eval_fraction",
     "skip_bad",
+    "local_store",
 )
 _TAKES = {
     "digits": _OF_TFDS,
@@ -55,7 +56,7 @@ _TAKES = {
         *(*_OF_TFDS, "target", "num_classes", "label_column"),
         *("feature_columns", "vocabularies"),
     ),
-    "tfrecord": _OF_EXAMPLES,
+    "tfrecord": (*_OF_EXAMPLES, "local_store"),
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
@@ -67,6 +68,7 @@ _TAKES = {
         "sequence_length",
         "eval_fraction",
         "skip_bad",
+        "local_store",
     ),
     "text": (
         "tokenizer",
@@ -140,6 +142,8 @@ class SourceOptions(TypedDict, total=False):
         eval_split: split of ``digits`` and ``tfds:`` to evaluate on.
         shard: (index, count): which part of ``digits`` or ``tfds:`` to read.
         read_config: how TFDS reads the files of ``digits`` or ``tfds:``.
+        local_store: a ``LocalStore``, through which ``tfrecord:``, ``folder:``,
+            ``csv:`` and ``parquet:`` read files that lie far away. Not for text.
     """
 
     image_key: str | None
@@ -160,6 +164,7 @@ class SourceOptions(TypedDict, total=False):
     eval_split: str | None
     shard: tuple[int, int] | None
     read_config: Any
+    local_store: Any
 
 
 def takes(spec: str, name: str) -> bool:
@@ -199,6 +204,12 @@ def check_text(spec: str, given: Collection[str]) -> None:
         raise ValueError(
             f"received text_column and {others[0]} for {spec!r}: expected one of them, "
             "as a model learns from text or from the other"
+        )
+    if "text_column" in given and "local_store" in given:
+        raise ValueError(
+            f"received local_store for {spec!r} with text_column, whose texts are read "
+            "once: expected one of them, so leave out --local_store (in Python, "
+            "local_store)"
         )
     if of_text and "text_column" not in given:
         raise ValueError(

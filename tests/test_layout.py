@@ -30,7 +30,7 @@ PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
     *("choices", "specs", "tokenizer_specs", "data_flags", "service", "text"),
-    *("images", "sources", "records", "pipeline", "cache"),
+    *("images", "local_store", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )
 

@@ -86,8 +86,8 @@ NAMES = {
     "callbacks check_parity configure load_model multi_gpu_model numerics parallelize "
     "sparsify",
     parity: "Parity Row check_parity",
-    input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError Mix Pipeline "
-    "Scaling Source SourceOptions Target blame_records cached find_bad_record "
+    input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError LocalStore Mix "
+    "Pipeline Scaling Source SourceOptions Target blame_records cached find_bad_record "
     "free_memory make_dataset measure_scaling normalize open_source quarantine "
     "scan_labels stage_advice",
 }

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 # What brings records up to `parse` is "read".
 _TEXTS = {
-    "read": "keep the data in memory ({cache}), on a faster disk, or in fewer and "
-    "larger files ({tfrecord})",
+    "read": "keep the data in memory ({cache}), on a faster disk ({local_store} for "
+    "remote files), or in fewer and larger files ({tfrecord})",
     "shuffle": "take a smaller {shuffle_mb}, or keep the data in memory ({cache})",
     "parse": "keep nothing but image and label in the records, or take a larger "
     "{batch_size}",
@@ -24,12 +24,14 @@ _OF_KEPT = dict.fromkeys(
 
 _NAMES = "batch_size data_service ram_budget_mb randaugment recipe shuffle_mb".split()
 _FLAGS = {name: f"--{name}" for name in (*_NAMES, "cache", "image_size")} | {
+    "local_store": "--local_store",
     "steps": "--steps_per_loop=10",
     "tfrecord": "tfrecord:",
 }
 _ARGUMENTS = {name: name for name in _NAMES} | {
     "cache": "input_pipeline.cached",
     "image_size": "image_shape",
+    "local_store": "input_pipeline.LocalStore",
     "steps": "compile(steps_per_execution=10)",
     "tfrecord": "TFRecord",
 }

@@ -6,6 +6,7 @@ from typing import Literal
 
 from towers.elastic import notice
 from towers.input_pipeline import data_flags, specs, tokenizer_specs
+from towers.input_pipeline.local_store import store_flags
 from towers.models import spec
 from towers.program.commands import (
     check_data_service,
@@ -29,6 +30,7 @@ OF_DATA_SETS = (
     "group_by_length",
     *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "scale"),
     *("cache", "cache_dir", "shuffle_mb", "ram_budget_mb", "data_service"),
+    *("local_store", "local_store_gb"),
 )
 # Flags that say nothing where the user's file has the optimizer, or the loss. It may
 # ask for the learning rate.
@@ -99,6 +101,8 @@ def check(settings: Settings) -> Settings:
     tower_flags.check(settings)
     _check_cache(settings)
     check_data(settings)
+    named = [each for each in (settings.dataset, settings.eval_dataset) if each]
+    store_flags.check(settings, named)
     _check_grouping(settings)
     if settings.uses_data_dir:
         check_folder("data_dir", settings.data_dir, "--data_dir", new=True)

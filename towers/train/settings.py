@@ -18,6 +18,7 @@ from towers.input_pipeline.choices import (
     RECIPES,
     SCALES,
 )
+from towers.input_pipeline.local_store.store_flags import LIMIT_GB
 from towers.models import spec
 from towers.train.outputs.absolute_paths import with_absolute_path
 from towers.train.parts import metrics
@@ -61,6 +62,7 @@ OF_A_HOST = (
     ),
     *("log_device_placement", "ram_budget_mb", "prefetch"),
     *("data_dir", "cache_dir", "model_dir", "preemption_notice"),
+    *("local_store", "local_store_gb"),
 )
 
 
@@ -102,6 +104,8 @@ class Settings:
     # Input pipeline.
     cache: Literal[*CACHES] = "auto"
     cache_dir: str | None = None
+    local_store: str | None = None
+    local_store_gb: float = LIMIT_GB
     shuffle_mb: int = 256
     ram_budget_mb: int | None = None
     prefetch: int | None = None

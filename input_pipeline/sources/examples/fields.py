@@ -4,6 +4,7 @@ import math
 
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.files.file_source import FileSource
 from towers.input_pipeline.sources.files.record import Record
 
@@ -25,6 +26,7 @@ class ExampleFiles(FileSource):
         label_key: field of the int64 label; None for image/class/label.
         num_classes: see ``FileSource``.
         skip_bad: see ``FileSource``.
+        local_store: see ``FileSource``.
 
     Raises:
         ValueError: no file.
@@ -37,8 +39,9 @@ class ExampleFiles(FileSource):
         label_key: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
+        local_store: LocalStore | None = None,
     ):
-        super().__init__(pattern, num_classes, skip_bad, eval_fraction=0)
+        super().__init__(pattern, num_classes, skip_bad, 0, local_store)
         self.image_shape = (None, None, 3)
         self._may_be_row = image_key is None
         image_key = image_key or "image/encoded"

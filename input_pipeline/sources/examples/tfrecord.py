@@ -14,6 +14,7 @@ from towers.input_pipeline.sources.base import Places
 from towers.input_pipeline.sources.examples import framing, record_index
 from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
 from towers.input_pipeline.sources.examples.record_index import RecordIndex
+from towers.input_pipeline.sources.files import stored
 from towers.input_pipeline.sources.files.file_source import (
     LABELS_AT_ONCE,
     StreamFiles,
@@ -74,6 +75,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     def is_whole(self, path: str) -> bool:
         """See ``Source.is_whole``."""
+        if self._stored is not None:
+            return stored.is_whole(self._stored, path)
         return framing.is_whole(path)
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
@@ -84,6 +87,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         )
 
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
+        if self._stored is not None:
+            return stored.records(self._stored, path)
         return tf.data.TFRecordDataset(path)
 
     def _reader(self, split: str) -> _Reader:
@@ -104,6 +109,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
     def reads_whole(self, split: str) -> str:
         """See ``StreamSource.reads_whole``."""
+        if self._stored is not None:
+            return "a local store has parts of files"
         record_bytes = functools.partial(self.record_bytes, split)
         return self._index[split].reads_whole(record_bytes)
 

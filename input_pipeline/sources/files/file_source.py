@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
@@ -41,6 +42,7 @@ class FileSource(Source):
         num_classes: None reads all labels and takes the largest plus one.
         skip_bad: whether to look beyond bad records for what must be known.
         eval_fraction: of the records to hold out, if no file is; None for a tenth.
+        local_store: where to keep what is read of files that lie far away, if anywhere.
 
     Attributes:
         kind: what stands before the colon of a spec.
@@ -58,6 +60,7 @@ class FileSource(Source):
         num_classes: int | None = None,
         skip_bad: bool = False,
         eval_fraction: float | None = None,
+        local_store: LocalStore | None = None,
     ):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
@@ -70,6 +73,10 @@ class FileSource(Source):
             if eval_fraction:
                 raise splits.held_out_by_name(eval_fraction, self.name, self._files)
             self._fraction = 0
+        self._stored = None
+        if local_store is not None:
+            self._stored = local_store.open(self.name, self._all_files())
+            self.in_graph, self.notes = False, (*self.notes, self._stored.note)
         # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf
 

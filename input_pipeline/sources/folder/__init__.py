@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.sources.folder import classes
 from towers.input_pipeline.sources.folder.image_folder import ImageFolderSource
@@ -21,6 +22,7 @@ def open_folder(
     skip_bad: bool = False,
     tokenizer: str | Tokenizer | None = None,
     sequence_length: int | None = None,
+    local_store: LocalStore | None = None,
 ) -> Source:
     """Opens a folder of pictures or texts.
 
@@ -35,6 +37,7 @@ def open_folder(
         skip_bad: see ``MaskFolderSource`` and ``TextFolderSource``.
         tokenizer: of texts; see ``TextFolderSource``.
         sequence_length: of texts; see ``TextFolderSource``.
+        local_store: where to keep pictures that lie far away, if anywhere.
 
     Raises:
         ValueError: the folder has something else.
@@ -52,9 +55,10 @@ def open_folder(
     of_text = {name: value for name, value in of_text.items() if value is not None}
     if of_masks and target != "class" and not of_text:
         return MaskFolderSource(
-            directory, eval_fraction, num_classes, class_names, skip_bad
+            *(directory, eval_fraction, num_classes, class_names, skip_bad),
+            local_store=local_store,
         )
-    source = _open_classes(directory, eval_fraction, skip_bad, of_text)
+    source = _open_classes(directory, eval_fraction, skip_bad, of_text, local_store)
     if num_classes not in (None, source.num_classes):
         raise ValueError(
             f"num_classes is {num_classes}, but {directory} has {source.num_classes} "
@@ -68,13 +72,20 @@ def _open_classes(
     eval_fraction: float | None,
     skip_bad: bool,
     of_text: Mapping[str, Any],
+    local_store: LocalStore | None,
 ) -> Source:
     """Opens class folders, of texts or of pictures, by what they have."""
     if classes.are_texts(directory):
-        return TextFolderSource(directory, eval_fraction, skip_bad=skip_bad, **of_text)
+        source = TextFolderSource(
+            directory, eval_fraction, skip_bad=skip_bad, **of_text
+        )
+        if local_store is not None:
+            note = f"{source.name} has texts, which are read once: no store is used."
+            source.notes = (*source.notes, note)
+        return source
     for name in of_text:
         raise ValueError(
             f"received {name} for folder:{directory}, whose class folders have no "
             "texts: expected .txt files there, or leave it out"
         )
-    return ImageFolderSource(directory, eval_fraction)
+    return ImageFolderSource(directory, eval_fraction, local_store)

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.folder import classes, pictures
+from towers.input_pipeline.sources.folder.stored_folder import StoredFolder
 
 
-class ImageFolderSource(IndexedSource):
+class ImageFolderSource(StoredFolder, IndexedSource):
     """Class folders; the sorted names of the folders are the labels.
 
     With DIR/train and one of DIR/validation, valid, val or test, those are the
@@ -21,13 +23,19 @@ class ImageFolderSource(IndexedSource):
         directory: DIR.
         eval_fraction: of the files of each class to hold out, if no folder is; None for
             a tenth.
+        local_store: where to keep pictures that lie far away, if anywhere.
 
     Raises:
         ValueError: no such folder, no class folder, one without an image, a class that
             is only in the held-out split, or a fraction although a folder is held out.
     """
 
-    def __init__(self, directory: str, eval_fraction: float | None = None):
+    def __init__(
+        self,
+        directory: str,
+        eval_fraction: float | None = None,
+        local_store: LocalStore | None = None,
+    ):
         found = classes.find(directory, eval_fraction, pictures.Sorted())
         self.name = f"folder:{directory}"
         self.image_shape = (None, None, 3)
@@ -36,6 +44,8 @@ class ImageFolderSource(IndexedSource):
         # Paths in a fixed order, and the label of each.
         self._labels = found.labels
         self.splits = {split: len(paths) for split, paths in self._labels.items()}
+        paths = [path for split in self._labels.values() for path in split]
+        self._store(local_store, paths)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's images."""
@@ -48,7 +58,10 @@ class ImageFolderSource(IndexedSource):
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
         """See ``Source.load``."""
-        return tf.io.read_file(image)
+        return self._read_file(image)
+
+    def _paths_of(self, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return (tf.gather(self._tensors[0], numbers),)
 
     @functools.cached_property
     def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:

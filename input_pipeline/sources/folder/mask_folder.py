@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images import masks
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import IndexedSource, size_and_time
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import (
@@ -19,6 +20,7 @@ from towers.input_pipeline.sources.files.record import (
     fault_of,
 )
 from towers.input_pipeline.sources.folder import pictures
+from towers.input_pipeline.sources.folder.stored_folder import StoredFolder
 from towers.input_pipeline.sources.targets import Target
 from towers.program import words
 
@@ -26,7 +28,7 @@ IMAGES, MASKS = "images", "masks"
 _NAMES = "classes.txt"
 
 
-class MaskFolderSource(IndexedSource):
+class MaskFolderSource(StoredFolder, IndexedSource):
     """Pictures in ``images``, and in ``masks`` a PNG of the same stem for each.
 
     A mask has the number of a class for each pixel, as grey values or as places in a
@@ -41,6 +43,7 @@ class MaskFolderSource(IndexedSource):
             the largest number in a mask plus one, for which all masks are read.
         class_names: None for those of classes.txt, if it is there.
         skip_bad: whether masks that cannot be read are left out of that.
+        local_store: where to keep files that lie far away, if anywhere.
 
     Raises:
         ValueError: no picture, one without a mask, or a fraction although a folder is
@@ -56,6 +59,7 @@ class MaskFolderSource(IndexedSource):
         num_classes: int | None = None,
         class_names: Sequence[str] | None = None,
         skip_bad: bool = False,
+        local_store: LocalStore | None = None,
     ):
         root = os.path.expanduser(directory)
         self.name = f"folder:{directory}"
@@ -64,6 +68,8 @@ class MaskFolderSource(IndexedSource):
         # The mask of each picture, in a fixed order.
         self._masks = self._find(root, eval_fraction)
         self.splits = {split: len(pairs) for split, pairs in self._masks.items()}
+        pairs = itertools.chain(*(of.items() for of in self._masks.values()))
+        self._store(local_store, [*itertools.chain(*pairs)])
         names = class_names or _read_names(os.path.join(root, _NAMES))
         if names and num_classes not in (None, len(names)):
             raise ValueError(
@@ -90,11 +96,14 @@ class MaskFolderSource(IndexedSource):
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
         """See ``Source.load``."""
-        return tf.io.read_file(image)
+        return self._read_file(image)
 
     def load_mask(self, mask: tf.Tensor) -> tf.Tensor:
         """See ``Source.load_mask``."""
-        return tf.io.read_file(mask)
+        return self._read_file(mask)
+
+    def _paths_of(self, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return self.parse(numbers)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """One record: a file is a picture here."""

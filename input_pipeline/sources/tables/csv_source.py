@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files import stored
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE, StreamFiles
 from towers.input_pipeline.sources.files.record import (
     FAULTS,
@@ -177,7 +179,7 @@ class CSVSource(StreamFiles):
         return lines.batch(LABELS_AT_ONCE).map(parse, tf.data.AUTOTUNE)
 
     def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
-        return _lines(path).filter(lambda line: tf.strings.strip(line) != "")
+        return _rows(path, self._stored)
 
     def _look_at_columns(self, path: str, asked: bool) -> dict[str, list[str]]:
         """Looks at the first rows for what holds of whole columns.
@@ -330,6 +332,12 @@ class CSVSource(StreamFiles):
 def _lines(path: str | tf.Tensor) -> tf.data.Dataset:
     """All lines below the header."""
     return tf.data.TextLineDataset(path).skip(1)
+
+
+def _rows(path: str | tf.Tensor, files: StoredFiles | None) -> tf.data.Dataset:
+    """Lines below the header that are not empty, through a store if there is one."""
+    lines = _lines(path) if files is None else stored.lines(files, path).skip(1)
+    return lines.filter(lambda line: tf.strings.strip(line) != "")
 
 
 def _text(line: tf.Tensor) -> str:

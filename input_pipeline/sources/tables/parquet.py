@@ -80,7 +80,7 @@ class ParquetSource(FileSource, StreamSource):
                 "installed: pip install 'keras-towers[parquet]'"
             ) from error
         super().__init__(pattern, num_classes, **options)
-        self._groups = row_groups.RowGroups(self._all_files())
+        self._groups = row_groups.RowGroups(self._all_files(), self._stored)
         for split, paths in self._files.items():
             self._set_sizes(split, [self._groups.rows(path) for path in paths])
         first, *others = self._all_files()
@@ -94,7 +94,7 @@ class ParquetSource(FileSource, StreamSource):
         self.image_shape = self._columns.image_shape
         self.label_field = ",".join(self._columns.labels)
         self.encoded = len(self.image_shape) == 3
-        self.notes = (self._columns.note,) if self._columns.note else ()
+        self.notes += (self._columns.note,) if self._columns.note else ()
         self.reads = (*self._columns.names, self._fraction)
         for path in others:
             found = self._groups.schema(path)

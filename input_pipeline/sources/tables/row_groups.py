@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 
 # A column of pyarrow's; read, they are by their names.
@@ -20,13 +22,15 @@ class RowGroups:
 
     Args:
         paths: of the files.
+        stored: the files, if they are read through a store.
 
     Raises:
         ValueError: one is no whole Parquet file.
     """
 
-    def __init__(self, paths: Iterable[str]):
-        self._footers = {path: _footer(path) for path in paths}
+    def __init__(self, paths: Iterable[str], stored: StoredFiles | None = None):
+        self._stored = stored
+        self._footers = {path: _footer(path, stored) for path in paths}
 
     def schema(self, path: str) -> Any:
         """The columns of a file and their types, as pyarrow has them."""
@@ -73,7 +77,7 @@ class RowGroups:
         import pyarrow
 
         try:
-            with _open(path, self._footers[path]) as file:
+            with _open(path, self._stored, self._footers[path]) as file:
                 if most is None:
                     table = file.read_row_group(group, columns=names)
                 else:
@@ -218,17 +222,18 @@ class _File(tf.io.gfile.GFile):
     closed = False
 
 
-def _open(path: str, footer: Any = None) -> Any:
+def _open(path: str, stored: StoredFiles | None, footer: Any = None) -> Any:
     from pyarrow import parquet
 
-    return parquet.ParquetFile(_File(path, "rb"), metadata=footer)
+    file = _File(path, "rb") if stored is None else StoredFile(stored, path)
+    return parquet.ParquetFile(file, metadata=footer)
 
 
-def _footer(path: str) -> Any:
+def _footer(path: str, stored: StoredFiles | None) -> Any:
     import pyarrow
 
     try:
-        with _open(path) as file:
+        with _open(path, stored) as file:
             return file.metadata
     except (pyarrow.ArrowException, tf.errors.OpError, OSError) as error:
         raise ValueError(

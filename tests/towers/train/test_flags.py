@@ -120,6 +120,25 @@ def test_what_own_data_leave_no_room_for():
             "--cache_dir=a with --cache=memory, which keeps no files",
         ),
         ({"image_key": "a"}, "--image_key=a for digits; expected it only for tf"),
+        ({"local_store_gb": 0.0}, "--local_store_gb=0.0; expected a number above 0"),
+        ({"local_store_gb": 3.0}, "--local_store_gb=3 without --local_store; exp"),
+        ({"local_store": "a"}, "--local_store=a for digits; expected it only for tf"),
+        (
+            {"dataset": "csv:gs://a", "local_store": "gs://b"},
+            "--local_store=gs://b; expected a folder of this machine, or",
+        ),
+        (
+            {"dataset": "csv:gs://a", "local_store": "/proc/a"},
+            "Cannot write to the local_store /proc/a: no file can be made",
+        ),
+        (
+            {"dataset": "csv:gs://a", "local_store": "a", "text_column": "b"},
+            "--local_store=a with --text_column, whose texts are read once",
+        ),
+        (
+            {"dataset": "csv:gs://a", "local_store": "a", "data_service": "grpc://b:1"},
+            "--local_store=a with --data_service, whose workers read the files",
+        ),
         (
             {"dataset": "csv:a", "train_split": "b"},
             "--train_split=b for csv:a; expected it only for digits, tfds:, so",
@@ -279,6 +298,7 @@ def test_flags_repeat_a_run_from_any_folder(tmp_path, monkeypatch):
         "eval_dataset": "digits",
         "data_dir": "~/data",
         "cache_dir": "gs://bucket/cache",
+        "local_store": "~/my store",
         "split_ratios": ("2", "3"),
         "feature_columns": ("a,b", "c"),
         "strict": False,
@@ -292,6 +312,7 @@ def test_flags_repeat_a_run_from_any_folder(tmp_path, monkeypatch):
         "--eval_dataset=digits",
         "--data_dir=/home/me/data",
         "--cache_dir=gs://bucket/cache",
+        "--local_store=/home/me/my store",
         "--split_ratios=2,3",
         "--model_dir=/runs/mine",
         '--feature_columns="a,b",c',
@@ -305,7 +326,7 @@ def test_flags_repeat_a_run_from_any_folder(tmp_path, monkeypatch):
         after = train_flags.settings()
     assert after.as_text() == text
     assert after.but(model=before.model, dataset=before.dataset) == before.but(
-        data_dir="/home/me/data"
+        data_dir="/home/me/data", local_store="/home/me/my store"
     )
 
 

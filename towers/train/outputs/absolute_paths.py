@@ -7,12 +7,14 @@ from towers.input_pipeline import specs
 from towers.input_pipeline.choices import FILE_KINDS
 from towers.models import spec
 
+_FILES = ("model_dir", "data_dir", "cache_dir", "local_store", "init_weights")
+
 
 def with_absolute_path(name: str, value: str) -> str | None:
     """Returns the value of a flag that names a file; `None` of any other flag."""
     if name == "init_weights" and value == "imagenet":
         return None
-    if name in ("model_dir", "data_dir", "cache_dir", "init_weights") and value:
+    if name in _FILES and value:
         return _absolute(os.path.expanduser(value))
     if name == "preemption_notice" and value not in notice.CLOUDS:
         return _absolute(os.path.expanduser(value))

@@ -1,9 +1,12 @@
 """Data sets are opened as settings describe them, and compared."""
 
+import functools
 import os
+from typing import Any
 
 from towers import input_pipeline
 from towers.input_pipeline.specs import takes
+from towers.program import voice
 from towers.program.commands import read_image_size
 from towers.train.checks import DATA_FLAGS
 from towers.train.parts.data import scale
@@ -72,6 +75,7 @@ def open_source(
             if value is not None and takes(spec, name)
         },
         **_cache_dir(settings, spec),
+        **_local_store(settings, spec),
         data_dir=os.path.expanduser(settings.data_dir),
         seed=settings.seed,
         skip_bad=settings.bad_records == "skip",
@@ -83,6 +87,19 @@ def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
     if settings.cache_dir is None or not takes(spec, "cache_dir"):
         return {}
     return {"cache_dir": settings.cache_dir}
+
+
+def _local_store(settings: Settings, spec: str) -> dict[str, Any]:
+    """The store through which remote files are read, if there is one."""
+    if settings.local_store is None or not takes(spec, "local_store"):
+        return {}
+    return {"local_store": _store(settings.local_store, settings.local_store_gb)}
+
+
+@functools.cache
+def _store(folder: str, limit_gb: float) -> input_pipeline.LocalStore:
+    """One for all data sets of a process: its threads go on until the process ends."""
+    return input_pipeline.LocalStore(folder, limit_gb, tell=voice.warn)
 
 
 def check_same_kind(

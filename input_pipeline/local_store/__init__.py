@@ -1,0 +1,1 @@
+"""A local store of parts of files that lie far away."""

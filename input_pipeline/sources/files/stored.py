@@ -1,0 +1,202 @@
+"""Reads files through a local store, within a graph, and in the order of TensorFlow's.
+
+TensorFlow takes records and lines apart, and checks them, as it does without a store:
+of a copy of one part of a file at a time, which ends where a record does.
+"""
+
+import functools
+import io
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files import in_python
+
+# A TFRecord: its length and a checksum of that, the data, a checksum of these.
+_HEADER, _AROUND = 12, 16
+# Records to look ahead, of which each is a file; two batches at least.
+_RECORDS_AHEAD = 512
+# Copies lie in memory where that is possible.
+_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class StoredFile(io.RawIOBase):
+    """A file for whoever reads here and there in it, such as pyarrow.
+
+    Args:
+        files: of the data set.
+        path: of the file.
+    """
+
+    def __init__(self, files: StoredFiles, path: str):
+        super().__init__()
+        self._files, self._path, self._at = files, path, 0
+
+    def readable(self) -> bool:
+        """See ``io.IOBase``."""
+        return True
+
+    def seekable(self) -> bool:
+        """See ``io.IOBase``."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See ``io.IOBase``."""
+        size = self._files.size(self._path)
+        begins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: size}
+        self._at = begins[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        """See ``io.RawIOBase``."""
+        data = self._files.read_at(self._path, self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def read_file(files: StoredFiles, path: tf.Tensor) -> tf.Tensor:
+    """What ``tf.io.read_file`` returns."""
+
+    def read(path):
+        return [np.array(_call(files.read_file, _text(path)), object)]
+
+    (content,) = in_python.call(read, [path], [tf.string])
+    return tf.ensure_shape(content, [])
+
+
+def announced(
+    files: StoredFiles,
+    batches: tf.data.Dataset,
+    paths: Callable[[tf.Tensor], tuple[tf.Tensor, ...]],
+    group: str,
+    batch_size: int,
+) -> tf.data.Dataset:
+    """Looks some batches ahead, and has the files of their records read.
+
+    Args:
+        files: of the data set.
+        batches: of numbers of records, and anything else.
+        paths: of files that each record of a batch needs.
+        group: names those that are read in turn.
+        batch_size: records in a batch.
+    """
+
+    def announce(numbers, *_paths):
+        for some in zip(*_paths, strict=True):
+            files.announce((path.decode() for path in some), group)
+        return [numbers]
+
+    def look(numbers, *beside):
+        (same,) = in_python.call(announce, [numbers, *paths(numbers)], [tf.int64])
+        return tf.ensure_shape(same, numbers.shape), *beside
+
+    look = tf.autograph.experimental.do_not_convert(look)
+    return batches.map(look).prefetch(max(_RECORDS_AHEAD // batch_size, 2))
+
+
+def records(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:
+    """What ``tf.data.TFRecordDataset`` has of one file."""
+    return _parts(files, path, _end_of_records, tf.data.TFRecordDataset)
+
+
+def lines(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:
+    """What ``tf.data.TextLineDataset`` has of one file."""
+    return _parts(files, path, _end_of_lines, tf.data.TextLineDataset)
+
+
+def is_whole(files: StoredFiles, path: str) -> bool:
+    """Tells whether a TFRecord file ends where a record does, by their lengths."""
+    begin, size = 0, files.size(path)
+    while begin < size:
+        part, end = _whole(files, path, begin, _end_of_records)
+        # As if there were more, for what ends too early.
+        if not part or _end_of_records(part, 2**64) != len(part):
+            return False
+        begin = int(end)
+    return True
+
+
+def _parts(files, path, find_end, dataset):
+    take_apart = _take_apart(dataset)
+
+    def read(path, begin):
+        part, end = _call(_whole, files, _text(path), int(begin), find_end)
+        if not part:
+            return np.array([], object), end
+        with tempfile.NamedTemporaryFile(dir=_FOLDER, prefix="towers-") as copy:
+            copy.write(part)
+            copy.flush()
+            return _call(take_apart, copy.name, len(part)).numpy(), end
+
+    def following(begin, _):
+        found, end = in_python.call(read, [path, begin], [tf.string, tf.int64])
+        return tf.ensure_shape(end, []), tf.ensure_shape(found, [None])
+
+    following = tf.autograph.experimental.do_not_convert(following)
+    parts = tf.data.Dataset.counter().scan(np.int64(0), following)
+    return parts.take_while(lambda found: tf.size(found) > 0).unbatch()
+
+
+@functools.cache
+def _take_apart(dataset: Callable) -> Callable:
+    """What makes a tensor of all records of a file."""
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
+    )
+    def take_apart(path, most):
+        return dataset(path).batch(most).get_single_element()
+
+    return take_apart
+
+
+def _whole(
+    files: StoredFiles, path: str, begin: int, find_end: Callable
+) -> tuple[bytes, np.int64]:
+    """Whole records from a byte of a file on, at least one, and where they end."""
+    part, left, end = bytearray(), files.size(path) - begin, 0
+    while not end and len(part) < left:
+        part += files.read_from(path, begin + len(part))
+        end = find_end(part, left)
+    return bytes(part[:end]), np.int64(begin + end)
+
+
+def _end_of_records(part: bytes | bytearray, left: int) -> int:
+    """Where the last whole record ends; 0 if there is none.
+
+    Args:
+        part: what is read.
+        left: bytes up to the end of the file.
+    """
+    end, size = 0, len(part)
+    while end + _HEADER <= size:
+        (length,) = struct.unpack_from("<Q", part, end)
+        if end + length + _AROUND > size:
+            # TensorFlow says what is wrong with a record that does not end.
+            return end or (size if length + _AROUND > left else 0)
+        end += length + _AROUND
+    return end
+
+
+def _end_of_lines(part: bytes | bytearray, left: int) -> int:
+    return len(part) if len(part) == left else part.rfind(b"\n") + 1
+
+
+def _text(path: Any) -> str:
+    """A path, which comes in another form where TensorFlow is eager."""
+    return np.asarray(path).item().decode()
+
+
+def _call(function: Callable, *arguments):
+    try:
+        return function(*arguments)
+    except (OSError, tf.errors.OpError) as error:
+        text = error.message if isinstance(error, tf.errors.OpError) else error
+        raise ValueError(str(text).splitlines()[0]) from error

@@ -1,0 +1,134 @@
+"""What is announced is fetched before it is asked for, within a bound."""
+
+import threading
+
+import pytest
+
+from towers.input_pipeline.local_store.ahead import Ahead
+
+
+class Fetch:
+    """Fetches items of 10 bytes; one that is held waits until it is let go."""
+
+    def __init__(self, *held):
+        self.begun, self.done = [], threading.Semaphore(0)
+        self.go = {item: threading.Event() for item in held}
+
+    def __call__(self, item):
+        self.begun.append(item)
+        if item in self.go:
+            assert self.go[item].wait(60)
+        self.done.release()
+        return str(item).encode().ljust(10)
+
+
+@pytest.fixture
+def ahead():
+    made = []
+
+    def make(fetch, most_bytes=1000, threads=4):
+        made.append(Ahead(fetch, most_bytes, threads))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def wait_for(fetch, count):
+    for _ in range(count):
+        assert fetch.done.acquire(timeout=60)
+
+
+def test_fetches_each_once_and_in_order(ahead):
+    fetch = Fetch()
+    made = ahead(fetch, threads=1)
+    for item in range(20):
+        made.announce(item, "a")
+    for item in range(20):
+        assert made.get(item) == made.get(item) == str(item).encode().ljust(10)
+        made.drop(item)
+    assert sorted(fetch.begun) == [*range(20)]
+
+
+def test_many_at_once(ahead):
+    fetch = Fetch(*range(4))
+    made = ahead(fetch)
+    for item in range(8):
+        made.announce(item, "a")
+    for item in reversed(range(4)):  # all four are under way
+        fetch.go[item].set()
+        made.get(item)
+    wait_for(fetch, 8)
+
+
+def test_keeps_within_the_bound(ahead):
+    fetch = Fetch()
+    made = ahead(fetch, most_bytes=50, threads=1)
+    made.announce(0, "a")
+    wait_for(fetch, 1)
+    made.get(0)  # what one takes is known now
+    for item in range(1, 20):
+        made.announce(item, "a")
+    wait_for(fetch, 4)
+    assert len(fetch.begun) == 5
+    made.drop(0)
+    wait_for(fetch, 1)
+    assert len(fetch.begun) == 6
+
+
+def test_what_is_asked_for_does_not_wait_for_others(ahead):
+    fetch = Fetch(0)
+    made = ahead(fetch, threads=1)
+    for item in range(3):
+        made.announce(item, "a")
+    assert made.get(2) == b"2".ljust(10)
+    fetch.go[0].set()
+    for item in range(2):
+        made.get(item)
+    assert fetch.begun.count(2) == 1
+
+
+def test_an_error_goes_to_who_asks_and_is_forgotten(ahead):
+    tries = []
+
+    def fetch(item):
+        tries.append(item)
+        if len(tries) == 1:
+            raise ValueError("gone")
+        return b"there"
+
+    made = ahead(fetch)
+    with pytest.raises(ValueError, match="gone"):
+        made.get(1)
+    assert made.get(1) == b"there"
+
+
+def test_what_nobody_takes_makes_room(ahead):
+    """An iterator that was left has announced items that it does not ask for."""
+    fetch = Fetch()
+    made = ahead(fetch, most_bytes=50, threads=1)
+    for item in range(100, 140):
+        made.announce(item, "a")
+    made.announce(0, "a")
+    for item in range(40):
+        made.announce(item + 1, "a")
+        assert made.get(item)
+        made.drop(item)
+    assert fetch.begun.count(0) == 1
+
+
+def test_groups_do_not_take_one_anothers_room(ahead):
+    fetch = Fetch()
+    made = ahead(fetch, most_bytes=50, threads=1)
+    for item in range(5):
+        made.announce(item, "a")
+    wait_for(fetch, 5)
+    for item in range(100, 120):
+        made.announce(item, "b")
+    for item in range(100, 120):
+        made.get(item)
+        made.drop(item)
+    for item in range(5):
+        made.get(item)
+    assert [fetch.begun.count(item) for item in range(5)] == [1] * 5

@@ -1,0 +1,456 @@
+"""A store changes nothing but where data are read, whatever becomes of it."""
+
+import concurrent.futures
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import object_store, once, warm
+from tests.input_pipeline.local_store import fill
+from towers.input_pipeline import (
+    BadRecordError,
+    LocalStore,
+    blame_records,
+    cached,
+    make_dataset,
+    open_source,
+    scan_labels,
+)
+from towers.input_pipeline.local_store import packs, places, store
+
+FILL = "tests.input_pipeline.local_store.fill"
+KINDS = "tfrecord", "folder", "masks", "csv", "parquet", "pictures"
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory, encode, image_example, write_tfrecord):
+    """Data sets of each kind that takes a store, by their names."""
+
+    def make(path):
+        rng = np.random.default_rng(0)
+
+        def picture():
+            # Of very different sizes in bytes.
+            return encode(rng.integers(0, 256, [rng.integers(8, 40), 9, 3], np.uint8))
+
+        for file in range(3):
+            (path / "tfrecord").mkdir(exist_ok=True)
+            pixels = [
+                rng.integers(0, 256, [rng.integers(8, 40), 9, 3], np.uint8)
+                for _ in range(40)
+            ]
+            records = [image_example(each, k % 5) for k, each in enumerate(pixels)]
+            write_tfrecord(path / "tfrecord" / f"train-{file}", records)
+            write_tfrecord(path / "tfrecord" / f"test-{file}", records[:7])
+        for number in range(90):
+            for folder in (f"folder/c{number % 3}", "masks/images", "masks/masks"):
+                (path / folder).mkdir(parents=True, exist_ok=True)
+            (path / f"folder/c{number % 3}/{number}.png").write_bytes(picture())
+            (path / f"masks/images/{number}.png").write_bytes(picture())
+            mask = rng.integers(0, 3, [8, 8], np.uint8)
+            (path / f"masks/masks/{number}.png").write_bytes(encode(mask))
+        rows = [f"{k},{k / 7:.3f},{k % 4}\r\n" for k in range(500)]
+        (path / "rows.csv").write_text("a,b,label\n" + "".join(rows).rstrip())
+        return path
+
+    path = once.make(tmp_path_factory, "stored", make)
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path_factory.mktemp("parquet")
+    rng = np.random.default_rng(1)
+    images = [
+        encode(rng.integers(0, 256, [rng.integers(8, 40), 9, 3], np.uint8))
+        for _ in range(60)
+    ]
+    tables = {
+        "rows": {"a": rng.normal(size=300), "label": rng.integers(0, 3, 300)},
+        "pictures": {"image": images, "label": rng.integers(0, 3, 60)},
+    }
+    for name, columns in tables.items():
+        table = pyarrow.table(columns)
+        parquet.write_table(table, folder / f"{name}.parquet", row_group_size=20)
+    return {
+        "tfrecord": f"tfrecord:{path}/tfrecord/*",
+        "folder": f"folder:{path}/folder",
+        "masks": f"folder:{path}/masks",
+        "csv": f"csv:{path}/rows.csv",
+        "parquet": f"parquet:{folder}/rows.parquet",
+        "pictures": f"parquet:{folder}/pictures.parquet",
+    }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Blocks in which no record fits, or many, and packs of a few blocks."""
+    monkeypatch.setattr(places, "_BLOCK_BYTES", 700)
+    monkeypatch.setattr(store, "_PACK_BYTES", 5000)
+
+
+@pytest.fixture
+def local_store(tmp_path):
+    made = []
+
+    def make(limit_gb=1.0, name="store"):
+        said = []
+        made.append(LocalStore(tmp_path / name, limit_gb, said.append))
+        made[-1].said = said
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def batches(source, split="train", epochs=2, **options):
+    shape = (8, 8, 3) if source.input_kind == "image" else None
+    options = {"image_shape": shape, "shuffle_mb": 1, **options}
+    data = make_dataset(source, split, 16, **options)
+    return [[tf.nest.flatten(batch) for batch in data] for _ in range(epochs)]
+
+
+def assert_same(found, expected):
+    tf.nest.assert_same_structure(found, expected)
+    for x, y in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [600, 10**5])
+def test_the_same_batches_in_the_same_order(
+    specs, kind, block, local_store, monkeypatch
+):
+    monkeypatch.setattr(places, "_BLOCK_BYTES", block)
+    plain = open_source(specs[kind])
+    for fills in (True, False):
+        opened = local_store()
+        source = open_source(specs[kind], local_store=opened)
+        assert source.splits == plain.splits
+        for split in plain.splits:
+            assert_same(batches(source, split), batches(plain, split))
+            options = {"start_epoch": 3, "start_record": 20, "split": split}
+            resumed = batches(source, **options), batches(plain, **options)
+            assert_same(*resumed)
+        opened.close()
+        # The second one has read nothing from where the data lie.
+        assert (opened.remote_blocks > 0) == fills
+        assert not opened.said
+
+
+def test_reads_each_block_once(specs, local_store):
+    opened = local_store()
+    batches(open_source(specs["folder"], local_store=opened), epochs=4)
+    files = [*pathlib.Path(specs["folder"].partition(":")[2]).rglob("*.png")]
+    train = open_source(specs["folder"]).files("train")
+    assert (
+        opened.remote_bytes
+        == sum(map(os.path.getsize, train))
+        < sum(map(os.path.getsize, files))
+    )
+
+
+def test_what_does_not_fit_is_read_evenly(tmp_path, local_store, monkeypatch):
+    monkeypatch.setattr(places, "_BLOCK_BYTES", 2**20)
+    for number in range(2000):
+        folder = tmp_path / "data" / f"c{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.png").write_bytes(tf.io.encode_png(PIXEL).numpy() * 5)
+    size = sum(path.stat().st_size for path in (tmp_path / "data").rglob("*.png"))
+    # Tables of packs take their part.
+    opened = local_store(limit_gb=(size / 2 + 2000 * 44) / 2**30)
+    source = open_source(f"folder:{tmp_path}/data", eval_fraction=0, local_store=opened)
+    assert "% of it, spread evenly" in source.notes[-1]
+    data = make_dataset(source, "train", 100, image_shape=(1, 1, 3))
+    for _ in data:
+        pass
+    opened.flush()
+    stored = sum(path.stat().st_size for path in (tmp_path / "store").iterdir())
+    assert 0.8 * size / 2 < stored <= size / 2 + 2000 * 44
+    read = []
+    monkeypatch.setattr(store, "read_range", record(store.read_range, read))
+    order = {path: place for place, path in enumerate(paths_in_order(source, epoch=1))}
+    for _ in data:
+        pass
+    assert 600 < len(read) < 1400
+    tenths = np.bincount([order[path] * 10 // 2000 for path in read], minlength=10)
+    assert tenths.min() > 0.5 * tenths.mean() and tenths.max() < 1.5 * tenths.mean()
+    assert not opened.said
+
+
+PIXEL = np.zeros([1, 1, 3], np.uint8)
+
+
+def paths_in_order(source, epoch):
+    from towers.input_pipeline.images import draws
+
+    seeds = tf.constant(draws.epoch_seeds(0, epoch)[:2])
+    numbers = [n for n, _ in source.batches("train", 100, seeds=seeds)]
+    files = source.files("train")
+    return [files[number] for number in np.concatenate(numbers)]
+
+
+def record(function, calls):
+    def recorded(path, *rest):
+        calls.append(path)
+        return function(path, *rest)
+
+    return recorded
+
+
+def test_a_damaged_byte_is_fetched_again(specs, tmp_path, local_store):
+    plain = batches(open_source(specs["tfrecord"]))
+    opened = local_store()
+    assert_same(batches(open_source(specs["tfrecord"], local_store=opened)), plain)
+    opened.close()
+    for path in (tmp_path / "store").iterdir():
+        data = bytearray(path.read_bytes())
+        data[10] ^= 255
+        path.write_bytes(data)
+    damaged = local_store()
+    assert_same(batches(open_source(specs["tfrecord"], local_store=damaged)), plain)
+    assert damaged.remote_blocks == len(damaged.said) > 0
+    assert all("is damaged (its checksum differs)" in line for line in damaged.said)
+    damaged.close()
+    # Now it is whole again.
+    again = local_store()
+    assert_same(batches(open_source(specs["tfrecord"], local_store=again)), plain)
+    assert again.remote_blocks == 0 and not again.said
+
+
+def test_changed_files_are_read_anew(tmp_path, local_store, encode, grey):
+    def write(values):
+        for number, value in enumerate(values):
+            path = tmp_path / "data" / f"c{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode(grey(value)))
+            os.utime(path, (value, value))
+
+    def read(opened):
+        spec = f"folder:{tmp_path}/data"
+        source = open_source(spec, eval_fraction=0, local_store=opened)
+        images = [image for ((image, _),) in batches(source, training=False, epochs=1)]
+        return sorted(np.concatenate(images)[:, 0, 0, 0].tolist())
+
+    for values in ([1, 2, 3, 4], [1, 2, 3, 9]):
+        write(values)
+        opened = local_store()
+        assert read(opened) == values
+        opened.close()
+    assert opened.remote_blocks == 1
+
+
+def test_a_full_disk_is_said_once_and_nothing_else(specs, local_store, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packs.os, "rename", full)
+    opened = local_store()
+    source = open_source(specs["folder"], local_store=opened)
+    assert_same(batches(source), batches(open_source(specs["folder"])))
+    opened.flush()
+    (line,) = opened.said
+    assert line == (
+        f"The local store {opened.folder} takes nothing more (No space left on "
+        "device); what is not there is read from where it lies."
+    )
+    assert not os.listdir(opened.folder)
+
+
+def test_a_folder_that_vanishes_is_no_error(specs, local_store):
+    opened = local_store()
+    source = open_source(specs["folder"], local_store=opened)
+    plain = batches(open_source(specs["folder"]))
+    assert_same(batches(source), plain)
+    opened.flush()
+    for name in os.listdir(opened.folder):
+        os.unlink(os.path.join(opened.folder, name))
+    os.rmdir(opened.folder)
+    assert_same(batches(source), plain)
+
+
+def test_a_bad_record_is_named(tmp_path, local_store, image_example, grey):
+    path = tmp_path / "train-0"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(30):
+            writer.write(image_example(grey(number), number % 2))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    messages = []
+    for options in ({}, {"local_store": local_store()}):
+        source = open_source(f"tfrecord:{path}", num_classes=2, **options)
+        with pytest.raises(BadRecordError) as error, blame_records(source):
+            batches(source)
+        messages.append(str(error.value))
+        with pytest.raises(BadRecordError) as error:
+            scan_labels(source, "train")
+        messages.append(str(error.value))
+    assert len({*messages}) == 1 and str(path) in messages[0]
+
+
+@pytest.mark.parametrize("cut", [3, 11, 20])
+def test_a_file_that_is_cut_off_is_told_as_without(
+    tmp_path, local_store, cut, image_example, grey
+):
+    path = tmp_path / "train-0"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(30):
+            writer.write(image_example(grey(number), number % 2))
+    with open(path, "ab") as file:
+        file.write(path.read_bytes()[:cut])
+    messages = []
+    for options in ({}, {"local_store": local_store()}):
+        source = open_source(f"tfrecord:{path}", num_classes=2, **options)
+        with pytest.raises(BadRecordError) as error:
+            scan_labels(source, "train")
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_file_that_is_gone_is_named(specs, tmp_path, local_store, encode, grey):
+    for number in range(4):
+        path = tmp_path / "data" / f"c{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(grey(number)))
+    spec = f"folder:{tmp_path}/data"
+    source = open_source(spec, eval_fraction=0, local_store=local_store())
+    path.unlink()
+    source._stored.store._known.clear()
+    with pytest.raises(BadRecordError, match=str(path)), blame_records(source):
+        batches(source)
+
+
+def test_keeps_in_memory_what_it_reads_through_a_store(specs, local_store):
+    opened = local_store()
+    source = cached(open_source(specs["folder"], local_store=opened), "memory")
+    plain = cached(open_source(specs["folder"]), "memory")
+    assert_same(batches(source), batches(plain))
+    assert opened.remote_blocks
+
+
+def test_says_of_what_use_it_is(specs, local_store):
+    opened = local_store()
+    *_, note = open_source(specs["tfrecord"], local_store=opened).notes
+    assert f"{opened.folder} keeps all of it; its files lie on a local disk" in note
+    with pytest.raises(ValueError, match="received local_store for 'digits'"):
+        open_source("digits", local_store=opened)
+    with pytest.raises(ValueError, match="limit_gb is 0: expected more than 0"):
+        LocalStore(opened.folder, 0)
+    with pytest.raises(ValueError, match="cannot be used"):
+        LocalStore(f"{__file__}/store")
+
+
+def filled(spec, folder, delay_ms=0, epochs=1, limit_gb=1, timeout_s=120):
+    """Runs ``fill``; what it printed, or nothing if it was killed."""
+    flags = spec, folder, delay_ms, epochs, limit_gb
+    sizes = {
+        "towers.input_pipeline.local_store.places._BLOCK_BYTES": 150,
+        "towers.input_pipeline.local_store.store._PACK_BYTES": 1500,
+    }
+    done = warm.run(FILL, *flags, timeout_s=timeout_s, changed=sizes)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_two_processes_fill_one_store(specs, tmp_path):
+    spec, folder = specs["folder"], tmp_path / "store"
+    expected = fill.digest(open_source(spec), epochs=2)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(filled, spec, folder, delay_ms=20, epochs=2)
+            for _ in range(2)
+        ]
+        for run in runs:
+            code, said = run.result()
+            assert code == 0 and said[0] == expected
+    assert filled(spec, folder, epochs=2) == (0, [expected, "remote 0 0"])
+
+
+def killed_and_filled(spec, folder, kills, delay_ms):
+    """Kills processes at random while they fill a store; a full one begins anew.
+
+    Returns:
+        How many entries were left after each kill, and how many there are in all.
+    """
+    expected, rng = fill.digest(open_source(spec), epochs=1), random.Random(3)
+    assert filled(spec, folder / "whole")[1][0] == expected
+    total, left, number = entries_in(folder / "whole"), [], 0
+    found = 0
+    while len(left) < kills:
+        here = folder / str(number)
+        code, said = filled(spec, here, delay_ms, timeout_s=rng.uniform(0.5, 3))
+        before, found = found % total, entries_in(here)
+        # Nothing that was there is lost.
+        assert found >= before
+        if code == 0:
+            assert said[0] == expected
+        else:
+            left.append(found)
+        number += found == total
+    code, (same, remote) = filled(spec, here)
+    assert (code, same) == (0, expected)
+    assert int(remote.split()[1]) == total - found
+    assert filled(spec, here)[1] == [expected, "remote 0 0"]
+    return left, total
+
+
+def entries_in(folder):
+    """Counts entries of packs, whose bytes are checked, too."""
+    found = packs.Packs(str(folder), 2**40, pytest.fail)
+    keys = [row for part in found._table._parts for row in part]
+    for row in keys:
+        key = packs.Key(int(row["key"]), int(row["check"]))
+        assert found.read(key, int(row["stamp"])) is not None
+    return len(keys)
+
+
+def test_kills_lose_nothing(specs, tmp_path):
+    killed_and_filled(specs["folder"], tmp_path, kills=3, delay_ms=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "delay_ms"), [("folder", 800), ("tfrecord", 100)])
+def test_twenty_kills_lose_nothing(specs, tmp_path, kind, delay_ms):
+    left, total = killed_and_filled(specs[kind], tmp_path, 20, delay_ms)
+    print(f"{kind}: of {total} entries, each kill left {left} in whole packs")
+    assert any(0 < each < total for each in left)
+
+
+REMOTE = """
+import sys
+from tests.input_pipeline.local_store import fill
+from towers.input_pipeline import LocalStore, open_source
+from towers.input_pipeline.local_store import places
+for spec in sys.argv[2:]:
+    plain = fill.digest(open_source(spec), 2)
+    for _ in range(2):
+        store = LocalStore(sys.argv[1], 1, print)
+        source = open_source(spec, local_store=store)
+        assert "local disk" not in source.notes[-1]
+        print(fill.digest(source, 2) == plain, store.remote_blocks > 0)
+        store.close()
+"""
+
+
+@pytest.mark.skipif(not object_store.is_possible(), reason="no openssl")
+def test_reads_an_object_store(specs, tmp_path):
+    """The real code of TensorFlow for `gs://`, and a server on this machine."""
+    root = pathlib.Path(specs["folder"].partition(":")[2]).parent
+    urls = [f"{kind}:gs://{root.name}/{kind}" for kind in ("tfrecord", "folder")]
+    with object_store.serve(root.parent, tmp_path / "keys", latency_ms=5) as server:
+        environ = {**server.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+        places.read_small_blocks(environ)
+        done = subprocess.run(
+            [sys.executable, "-c", REMOTE, str(tmp_path / "store"), *urls],
+            cwd=object_store.ROOT,
+            env=os.environ | environ,
+            stdout=subprocess.PIPE,
+            timeout=200,
+            check=True,
+        )
+    assert done.stdout.split() == [b"True", b"True", b"True", b"False"] * 2
