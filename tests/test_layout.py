@@ -11,14 +11,15 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
-    *("keras_adapter", "_start", "_deprecated", "program", "input_pipeline", "models"),
+    *("keras_adapter", "_start", "_deprecated", "program", "processes"),
+    *("input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "elastic", "callbacks", "sparse"),
     *("train", "parity", "doctor", "find_batch_size", "scaling"),
     *("report", "predict"),
-    *("export", "generate", "launch", "resize"),
+    *("export", "generate", "launch", "queue", "resize"),
     "towers",
 )
 # These know nothing of towers but what all share, and only programs know them. What

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from towers.launch.host import Host
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
 
 # How a host ends that was asked to, and has saved.
