@@ -12,5 +12,8 @@ SCALES = ("none", "standard")
 BAD_RECORDS = ("fail", "skip")
 # In a mask: a pixel that has no class, such as the border of an object.
 IGNORED = 255
+# Names the part of the machine's memory that is this process's, such as 0.5, in the
+# environment of runs that share a machine.
+MEMORY_SHARE = "TOWERS_MEMORY_SHARE"
 # Data sets that are files: KIND:PATH.
 FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll")

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.choices import MEMORY_SHARE
 from towers.input_pipeline.sources.base import Source, size_and_time
 
 # Of the memory that is free, and of the disk.
@@ -43,7 +44,30 @@ def free_memory() -> float:
         with open("/sys/fs/cgroup/memory.max") as limit:
             with open("/sys/fs/cgroup/memory.current") as taken:
                 free = min(free, float(limit.read()) - float(taken.read()))
-    return max(free, 0.0)
+    return max(free, 0.0) * _share()
+
+
+def ram_budget_mb() -> int | None:
+    """Memory for batches that are read ahead; `None` to leave it to tf.data.
+
+    As tf.data does, it takes half, where runs share the machine: of this one's part.
+    """
+    return int(free_memory() / 2 / 2**20) or 1 if _share() < 1 else None
+
+
+def _share() -> float:
+    """The part of the memory that is this process's, where runs share the machine."""
+    text = os.environ.get(MEMORY_SHARE) or "1"
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"Received {MEMORY_SHARE}={text}; expected the part of the memory that is "
+            "this process's, such as 0.5."
+        )
+    return share
 
 
 def encoded_bytes(source: Source) -> int:

@@ -148,8 +148,9 @@ class _Worker:
         """Reads what the host says at the ends of its epochs."""
         with open(receive) as lines:
             for line in lines:
-                if self._rank == 0:
-                    self._events.put(("reported", json.loads(line)))
+                told = json.loads(line)
+                if self._rank == 0 and "metrics" in told:
+                    self._events.put(("reported", told))
 
     def _listen(self):
         """Reads messages from the first one on, as some may be there already."""

@@ -178,7 +178,7 @@ class Data:
             "shuffle_mb": settings.shuffle_mb,
             "repeat": training and self.steps_per_epoch() is not None,
             "data_service": settings.data_service,
-            "ram_budget_mb": settings.ram_budget_mb,
+            "ram_budget_mb": settings.ram_budget_mb or space.ram_budget_mb(),
             "group_by_length": settings.group_by_length,
             **options,
         }
