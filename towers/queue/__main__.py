@@ -81,7 +81,8 @@ def _end(entries: Sequence[Entry], stopped: int | None) -> int:
     folder = os.path.commonpath([entry.run.model_dir for entry in entries])
     print(f"TensorBoard: tensorboard --logdir {shlex.quote(table.shown_path(folder))}")
     failed = [entry.run.name for entry in entries if entry.state == states.FAILED]
-    if stopped:
+    left = {entry.state for entry in entries} & {states.WAITING, states.STOPPED}
+    if stopped and left:
         by = "Ctrl-C" if stopped == signal.SIGINT else signal.Signals(stopped).name
         fail(
             f"Stopped by {by}: {table.counts(entries)} Start the same command again to "

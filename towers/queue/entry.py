@@ -13,7 +13,7 @@ WAITING, RUNNING, STOPPED = "waiting", "running", "stopped"
 FINISHED, FAILED = "finished", "failed"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Entry:
     """A run in the queue.
 

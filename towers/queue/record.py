@@ -35,8 +35,8 @@ class Record:
             pass
         except (OSError, ValueError, LookupError, TypeError) as error:
             warn(
-                f"{self._path} cannot be read ({error}), so all runs start again; those "
-                "that have ended find nothing left to train."
+                f"{self._path} cannot be read ({error}), so all runs start again; "
+                "those that have ended find nothing left to train."
             )
 
     def is_finished(self, run: Run) -> bool:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from towers.processes.strays import Strays
-from towers.program import voice
 from towers.queue import entry as states
 from towers.queue.entry import Entry
 from towers.queue.process import Process
@@ -20,6 +19,10 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # For what a run has started to end after it.
 _LAST_WORDS_S = 1.0
 
+_STOPPING = "Stopping: the runs save. Another Ctrl-C or SIGTERM ends them at once."
+
+# Is called with the entries, and a line for the user, whenever something has changed.
+Show = Callable[[Sequence[Entry], str], None]
 # Starts a run's process: its flags, log and environment, and whom it tells what.
 Starter = Callable[..., Process]
 
@@ -57,14 +60,10 @@ class Queue:
         self._running: dict[Process, Entry] = {}
         self._asked = 0
 
-    def run(self, show: Callable[[Sequence[Entry]], None]) -> None:
-        """Runs all, until the last one has ended.
-
-        Args:
-            show: Is called whenever something has changed.
-        """
+    def run(self, show: Show) -> None:
+        """Runs all, until the last one has ended."""
         self._start_those_with_room()
-        show(self.entries)
+        show(self.entries, "")
         while self._running:
             event = self.events.get()
             if callable(event):
@@ -72,7 +71,7 @@ class Queue:
             else:
                 self._hear(event)
             self._start_those_with_room()
-            show(self.entries)
+            show(self.entries, _STOPPING if self.stopped else "")
 
     def _start_those_with_room(self):
         """Starts runs in order; one that needs more room is not overtaken."""
@@ -124,8 +123,6 @@ class Queue:
             return
         self.stopped = self.stopped or number
         self._asked += 1
-        if self._asked == 1 and self._running:
-            voice.say("Stopping: the runs save. Again, they end without.")
         for process in self._running:
             process.signal(signal.SIGTERM if self._asked < 3 else signal.SIGKILL)
             # One that stands still, as by SIGSTOP, would never hear of it.
@@ -140,7 +137,7 @@ def run(
     queue: Queue,
     strays: Strays,
     listen: Callable[[Sequence[int], Callable[[int], None]], None],
-    show: Callable[[Sequence[Entry]], None],
+    show: Show,
 ) -> None:
     """Runs a queue, and sees to it that nothing outlives it.
 
@@ -148,7 +145,7 @@ def run(
         queue: The queue.
         strays: What its runs start.
         listen: Has a function called for each signal; see `signals.listen`.
-        show: Is called whenever something has changed.
+        show: See above.
     """
     strays.watch(SAVE_S)
     listen((*STOPS, signal.SIGUSR1), queue.events.put)

@@ -28,16 +28,18 @@ class Lines:
 
     def __init__(self, stream: TextIO):
         """Takes where to write."""
-        self._stream, self._said = stream, {}
+        self._stream, self._said, self._note = stream, {}, ""
 
-    def __call__(self, entries: Sequence[Entry]) -> None:
+    def __call__(self, entries: Sequence[Entry], note: str) -> None:
         """Says what has changed since the last call."""
+        if note != self._note:
+            self._note = note
+            print(note, file=self._stream, flush=True)
         for entry in entries:
-            name, state = entry.run.name, entry.state
-            if self._said.get(name, states.WAITING) == state:
-                continue
-            self._said[name] = state
-            print(f"{name}: {_described(entry)}", file=self._stream, flush=True)
+            if self._said.get(entry, states.WAITING) != entry.state:
+                self._said[entry] = entry.state
+                said = f"{entry.run.name}: {_described(entry)}"
+                print(said, file=self._stream, flush=True)
 
     def end(self) -> None:
         """Does nothing, as all is said."""
@@ -56,15 +58,15 @@ class Screen:
         self._stream, self._size, self._clock = stream, size, clock
         self._height, self._drawn_s, self._states = 0, 0.0, None
 
-    def __call__(self, entries: Sequence[Entry]) -> None:
+    def __call__(self, entries: Sequence[Entry], note: str) -> None:
         """Draws it, if a state has changed or some time has passed."""
-        now, found = self._clock(), [entry.state for entry in entries]
+        now, found = self._clock(), [note, *(entry.state for entry in entries)]
         if found == self._states and now - self._drawn_s < _EVERY_S:
             return
         self._states, self._drawn_s = found, now
         width, height = self._size()
-        lines = [line[: width - 1] for line in live(entries, height - 2)]
-        self._write(lines)
+        lines = [*live(entries, height - 3), *filter(None, [note])]
+        self._write([line[: width - 1] for line in lines])
 
     def end(self) -> None:
         """Removes it."""
