@@ -45,18 +45,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: Options) -> int:
-    strays, noted = Strays(), record.Record(options.queue_dir)
+    strays = Strays(name=record.MARK)
+    noted = record.Record(options.queue_dir)
     noted.begin(strays)
-    devices, notes = slots.find(options.devices)
-    for note in notes:
-        voice.say(note)
-    share = slots.Slots(devices, options.runs_per_gpu, slots.cores())
-    share.check(options.runs)
-    differing = runs.differing(options.runs)
     entries = schedule.entries(options.runs, noted)
-    queue = schedule.Queue(
-        entries, share, noted, schedule.environ(strays, differing, DIFFERING)
-    )
+    environ = schedule.environ(strays, runs.differing(options.runs), DIFFERING)
+    if options.ray_tune:
+        from towers.queue.on_ray import driver  # imports Ray
+
+        queue = driver.RayQueue(entries, options, noted, environ)
+        share = queue.slots
+    else:
+        share = _slots(options)
+        queue = schedule.Queue(entries, share, noted, {**os.environ, **environ})
+    share.check(options.runs)
     voice.say(_begin(entries, share, options))
     shown = table.to(sys.stderr)
     schedule.run(queue, strays, signals.listen, shown)
@@ -65,10 +67,21 @@ def _run(options: Options) -> int:
     return _end(entries, queue.stopped)
 
 
+def _slots(options: Options) -> slots.Slots:
+    """Finds the devices of this machine; says which are left out."""
+    devices, notes = slots.find(options.devices)
+    for note in notes:
+        voice.say(note)
+    return slots.Slots(devices, options.runs_per_gpu, slots.cores())
+
+
 def _begin(entries: Sequence[Entry], share: slots.Slots, options: Options) -> str:
     """Says what will run where."""
     waiting = sum(entry.state == states.WAITING for entry in entries)
-    said = f"{words.count(waiting, 'run')} on {', '.join(map(str, share.devices))}"
+    where = ", ".join(map(str, share.devices))
+    if options.ray_tune:
+        where = f"Ray, {words.count(len(share.devices), 'device')} at once"
+    said = f"{words.count(waiting, 'run')} on {where}"
     if options.runs_per_gpu > 1:
         said += f", {options.runs_per_gpu} at once on each"
     if done := len(entries) - waiting:

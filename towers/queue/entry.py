@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from towers.queue.slots import Device
 
 WAITING, RUNNING, STOPPED = "waiting", "running", "stopped"
 FINISHED, FAILED = "finished", "failed"
+# How runs end that are asked to: saved, before there was anything to save, or killed.
+_ASKED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,9 +30,24 @@ class Entry:
 
     run: Run
     state: str = WAITING
-    devices: Sequence[Device] = ()
+    devices: Sequence[Device | str] = ()
     progress: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reason: str = ""
+
+    def end(self, code: int, reason: str, is_stopping: bool) -> None:
+        """Notes how the run has ended.
+
+        Args:
+            code: Its exit code, as a shell has it.
+            reason: Its last words.
+            is_stopping: Whether all runs were asked to end.
+        """
+        if code == 0:
+            self.state = FINISHED
+        elif is_stopping and code in _ASKED:
+            self.state = STOPPED
+        else:
+            self.state, self.reason = FAILED, reason
 
     def summary(self) -> dict[str, Any]:
         """Returns what the run has summed up; nothing if that cannot be read."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from towers.cluster.environment import REPORTS
 from towers.processes.child import Child
-from towers.program.ending import STOPPED
 
 _SAID = "towers.train: "
 # Of a log, where the reason of a failure stands.
@@ -58,11 +57,6 @@ class Process(Child):
         finally:
             os.close(send)
         threading.Thread(target=self._read, args=(receive, told), daemon=True).start()
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether it has ended because it was asked to."""
-        return self.exit_code in STOPPED
 
     @property
     def reason(self) -> str:

@@ -14,6 +14,8 @@ from towers.program.voice import say, warn
 from towers.queue.runs import Run
 
 FILE = "queue.json"
+MARK = "TOWERS_QUEUE"
+"""The variable in the environment of what a queue starts; see `Strays`."""
 SAVE_S = 120.0
 """Seconds in which runs may save that have no queue any more; then they are killed."""
 
@@ -56,7 +58,7 @@ class Record:
             strays: What this queue will start.
         """
         if self._mark is not None:
-            left = Strays(self._mark)
+            left = Strays(self._mark, MARK)
             if left.processes():
                 say(
                     "The runs of a queue that was killed still save; waiting for up to "

@@ -1,7 +1,6 @@
 """Starts runs where there is room, in order, until all have ended."""
 
 import functools
-import os
 import queue
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # For what a run has started to end after it.
 _LAST_WORDS_S = 1.0
 
-_STOPPING = "Stopping: the runs save. Another Ctrl-C or SIGTERM ends them at once."
+STOPPING = "Stopping: the runs save. Another Ctrl-C or SIGTERM ends them at once."
 
 # Is called with the entries, and a line for the user, whenever something has changed.
 Show = Callable[[Sequence[Entry], str], None]
@@ -71,7 +70,7 @@ class Queue:
             else:
                 self._hear(event)
             self._start_those_with_room()
-            show(self.entries, _STOPPING if self.stopped else "")
+            show(self.entries, STOPPING if self.stopped else "")
 
     def _start_those_with_room(self):
         """Starts runs in order; one that needs more room is not overtaken."""
@@ -107,13 +106,10 @@ class Queue:
     def _ended(self, process):
         entry = self._running.pop(process)
         self._slots.give_back(entry.devices)
+        reason = process.reason if process.code else ""
+        entry.end(process.exit_code, reason, bool(self.stopped))
         if process.code == 0:
-            entry.state = states.FINISHED
             self._record.finish(entry.run)
-        elif self.stopped and process.exit_code in _ASKED:
-            entry.state = states.STOPPED
-        else:
-            entry.state, entry.reason = states.FAILED, process.reason
 
     def _hear(self, number):
         """Passes a signal on to the runs; one that insists kills them."""
@@ -127,10 +123,6 @@ class Queue:
             process.signal(signal.SIGTERM if self._asked < 3 else signal.SIGKILL)
             # One that stands still, as by SIGSTOP, would never hear of it.
             process.signal(signal.SIGCONT)
-
-
-# How runs end that are asked to: saved, before there was anything to save, or killed.
-_ASKED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
 
 
 def run(
@@ -165,11 +157,11 @@ def entries(runs: Sequence, record: Record) -> list[Entry]:
 
 
 def environ(strays: Strays, differing: Sequence[str], name: str) -> dict[str, str]:
-    """Returns the environment of all runs.
+    """Returns what is added to the environment of all runs.
 
     Args:
         strays: What they start.
         differing: The flags by which they differ.
         name: The variable that says so.
     """
-    return {**os.environ, **strays.mark, name: ",".join(differing)}
+    return {**strays.mark, name: ",".join(differing)}

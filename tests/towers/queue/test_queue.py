@@ -435,7 +435,7 @@ def test_a_record_that_cannot_be_read(tmp_path, caplog):
 
 
 def test_what_a_killed_queue_has_left_is_ended(tmp_path, monkeypatch):
-    first, second = Strays(), Strays()
+    first, second = (Strays(name=record.MARK) for _ in range(2))
     record.Record(str(tmp_path)).begin(first)
     ended = []
     monkeypatch.setattr(Strays, "processes", lambda self: [self.mark])

@@ -15,6 +15,7 @@ import pytest
 from tests import warm
 from tests.towers.monitoring.test_tensorboard import Board
 from towers.processes.strays import Strays
+from towers.queue import record
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 300
@@ -74,7 +75,7 @@ def wait_for(condition):
 def left(queue_dir):
     """The processes that a queue has started and that still run."""
     mark = json.loads((queue_dir / "queue.json").read_text())["mark"]
-    return Strays(mark).processes()
+    return Strays(mark, record.MARK).processes()
 
 
 def weights(model_dir):

@@ -39,7 +39,7 @@ def run(options: Options) -> int:
     Raises:
         ValueError: Ray has no place for them, or ended them for a reason of its own.
     """
-    is_own = cluster.connect(options)
+    is_own = cluster.connect(options.most * options.num_cpus)
     try:
         if options.elastic:
             return _run_elastic(options, is_own)
