@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
     *("keras_adapter", "_start", "_deprecated", "program", "machine"),
+    "processes",
     *("input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
@@ -19,7 +20,7 @@ FLOORS = (
     *("lifecycle", "monitoring", "elastic", "callbacks", "sparse"),
     *("train", "parity", "doctor", "find_batch_size", "scaling"),
     *("report", "predict"),
-    *("export", "generate", "launch", "resize"),
+    *("export", "generate", "launch", "queue", "resize"),
     "towers",
 )
 # These know nothing of towers but what all share, and only programs know them. What

@@ -11,6 +11,7 @@ import towers
 COMMANDS = {
     "train": ("towers.train", "Train a model, save it, continue a run."),
     "launch": ("towers.launch", "Start the hosts of a run, on one machine or many."),
+    "queue": ("towers.queue", "Train several runs, each on a device of its own."),
     "resize": ("towers.resize", "Give a run that trains other GPUs."),
     "parity": ("towers.parity", "Check that a model trains as on one device."),
     "find_batch_size": (

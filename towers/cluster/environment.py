@@ -22,7 +22,7 @@ _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
 _ELASTIC, _SLOT = "TOWERS_ELASTIC", "TOWERS_SLOT"
 _RESTARTED = "TOWERS_RESTARTED"
 REPORTS = "TOWERS_REPORTS"
-"""Names a file descriptor where `towers.train` writes a line of JSON for each epoch."""
+"""Names a file descriptor where `towers.train` writes lines of JSON while it trains."""
 # Ports from here on are below those that Linux gives to whoever asks for any.
 _SLURM_PORTS = 15_000
 

@@ -7,6 +7,7 @@ from typing import Any
 from towers.collectives import batch
 from towers.find_batch_size import search
 from towers.find_batch_size.search import Probe
+from towers.program import words
 
 _HEAD = "batch", "per tower", "examples/sec", "step ms", "peak MB", "fits"
 
@@ -143,15 +144,7 @@ class Report:
 
 def table(probes: Sequence[Probe], split_ratios: Sequence[int]) -> list[str]:
     """Sets batch sizes out in a table in Markdown, numbers to the right."""
-    return aligned([_HEAD, *(_row(probe, split_ratios) for probe in probes)])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Sets rows out in a table in Markdown, to the right; the first is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *rest = [[*map(str.rjust, row, widths)] for row in rows]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
+    return words.aligned([_HEAD, *(_row(probe, split_ratios) for probe in probes)])
 
 
 def _row(probe, split_ratios):

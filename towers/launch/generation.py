@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 
 from towers.launch.host import Host
-from towers.launch.strays import Strays
-from towers.program.ending import ANOTHER_FAILED
+from towers.processes.strays import Strays
+from towers.program.ending import ANOTHER_FAILED, STOPPED
 
-# How a host ends that was asked to, and has saved.
-STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 # How one ends that was given wrong arguments.
 USAGE = 2
 # Between SIGTERM and SIGKILL.

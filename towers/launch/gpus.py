@@ -19,7 +19,7 @@ def divide(hosts: int, each: int | None, environ: Mapping[str, str]) -> list[lis
     Raises:
         ValueError: There are too few.
     """
-    visible = _visible(environ)
+    visible = visible_in(environ)
     if not visible:
         return [[] for _ in range(hosts)]
     count = each or len(visible) // hosts
@@ -32,7 +32,8 @@ def divide(hosts: int, each: int | None, environ: Mapping[str, str]) -> list[lis
     return [visible[count * k : count * (k + 1)] for k in range(hosts)]
 
 
-def _visible(environ: Mapping[str, str]) -> list[str]:
+def visible_in(environ: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs that are visible, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE not in environ:
         return [str(card.index) for card in gpus.look(environ=environ).cards]
     found = []

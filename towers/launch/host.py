@@ -1,27 +1,18 @@
-"""One host of a run: a process with a session of its own, and where its output goes."""
+"""One host of a run: a process, and where its output goes."""
 
-import os
-import re
-import signal
-import subprocess
+import contextlib
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
-import psutil
-
-# A line longer than this is shown in parts.
-_LINE = 2**16
+from towers.processes.child import Child
 
 
-class Host:
+class Host(Child):
     """A process that has been started.
 
     Attributes:
         rank: Its number among the hosts.
-        log: The file of its output; `None` if that is the launcher's own.
         is_lost: Whether it has ended with its machine, and is not to blame.
     """
 
@@ -43,7 +34,7 @@ class Host:
             rank: See above.
             command: What it runs.
             environ: Its environment.
-            log: See above; what is there stays. Errors are shown, too.
+            log: The file of its output, as of `Child`. Errors are shown, too.
             ended: Is called in another thread once it has ended.
             pass_fds: File descriptors that it inherits.
             stdin: Its input; by default the launcher's, or none where it has a log.
@@ -51,125 +42,21 @@ class Host:
         Raises:
             ValueError: It cannot be started.
         """
-        self.rank, self.log = rank, log
-        self._killed_before = _killed_for_memory()
-        # A session: a terminal's Ctrl-C comes from the launcher, and so once.
-        options = {"env": environ, "start_new_session": True, "pass_fds": pass_fds}
-        if log is None:
-            self._process = _started(command, stdin=stdin, **options)
-        else:
-            # Whatever happens, the file has what was written.
-            options["env"] = {"PYTHONUNBUFFERED": "1", **environ}
-            with open(log, "ab") as file:
-                self._process = _started(
-                    command,
-                    stdin=stdin or subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.PIPE,
-                    **options,
-                )
-            self._shows = _thread(self._show)
-        _thread(self._wait, ended)
-
-    @property
-    def pid(self) -> int:
-        """The number of its process."""
-        return self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code, negative for a signal; `None` while it runs."""
-        return self._process.returncode
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code as a shell has it: 128 and more for a signal."""
-        return self.code if self.code is None or self.code >= 0 else 128 - self.code
-
-    @property
-    def how(self) -> str:
-        """How it has ended, in words."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        name = signal.Signals(-self.code).name
-        if self.code == -signal.SIGKILL and _killed_for_memory() > self._killed_before:
-            return f"{name}, by the kernel for want of memory"
-        return name
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it stands still since a signal such as SIGSTOP."""
+        self.rank = rank
         try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.Error:
-            return False  # it has just ended
+            super().__init__(
+                command, environ, ended, log, self._show_error, pass_fds, stdin
+            )
+        except OSError as error:
+            raise ValueError(
+                f"Cannot start {command[0]} ({error.strerror}); expected after -- flags"
+                " of towers train, a Python file, -m and a module, or a command."
+            ) from error
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to it, and to what it has started in its own group.
-
-        Only it may know what to do with others than those that ask for the end.
-        """
-        if self.code is not None:
-            return
-        try:
-            if number == signal.SIGUSR1:
-                self._process.send_signal(number)
-            else:
-                os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass  # it has just ended
-
-    def all_is_shown(self, seconds: float) -> None:
-        """Waits for the last lines of a process that has ended."""
-        if self.log is not None:
-            self._shows.join(seconds)
-
-    def _wait(self, ended):
-        self._process.wait()
-        ended(self)
-
-    def _show(self):
-        """Shows each line of its errors, and adds it to the file."""
-        with open(self.log, "ab", buffering=0) as file, self._process.stderr as lines:
-            while line := lines.readline(_LINE):
-                _write(file, line)
-                _write(sys.stderr, f"[host {self.rank}] ".encode() + line)
-
-
-def _started(command, **options) -> subprocess.Popen:
-    try:
-        return subprocess.Popen(command, **options)
-    except OSError as error:
-        raise ValueError(
-            f"Cannot start {command[0]} ({error.strerror}); expected after -- flags of "
-            "towers train, a Python file, -m and a module, or a command."
-        ) from error
-
-
-def _write(file: IO, line: bytes) -> None:
-    """Writes a line, at once; to nobody where a disk is full or a reader has gone."""
-    try:
-        if file is sys.stderr:
-            if not line.endswith(b"\n"):
-                line += b"\n"
-            file.write(line.decode(errors="replace"))
-            file.flush()
-        else:
-            file.write(line)
-    except OSError:
-        pass
-
-
-def _killed_for_memory() -> int:
-    """How many processes the kernel has killed for want of memory; 0 if unknown."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
-    except OSError:
-        found = None
-    return int(found[1]) if found else 0
-
-
-def _thread(target: Callable, *args) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, daemon=True)
-    thread.start()
-    return thread
+    def _show_error(self, line: bytes) -> None:
+        if not line.endswith(b"\n"):
+            line += b"\n"
+        said = f"[host {self.rank}] ".encode() + line
+        with contextlib.suppress(OSError):  # its reader may have gone
+            sys.stderr.write(said.decode(errors="replace"))
+            sys.stderr.flush()

@@ -12,7 +12,7 @@ from typing import Protocol
 from towers.launch import gpus
 from towers.launch.arguments import Options
 from towers.launch.host import Host
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 from towers.program import words
 
 # What hosts get for each signal: they have nothing to do with a terminal that goes.

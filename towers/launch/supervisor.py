@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 from towers.cluster import addresses, environment
 from towers.cluster.membership import Place
-from towers.launch import signals
 from towers.launch.arguments import Options
 from towers.launch.elastic import Launcher, ssh
 from towers.launch.elastic.host_file import HostFile
-from towers.launch.generation import STOPPED, USAGE, Events, Generation, Outcome
+from towers.launch.generation import USAGE, Events, Generation, Outcome
 from towers.launch.host import Host
 from towers.launch.machine import SIGNALS, Machine, say
+from towers.processes import signals
+from towers.program.ending import STOPPED
 
 _LOCAL = "127.0.0.1"
 _LONGEST_PAUSE_S = 60

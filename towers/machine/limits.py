@@ -12,6 +12,12 @@ from typing import NamedTuple
 
 from towers.machine import cgroups
 
+MEMORY_SHARE = "TOWERS_MEMORY_SHARE"
+"""Names the part of the memory that is this process's, such as 0.5, in its environment.
+
+Runs that share a machine have it.
+"""
+
 # Of memory, what one use of it may take: a cache, or a buffer.
 SHARE = 0.25
 _ROOT = Path("/")
@@ -63,7 +69,7 @@ class Memory(NamedTuple):
     Attributes:
         total: What this process may take if nothing else takes any.
         free: What it can take now.
-        limited: Whether a control group limits it.
+        limited: Whether it is less than the machine's.
     """
 
     total: int
@@ -89,7 +95,18 @@ def cpu_count() -> int:
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Tells how much memory this process may take; see `processors`."""
+    """Tells how much memory this process may take; see `processors`.
+
+    Raises:
+        ValueError: TOWERS_MEMORY_SHARE is no part.
+    """
+    found, share = _of_container(root), _share()
+    return Memory(
+        int(found.total * share), int(found.free * share), found.limited or share < 1
+    )
+
+
+def _of_container(root: Path = _ROOT) -> Memory:
     import psutil
 
     machine = psutil.virtual_memory()
@@ -101,12 +118,27 @@ def memory(root: Path = _ROOT) -> Memory:
     return Memory(total, max(free, 0), limited)
 
 
+def _share() -> float:
+    text = os.environ.get(MEMORY_SHARE) or "1"
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"Received {MEMORY_SHARE}={text}; expected the part of the memory that is "
+            "this process's, such as 0.5."
+        )
+    return share
+
+
 def share_of_container() -> float:
     """Returns a share of what the container may take; infinity without a limit.
 
-    It is the same however much is free, for what a repeated run has to have again.
+    It is the same however much is free, and whatever else shares the container, for
+    what a repeated run has to have again.
     """
-    found = memory()
+    found = _of_container()
     return SHARE * found.total if found.limited else math.inf
 
 

@@ -10,6 +10,9 @@ from towers.program.commands import fail, quieten
 ANOTHER_FAILED = 75
 """The exit code of a host that ends because another one has failed: EX_TEMPFAIL."""
 
+STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""The exit codes of a run that was asked to end, and has saved."""
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived."""

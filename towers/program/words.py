@@ -35,6 +35,14 @@ def size(number: float) -> str:
     return f"{number / 2**20:,.1f} MB"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Sets rows out in a table in Markdown, to the right; the first is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *rest = [[*map(str.rjust, row, widths)] for row in rows]
+    rule = ["-" * (width - 1) + ":" for width in widths]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
+
+
 def error_line(error: BaseException, telling: Sequence[str] = ()) -> str:
     """Returns the line of an error that tells most; its type if it has none.
 

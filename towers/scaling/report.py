@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from towers.find_batch_size.report import aligned
 from towers.program import words
 from towers.scaling import law
 from towers.scaling.measure import Trial, means
@@ -175,7 +174,7 @@ class Report:
         memory = f"{rows[0].memory} MB"
         head = (*_HEAD, *(f"{_PARTS[name][0]}, ms" for name in parts), memory)
         first = next(each for each in rows if each.fits)
-        return aligned([head, *(_row(each, first, parts) for each in rows)])
+        return words.aligned([head, *(_row(each, first, parts) for each in rows)])
 
     def _amdahl(self):
         found = self.law
@@ -203,7 +202,7 @@ class Report:
             f"Predicted, not measured: hosts with {each} each, the same batch, {size} "
             f"of gradients, {self.network.gbit:g} Gbit/s and "
             f"{self.network.delay_ms:g} ms from host to host (docs/scaling.md).",
-            *aligned([head, *rows]),
+            *words.aligned([head, *rows]),
         ]
 
     def _stopped(self):

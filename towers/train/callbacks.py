@@ -31,6 +31,7 @@ from towers.train.outputs import files, model_size, reports
 from towers.train.outputs.versions import versions
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
+from towers.train.settings import DIFFERING, NAMES
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -91,7 +92,11 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if (descriptor := reports.wanted()) is not None:
-        callbacks.append(reports.Reports(descriptor, lambda: job.checkpoint.latest))
+        callbacks.append(
+            reports.Reports(
+                descriptor, lambda: job.checkpoint.latest, settings.log_steps
+            )
+        )
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
@@ -335,11 +340,16 @@ def make_tensorboard(
 
 def hyper_parameters(job: Job) -> dict[str, bool | int | float | str]:
     """Returns the flags that runs are compared by."""
-    values = {name: getattr(job.settings, name) for name in _HYPER_PARAMETERS}
+    # TensorBoard shows the first ones at once.
+    differing = [n for n in os.environ.get(DIFFERING, "").split(",") if n in NAMES]
+    names = dict.fromkeys((*differing, *_HYPER_PARAMETERS))
+    values = {name: getattr(job.settings, name) for name in names}
     given = {name: value for name, value in values.items() if value is not None}
+    towers = {"towers": len(job.towers)}
     return {
-        "towers": len(job.towers),
+        **({} if differing else towers),
         **{n: ",".join(v) if isinstance(v, tuple) else v for n, v in given.items()},
+        **towers,
     }
 
 

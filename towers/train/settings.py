@@ -46,6 +46,9 @@ ARCHITECTURE = "model.json"
 # What is done with raw data before a model sees them; beside the model.
 PREPROCESSING = "preprocessing.json"
 
+# Names the flags by which the runs of a queue differ, in their environment.
+DIFFERING = "TOWERS_DIFFERING"
+
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")
 

@@ -15,9 +15,10 @@ import pytest
 from tests.terminal import read_all
 from tests.towers.launch.launching import ROOT, TIMEOUT_S, launch
 from tests.variants import slow
-from towers.launch import arguments, generation, gpus, host, supervisor
+from towers.launch import arguments, generation, gpus, supervisor
 from towers.launch.machine import Machine
-from towers.launch.strays import Strays
+from towers.processes import child
+from towers.processes.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
 
 FOREVER = "import signal; signal.pause()"
@@ -151,13 +152,13 @@ def test_the_first_to_fail_is_named(launched, tmp_path, end, code, how):
 
 def test_memory_is_named_where_the_kernel_says_so(launched, monkeypatch):
     counts = iter([5, 5, 6])
-    monkeypatch.setattr(host, "_killed_for_memory", lambda: next(counts))
+    monkeypatch.setattr(child, "_killed_for_memory", lambda: next(counts))
     _, (_, err) = launched(RANK + "os.kill(os.getpid(), 9) if rank else None")
     assert "failed first: SIGKILL, by the kernel for want of memory (see" in err
 
 
 def test_the_kernels_count_is_read():
-    assert host._killed_for_memory() >= 0
+    assert child._killed_for_memory() >= 0
     if Path("/proc/vmstat").exists():
         assert "oom_kill " in Path("/proc/vmstat").read_text()
 

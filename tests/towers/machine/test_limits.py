@@ -113,7 +113,9 @@ def test_the_input_stays_within_the_container(monkeypatch):
     import tensorflow as tf
 
     monkeypatch.setattr(room, "THREADS", 3)
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GB, GB // 2, True))
+    monkeypatch.delenv(limits.MEMORY_SHARE, raising=False)
+    found = [Memory(GB, GB // 2, True)]
+    monkeypatch.setattr(limits, "_of_container", lambda *_: found[0])
     options = tf.data.Options()
     room.limit(options, 3)
     assert options.autotune.cpu_budget == 3
@@ -124,7 +126,13 @@ def test_the_input_stays_within_the_container(monkeypatch):
     assert room.shuffle_note(256) == ""
     assert room.shuffle_mb(300) == 256
     assert "has 256 MB instead of 300" in room.shuffle_note(300)
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GB, GB, False))
+    # Of runs that share it, each takes its part; the order does not depend on that.
+    monkeypatch.setenv(limits.MEMORY_SHARE, "0.5")
+    room.limit(options, 3)
+    assert options.autotune.ram_budget == GB // 16
+    assert room.shuffle_mb(300) == 256
+    monkeypatch.delenv(limits.MEMORY_SHARE)
+    found[0] = Memory(GB, GB, False)
     options = tf.data.Options()
     room.limit(options, None)
     assert options.autotune.ram_budget is None

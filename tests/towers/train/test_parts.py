@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import small
 from tests.towers.train.runs import (
     assembled,
     setup,
@@ -426,12 +427,24 @@ def test_who_asks_hears_of_each_epoch(monkeypatch):
     assert reports.wanted({}) is None
     read, write = os.pipe()
     monkeypatch.setenv("TOWERS_REPORTS", str(write))
-    callback = reports.Reports(reports.wanted(), lambda: "checkpoints/ckpt-3-0")
+    callback = reports.Reports(reports.wanted(), lambda: "checkpoints/ckpt-3-0", 2)
+    model = small.tiny()
+    callback.set_model(model)
+    callback.on_train_begin()
+    for step in range(1, 5):
+        model.optimizer.iterations.assign(step)
+        callback.on_train_batch_end(step - 1, {"loss": np.float32(step)})
     callback.on_epoch_end(2, {"loss": np.float32(0.5)})
-    assert json.loads(os.read(read, 1000)) == {
-        "metrics": {"epoch": 3, "loss": 0.5},
-        "checkpoint": "checkpoints/ckpt-3-0",
-    }
+    assert [*map(json.loads, os.read(read, 1000).splitlines())] == [
+        {"progress": {"step": 0}},
+        {"progress": {"step": 2, "loss": 2.0}},
+        {"progress": {"step": 4, "loss": 4.0}},
+        {"progress": {"step": 4, "loss": 0.5}},
+        {
+            "metrics": {"epoch": 3, "loss": 0.5},
+            "checkpoint": "checkpoints/ckpt-3-0",
+        },
+    ]
     os.close(read)
     callback.on_epoch_end(3, {})  # nobody listens any more
     os.close(write)

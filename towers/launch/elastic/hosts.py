@@ -13,7 +13,7 @@ from towers.launch.elastic.slot import Slot
 from towers.launch.generation import LAST_WORDS_S
 from towers.launch.host import Host
 from towers.launch.machine import Places
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 
 # What one process of a host's has started is ended with it, while the others go on.
 _MARK = "TOWERS_HOST_PROCESS"

@@ -9,7 +9,7 @@ import ray
 
 from towers.launch.host import Host
 from towers.launch.on_ray.watcher import Watcher
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 
 # For what a host has started to end after it.
 _LAST_WORDS_S = 1.0

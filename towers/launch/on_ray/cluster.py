@@ -10,8 +10,11 @@ from towers.launch.arguments import Options
 from towers.machine import limits
 
 
-def connect(options: Options) -> bool:
+def connect(cpus: int) -> bool:
     """Connects to the cluster that there is, or starts one on this machine.
+
+    Args:
+        cpus: How many CPUs that is to have at least, whatever the machine has.
 
     Returns:
         Whether it has started one.
@@ -29,9 +32,8 @@ def connect(options: Options) -> bool:
                 raise
     # For this run only; Ray would leave one in the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Hosts on one machine share its CPUs.
-    cpus = max(options.most * options.num_cpus, limits.cpu_count())
-    ray.init(address="local", num_cpus=cpus)
+    # Processes on one machine share its CPUs.
+    ray.init(address="local", num_cpus=max(cpus, limits.cpu_count()))
     return True
 
 

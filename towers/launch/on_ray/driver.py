@@ -17,7 +17,6 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from towers.launch import signals
 from towers.launch.arguments import Options
 from towers.launch.elastic import Launcher
 from towers.launch.elastic.host_file import HostFile
@@ -26,6 +25,7 @@ from towers.launch.on_ray import cluster, worker
 from towers.launch.on_ray.desk import Desk
 from towers.launch.on_ray.nodes import Nodes
 from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
+from towers.processes import signals
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
@@ -39,7 +39,7 @@ def run(options: Options) -> int:
     Raises:
         ValueError: Ray has no place for them, or ended them for a reason of its own.
     """
-    is_own = cluster.connect(options)
+    is_own = cluster.connect(options.most * options.num_cpus)
     try:
         if options.elastic:
             return _run_elastic(options, is_own)

@@ -7,7 +7,7 @@ whoever watches must not be a child.
 import subprocess
 import sys
 
-from towers.launch import strays
+from towers.processes import strays
 
 _START = (
     "import subprocess, sys\n"

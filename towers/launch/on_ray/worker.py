@@ -20,7 +20,7 @@ from ray.train import collective
 from towers.cluster import environment
 from towers.launch.host import Host
 from towers.launch.on_ray.watcher import Watcher
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 
 # For what a host has started to end after it.
 _LAST_WORDS_S = 1.0
@@ -148,8 +148,9 @@ class _Worker:
         """Reads what the host says at the ends of its epochs."""
         with open(receive) as lines:
             for line in lines:
-                if self._rank == 0:
-                    self._events.put(("reported", json.loads(line)))
+                told = json.loads(line)
+                if self._rank == 0 and "metrics" in told:
+                    self._events.put(("reported", told))
 
     def _listen(self):
         """Reads messages from the first one on, as some may be there already."""

@@ -1,4 +1,4 @@
-"""What a launcher hears of a run at the end of each epoch, if it asks for that."""
+"""What a launcher hears of a run while it trains, if it asks for that."""
 
 import contextlib
 import json
@@ -9,28 +9,53 @@ import keras
 
 from towers.cluster.environment import REPORTS
 from towers.loop import listeners
+from towers.monitoring.steps import Interval
 
 
 @listeners.changes_no_variable
 class Reports(keras.callbacks.Callback):
-    """Writes a line for each epoch: what it has logged, and the last checkpoint.
+    """Writes a line of JSON now and then.
+
+    "progress" has the step and the logs. After an epoch there is a line with "metrics",
+    the epoch and its logs, and "checkpoint", the last one.
 
     Args:
         descriptor: Where to.
         latest: Returns the path of the last checkpoint, if there is one.
+        log_steps: Steps between two lines of progress.
     """
 
-    def __init__(self, descriptor: int, latest: Callable[[], str | None]):
+    def __init__(
+        self, descriptor: int, latest: Callable[[], str | None], log_steps: int
+    ):
         super().__init__()
         self._descriptor, self._latest = descriptor, latest
+        self._interval = Interval(log_steps)
+
+    def on_train_begin(self, logs=None):
+        """Says at which step the run begins."""
+        self._interval.begin(self.model)
+        self._write({"progress": {"step": self._interval.step}})
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Writes the progress, if its turn has come."""
+        if self._interval.is_over(self.model):
+            numbers = {name: float(value) for name, value in logs.items()}
+            self._write({"progress": {"step": self._interval.step, **numbers}})
 
     def on_epoch_end(self, epoch, logs=None):
         """Writes it."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
-        line = {
-            "metrics": {"epoch": epoch + 1, **numbers},
-            "checkpoint": self._latest(),
-        }
+        self._interval.begin(self.model)
+        self._write({"progress": {"step": self._interval.step, **numbers}})
+        self._write(
+            {
+                "metrics": {"epoch": epoch + 1, **numbers},
+                "checkpoint": self._latest(),
+            }
+        )
+
+    def _write(self, line):
         with contextlib.suppress(OSError):  # the launcher has gone
             os.write(self._descriptor, f"{json.dumps(line)}\n".encode())
 

@@ -19,7 +19,7 @@ import threading
 from typing import IO
 
 from towers.launch.host import Host
-from towers.launch.strays import Strays
+from towers.processes.strays import Strays
 
 # In which a host may save and end by itself once its launcher has gone.
 _END_S = 30.0

@@ -1,7 +1,7 @@
-"""Sees to it that no process of a launch outlives it, even if the launcher is killed.
+"""Sees to it that what a program starts does not outlive it, even if that is killed.
 
-Each host's environment has a mark, which whatever it starts inherits. Thus a process is
-found also if its parent has gone, or it has a session of its own.
+The environment of each process has a mark, which whatever it starts inherits. Thus a
+process is found also if its parent has gone, or it has a session of its own.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ _KILLED_S = 10.0
 
 
 class Strays:
-    """What hosts start, by the mark in its environment.
+    """What a program starts, by the mark in its environment.
 
     Attributes:
-        mark: What to add to the environment of a host.
+        mark: What to add to the environment of a process.
     """
 
     def __init__(self, mark: str | None = None, name: str = LAUNCH):
@@ -34,7 +34,7 @@ class Strays:
             mark: Its value; `None` for one that nobody else has.
             name: Its variable. Those with different ones do not hide one another.
         """
-        self._value = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._name, self._value = name, mark or f"{os.getpid()}-{secrets.token_hex(8)}"
         self.mark = {name: self._value}
         self._watcher: subprocess.Popen | None = None
 
@@ -72,7 +72,7 @@ class Strays:
         # A new process, as a fork of one with threads is not safe. Whoever reads this
         # one's output sees its end.
         self._watcher = subprocess.Popen(
-            [sys.executable, "-P", __file__, self._value, str(seconds)],
+            [sys.executable, "-P", __file__, self._value, str(seconds), self._name],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -96,11 +96,11 @@ def _has(process: psutil.Process, mark: Mapping[str, str]) -> bool:
         return False  # somebody else's, or gone
 
 
-def _main(mark: str, seconds: str) -> None:
+def _main(mark: str, seconds: str, name: str = LAUNCH) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.read()  # until nobody can write any more
-    strays = Strays(mark)
+    strays = Strays(mark, name)
     strays.signal(signal.SIGTERM)
     strays.end(float(seconds))
 

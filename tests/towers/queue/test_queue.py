@@ -1,0 +1,542 @@
+"""Which runs there are, where they run, and what is said of them."""
+
+import io
+import json
+import os
+import signal
+
+import pytest
+import tensorflow as tf
+from absl import flags
+from absl.testing import flagsaver
+
+from towers.doctor import gpus as nvidia
+from towers.input_pipeline.cache import space
+from towers.input_pipeline.pipeline import room
+from towers.machine import limits
+from towers.processes.strays import Strays
+from towers.queue import entry as states
+from towers.queue import queue_flags, record, runs, schedule, slots, table
+from towers.queue.entry import Entry
+from towers.queue.queue_flags import Options
+from towers.queue.runs import Run
+from towers.queue.slots import Device, Slots
+from towers.train.settings import Settings
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Returns a function that reads a command line, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    with flagsaver.flagsaver():
+
+        def read(*argv) -> Options:
+            for name in flags.FLAGS:
+                flags.FLAGS[name].unparse()
+            return queue_flags.read(["towers.queue", *argv], "")
+
+        yield read
+
+
+def run(name, count=1, folder="", **options):
+    """A run that takes so many devices."""
+    path = os.path.join(folder, name)
+    return Run(name, Settings(num_gpus=count, model_dir=path, **options))
+
+
+# Which runs.
+
+
+def test_a_sweep_is_each_combination(read, tmp_path):
+    found = read(
+        *("--sweep", "learning_rate=1e-3,1e-2", "--sweep=model=mlp,cnn"),
+        *("--train_epochs=3", "--queue_dir=q"),
+    )
+    assert [(each.name, each.model_dir) for each in found.runs] == [
+        (name, str(tmp_path / "q" / name))
+        for name in (
+            "learning_rate=1e-3,model=mlp",
+            "learning_rate=1e-3,model=cnn",
+            "learning_rate=1e-2,model=mlp",
+            "learning_rate=1e-2,model=cnn",
+        )
+    ]
+    last = found.runs[-1].settings
+    assert (last.learning_rate, last.model, last.train_epochs) == (0.01, "cnn", 3)
+    assert runs.differing(found.runs) == ["model", "learning_rate"]
+
+
+def test_values_with_commas_stand_in_quotes(read):
+    found = read("--sweep", 'split_ratios="1,2",3', "--sweep=deterministic=true,false")
+    assert [
+        (each.settings.split_ratios, each.devices, each.settings.deterministic)
+        for each in found.runs
+    ] == [
+        (("1", "2"), 2, True),
+        (("1", "2"), 2, False),
+        (("3",), 1, True),
+        (("3",), 1, False),
+    ]
+
+
+def test_files_of_flags(read, tmp_path):
+    (tmp_path / "one.flags").write_text("--model=mlp\n--seed=5\n--train_epochs=9\n")
+    (tmp_path / "earlier").mkdir()
+    earlier = Settings(model="cnn", dataset="digits", model_dir="earlier")
+    (tmp_path / "earlier" / "flags.txt").write_text(earlier.as_text())
+    # Flags may stand behind the files, and count more.
+    one, two = read("one.flags", "earlier/flags.txt", "--train_epochs=2").runs
+    assert (one.name, one.model_dir) == ("one", str(tmp_path / "runs/queue/one"))
+    assert (one.settings.seed, one.settings.train_epochs) == (5, 2)
+    assert (two.name, two.model_dir) == ("earlier", str(tmp_path / "earlier"))
+    # What one file says is not left for the next one.
+    assert (two.settings.model, two.settings.seed) == ("cnn", 0)
+
+
+def test_files_are_combined_with_a_sweep(read, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.flags").write_text("--model=mlp\n")
+    found = read("a.flags", "b.flags", "--sweep=seed=1,2").runs
+    assert [each.name for each in found] == [
+        *("a,seed=1", "a,seed=2", "b,seed=1", "b,seed=2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("", "Received no runs; expected files of flags"),
+        ("--sweep lerning_rate=1", r"--lerning_rate, .* mean --learning_rate\?"),
+        ("--sweep learning_rate", "--sweep learning_rate; expected a flag and its"),
+        ("--sweep seed=1,,2", "--sweep seed=1,,2; expected a flag and its values"),
+        ("--sweep seed=1 --sweep seed=2", "--sweep seed= 2 times; expected all of its"),
+        ("--sweep seed=1,1", "two runs, seed=1 and seed=1, whose model_dir is .*/seed"),
+        ("--sweep seed=1,2 --model_dir=x", "whose model_dir is .*/x; expected one for"),
+        ("--sweep model_dir=a,b", "expected another flag, as each run has one of its"),
+        ("--sweep seed=1,x", "seed=x: Received --seed=x; expected a whole number"),
+        ("--sweep batch_size=8,0", "batch_size=0: .*--batch_size=0; expected at least"),
+        ("--sweep seed=1 --clean", "seed=1: Received --clean for a queue; expected no"),
+        ("--sweep seed=1 --gpu_indices=0", "--gpu_indices=0 for a queue; .*_VISIBLE_D"),
+        ("--sweep seed=1 --devices=0", "--devices=0; expected a whole number of at"),
+        ("--sweep seed=1 --queue_dir=/proc/x", "Cannot write to the queue_dir /proc/x"),
+        ("none.flags", "none: Unable to open flagfile"),
+        ("a.flags b.flags", "two runs, a and b, whose model_dir is .*/same; expected"),
+        ("queue.flags", "queue: Received --sweep in a file; expected flags of towers"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_starts(read, tmp_path, argv, said):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.flags").write_text("--model=mlp\n--model_dir=same\n")
+    (tmp_path / "queue.flags").write_text("--sweep=seed=1\n")
+    with pytest.raises(ValueError, match=said):
+        read(*argv.split())
+
+
+def test_without_ray_the_command_that_installs_it_is_told(read, monkeypatch):
+    monkeypatch.setattr(queue_flags.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="Ray is not installed; run: pip install"):
+        read("--sweep=seed=1", "--ray_tune")
+
+
+# Where they run.
+
+
+def cpus(count):
+    return [Device(str(k)) for k in range(count)]
+
+
+def test_a_run_takes_devices_and_gives_them_back():
+    three = Slots(cpus(3), 1, 6)
+    first = three.take(run("a"))
+    assert [*map(str, first)] == ["CPU 0"]
+    both = three.take(run("b", 2))
+    assert [*map(str, both)] == ["CPU 1", "CPU 2"]
+    assert three.take(run("c")) is None
+    three.give_back(both)
+    assert three.take(run("c", 3)) is None
+    assert [*map(str, three.take(run("c")))] == ["CPU 1"]
+
+
+def test_towers_of_a_run_are_on_different_devices():
+    two = Slots(cpus(2), 2, 6)
+    assert [*map(str, two.take(run("a")))] == ["CPU 0"]
+    assert [*map(str, two.take(run("b")))] == ["CPU 1"]
+    assert [*map(str, two.take(run("c")))] == ["CPU 0"]
+    assert two.take(run("d", 2)) is None  # only CPU 1 has room
+    assert [*map(str, two.take(run("e")))] == ["CPU 1"]
+
+
+def test_threads_and_memory_are_divided():
+    share = Slots(cpus(2), 2, 8)
+    assert share.environ(share.devices, {"TF_NUM_INTEROP_THREADS": "7"}) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TF_NUM_INTRAOP_THREADS": "2",
+        "TF_NUM_INTEROP_THREADS": "7",
+        "TOWERS_MEMORY_SHARE": "0.5",
+    }
+    few = Slots(cpus(3), 1, 2).environ(cpus(1), {})
+    assert few["TF_NUM_INTRAOP_THREADS"] == "1"
+
+
+def test_gpus_are_named_and_their_memory_is_limited():
+    gpus = [Device("2", True, 24_000), Device("GPU-abc", True, 16_000)]
+    halves = Slots(gpus, 2, 16)
+    environ = halves.environ(gpus, {"CUDA_VISIBLE_DEVICES": "2,GPU-abc,5"})
+    assert environ["CUDA_VISIBLE_DEVICES"] == "2,GPU-abc"
+    # The CPU's threads are for both.
+    assert environ["TF_NUM_INTRAOP_THREADS"] == "8"
+    both = run("a", 2)
+    assert "--gpu_memory_limit_mb=7300" in halves.flags(both, gpus)
+    assert "--gpu_memory_limit_mb=5650" in halves.flags(run("a", gpu_split=2), gpus[:1])
+    mine = run("a", gpu_memory_limit_mb=500)
+    assert "--gpu_memory_limit_mb=500" in halves.flags(mine, gpus[:1])
+    whole = Slots(gpus, 1, 16).flags(both, gpus)
+    assert not [flag for flag in whole if "gpu_memory_limit" in flag]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (run("a", 3), "a: Received --num_gpus=3, but the queue has 2 devices; expecte"),
+        (run("a", max_gpus=4), "a: Received --max_gpus=4, but the queue has 2 devices"),
+        (run("a", gpu_memory_limit_mb=9000), "9000 with --runs_per_gpu=2; .* 7300"),
+        (run("a", allow_growth=True), "--allow_growth with --runs_per_gpu=2, which"),
+    ],
+)
+def test_a_run_that_would_never_have_room(asked, said):
+    gpus = [Device("0", True, 24_000), Device("1", True, 16_000)]
+    with pytest.raises(ValueError, match=said):
+        Slots(gpus, 2, 16).check([run("b"), asked])
+
+
+def test_too_many_runs_for_a_gpu():
+    with pytest.raises(ValueError, match="=8 for GPU 0, which has 5,000 MB free"):
+        Slots([Device("0", True, 5_000)], 8, 16)
+
+
+CARDS = (
+    nvidia.Card(0, "H100", "GPU-a", 80_000, 79_000),
+    nvidia.Card(1, "H100", "GPU-b", 80_000, 20_000),
+    nvidia.Card(2, "H100", "GPU-c", 80_000, 79_500),
+)
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    machine = nvidia.Machine(3, 3, CARDS)
+    monkeypatch.setattr(nvidia, "look", lambda **_: machine)
+
+
+def test_gpus_that_others_hold_are_left_out(cards):
+    found, notes = slots.find(None, {})
+    assert found == [Device("0", True, 79_000), Device("2", True, 79_500)]
+    assert notes == [
+        "GPU 1 is left out, as others hold 60,000 of its 80,000 MB; name it in "
+        "CUDA_VISIBLE_DEVICES to use it."
+    ]
+    found, notes = slots.find(None, {"CUDA_VISIBLE_DEVICES": "GPU-b,0"})
+    assert found == [Device("GPU-b", True, 20_000), Device("0", True, 79_000)]
+    assert (slots.find(1, {})[0], notes) == ([Device("0", True, 79_000)], [])
+    with pytest.raises(ValueError, match="--devices=3, but 2 GPUs of 3 can be used"):
+        slots.find(3, {})
+
+
+def test_without_gpus_there_is_a_device_for_each_core():
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert slots.find(None, hidden) == (cpus(limits.cpu_count()), [])
+    assert slots.find(5, hidden) == (cpus(5), [])
+
+
+def test_a_part_of_the_memory(monkeypatch):
+    monkeypatch.delenv("TOWERS_MEMORY_SHARE", raising=False)
+    options = tf.data.Options()
+    room.limit(options, None)
+    if not limits.memory().limited:
+        assert not options.autotune.ram_budget
+    whole, _ = space.room(None, False)
+    monkeypatch.setenv("TOWERS_MEMORY_SHARE", "0.125")
+    part, _ = space.room(None, False)
+    # What is free changes all the time.
+    assert 0.5 < 8 * part / whole < 2
+    room.limit(options, None)
+    assert 0.5 < options.autotune.ram_budget / part < 2
+    assert space.room(None, True) == (2**30, 0.0)
+    monkeypatch.setenv("TOWERS_MEMORY_SHARE", "2")
+    with pytest.raises(ValueError, match="TOWERS_MEMORY_SHARE=2; expected the part"):
+        limits.free_memory()
+
+
+# The queue.
+
+
+class Started:
+    """A process that is none."""
+
+    def __init__(self, flags, log, environ, told, ended):
+        self.flags, self.log, self.environ = flags, log, environ
+        self.tell = lambda **progress: told(self, {"progress": progress})
+        self._ended = ended
+        self.signals, self.code, self.reason = [], None, "its own mistake"
+        self.signal = self.signals.append
+
+    @property
+    def exit_code(self):
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def end(self, code):
+        self.code = code
+        self._ended(self)
+
+
+class Played:
+    """A queue whose processes do what the test says."""
+
+    def __init__(self, folder, asked, devices=2):
+        self.record = record.Record(str(folder))
+        self.entries = schedule.entries(asked, self.record)
+        self.processes = {}
+        self.queue = schedule.Queue(
+            *(self.entries, Slots(cpus(devices), 1, 4), self.record, {"A": "b"}),
+            self._start,
+        )
+        self._does = iter(())
+        self.notes = []
+
+    def _start(self, flags, log, environ, **calls):
+        process = Started(flags, log, environ, **calls)
+        self.processes[os.path.basename(os.path.dirname(log))] = process
+        return process
+
+    def play(self, *does):
+        """Runs the queue, doing the next of these whenever it has shown something."""
+        self._does = iter(does)
+        self.queue.run(self._show)
+
+    def _show(self, entries, note):
+        self.notes.append(note)
+        if does := next(self._does, None):
+            does()
+
+    @property
+    def states(self):
+        return {entry.run.name: entry.state for entry in self.entries}
+
+    @property
+    def running(self):
+        return {name for name, state in self.states.items() if state == states.RUNNING}
+
+
+def test_runs_start_in_order_where_there_is_room(tmp_path):
+    asked = [run(name, 1 + (name == "c"), str(tmp_path)) for name in "abcd"]
+    played, seen = Played(tmp_path, asked), []
+
+    def end(name, code=0):
+        seen.append(played.running)
+        played.processes[name].end(code)
+
+    played.play(
+        lambda: end("a", 1),  # fails, and stops nobody
+        lambda: end("b"),  # c waits for both, and d does not overtake it
+        lambda: end("c"),
+        lambda: end("d"),
+    )
+    assert seen == [{"a", "b"}, {"b"}, {"c"}, {"d"}]
+    assert played.states == {
+        **{"a": states.FAILED, "b": states.FINISHED},
+        **{"c": states.FINISHED, "d": states.FINISHED},
+    }
+    assert played.entries[0].reason == "its own mistake"
+    process = played.processes["c"]
+    assert process.flags == asked[2].settings.as_text().splitlines()
+    assert process.log == str(tmp_path / "c" / "output.log")
+    assert process.environ["A"] == "b"
+    assert process.environ["TF_NUM_INTRAOP_THREADS"] == "2"
+
+
+def test_what_a_run_tells_is_kept(tmp_path):
+    played = Played(tmp_path, [run("a", folder=str(tmp_path))])
+    told = []
+    played.play(
+        lambda: played.processes["a"].tell(step=10, loss=0.5),
+        lambda: (
+            told.append(played.entries[0].progress),
+            played.processes["a"].end(0),
+        ),
+    )
+    assert told == [{"step": 10, "loss": 0.5}]
+
+
+def test_a_signal_has_all_save(tmp_path):
+    asked = [run(name, folder=str(tmp_path)) for name in "abc"]
+    played = Played(tmp_path, asked)
+    played.play(
+        lambda: played.queue.events.put(signal.SIGUSR1),
+        lambda: played.queue.events.put(signal.SIGINT),
+        lambda: played.processes["a"].end(143),
+        lambda: played.processes["b"].end(0),  # it had just come to its end
+    )
+    assert played.states == {
+        **{"a": states.STOPPED, "b": states.FINISHED, "c": states.WAITING},
+    }
+    a = played.processes["a"].signals
+    assert a == [signal.SIGUSR1, signal.SIGTERM, signal.SIGCONT]
+    assert (played.queue.stopped, played.notes[1]) == (signal.SIGINT, "")
+    assert played.notes[-1].startswith("Stopping: the runs save.")
+
+
+def test_whoever_insists_kills_the_runs(tmp_path):
+    played = Played(tmp_path, [run("a", folder=str(tmp_path))])
+    played.play(
+        *[lambda: played.queue.events.put(signal.SIGTERM)] * 3,
+        lambda: played.processes["a"].end(-9),
+    )
+    asked = [n for n in played.processes["a"].signals if n != signal.SIGCONT]
+    assert asked == [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert played.states == {"a": states.STOPPED}
+
+
+def test_a_process_that_cannot_be_started(tmp_path):
+    played = Played(tmp_path, [run(name, folder=str(tmp_path)) for name in "ab"], 1)
+    start = played._start
+
+    def fail_first(flags, log, environ, **calls):
+        if "/a/" in log:
+            raise OSError("no more processes")
+        return start(flags, log, environ, **calls)
+
+    played.queue._starter = fail_first
+    played.play(lambda: played.processes["b"].end(0))
+    assert played.states == {"a": states.FAILED, "b": states.FINISHED}
+    assert played.entries[0].reason == "Cannot start it: no more processes"
+
+
+# What is remembered.
+
+
+def finish(kept, each):
+    os.makedirs(each.model_dir, exist_ok=True)
+    with open(os.path.join(each.model_dir, "summary.json"), "w") as file:
+        json.dump({"steps": 1200, "val_accuracy": 0.5, "examples_per_sec": 10.0}, file)
+    kept.finish(each)
+
+
+def test_what_has_ended_well_does_not_run_again(tmp_path):
+    a, b = (run(name, folder=str(tmp_path)) for name in "ab")
+    finish(record.Record(str(tmp_path)), a)
+    again = schedule.entries([a, b], record.Record(str(tmp_path)))
+    assert [each.state for each in again] == [states.FINISHED, states.WAITING]
+    # With other flags, it goes on.
+    more = Run("a", a.settings.but(train_epochs=99))
+    assert not record.Record(str(tmp_path)).is_finished(more)
+    os.remove(tmp_path / "a" / "summary.json")
+    assert not record.Record(str(tmp_path)).is_finished(a)
+
+
+def test_a_record_that_cannot_be_read(tmp_path, caplog):
+    (tmp_path / record.FILE).write_text('{"finished": ')
+    a = run("a", folder=str(tmp_path))
+    kept = record.Record(str(tmp_path))
+    assert "cannot be read" in caplog.text
+    finish(kept, a)
+    assert record.Record(str(tmp_path)).is_finished(a)
+
+
+def test_what_a_killed_queue_has_left_is_ended(tmp_path, monkeypatch):
+    first, second = (Strays(name=record.MARK) for _ in range(2))
+    record.Record(str(tmp_path)).begin(first)
+    ended = []
+    monkeypatch.setattr(Strays, "processes", lambda self: [self.mark])
+    monkeypatch.setattr(Strays, "end", lambda self, s: ended.append((self.mark, s)))
+    record.Record(str(tmp_path)).begin(second)
+    assert ended == [(first.mark, record.SAVE_S)]
+
+
+def test_a_second_queue_is_refused(tmp_path):
+    with record.alone(str(tmp_path)):
+        with pytest.raises(ValueError, match=r"Another queue runs in .* --queue_dir"):
+            with record.alone(str(tmp_path)):
+                raise AssertionError
+    with record.alone(str(tmp_path)):
+        pass
+
+
+# What is shown.
+
+
+@pytest.fixture
+def every(tmp_path, monkeypatch):
+    """Entries of all states."""
+    monkeypatch.chdir(tmp_path)
+    found = [Entry(run(name, folder=str(tmp_path))) for name in "abcd"]
+    a, b, c, _ = found
+    finish(record.Record(str(tmp_path)), a.run)
+    a.state, a.devices = states.FINISHED, [Device("0")]
+    b.state, b.reason = states.FAILED, "Received x."
+    c.state, c.devices = states.RUNNING, [Device("0"), Device("1")]
+    c.progress = {"step": 1500, "loss": 0.25, "examples_per_sec": 12345.6}
+    return found
+
+
+def test_the_table_of_a_terminal(every):
+    assert table.live(every) == [
+        "run  state      step    loss  examples/sec  log, or why it failed",
+        "a    finished                               a/output.log",
+        "b    failed                                 Received x (see b/output.log)",
+        "c    running   1,500  0.2500      12,345.6  c/output.log",
+        "d    waiting                                d/output.log",
+        "4 runs: 1 finished, 1 failed, 1 running, 1 waiting.",
+    ]
+    # Where there is no room, what happens now comes first.
+    assert [line[:3].strip() for line in table.live(every, 4)] == [
+        "run",
+        "b",
+        "c",
+        "4 r",
+    ]
+
+
+def test_the_table_at_the_end(every):
+    assert table.final(every) == [
+        "run  state     steps  val_accuracy  examples/sec  model_dir, or why",
+        "a    finished  1,200        0.5000          10.0  a",
+        "b    failed                                       "
+        "Received x (see b/output.log)",
+        "c    running                                      c",
+        "d    waiting                                      d",
+    ]
+
+
+def test_lines_where_nobody_watches(every):
+    stream = io.StringIO()
+    lines = table.to(stream)
+    lines(every, "")
+    every[2].progress = {"step": 1600}
+    lines(every, "")
+    every[2].state = states.STOPPED
+    lines(every, "Stopping.")
+    lines.end()
+    assert stream.getvalue().splitlines() == [
+        "a: finished, val_accuracy 0.5000",
+        "b: failed: Received x (see b/output.log)",
+        "c: running on CPU 0, CPU 1, log c/output.log",
+        "Stopping.",
+        "c: stopped",
+    ]
+
+
+def test_a_terminal_is_drawn_again(every):
+    now, stream = [0.0], io.StringIO()
+    size = os.terminal_size((30, 24))
+    screen = table.Screen(stream, lambda: size, lambda: now[0])
+    screen(every, "")
+    first = stream.getvalue()
+    assert max(map(len, first.splitlines())) <= 29 + len("\x1b[J")
+    screen(every, "")  # at once, and nothing has changed
+    assert stream.getvalue() == first
+    every[3].state = states.RUNNING
+    screen(every, "")
+    assert stream.getvalue().removeprefix(first).startswith("\x1b[6F\x1b[J")
+    now[0] = 1.0
+    screen(every, "Stopping.")
+    screen.end()
+    assert stream.getvalue().endswith("Stopping.\n\x1b[7F\x1b[J")

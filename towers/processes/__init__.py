@@ -1,0 +1,1 @@
+"""Processes that a program starts: how they begin, hear signals and end."""

@@ -1,0 +1,1 @@
+"""Runs that do not depend on one another, each on a device of its own."""

@@ -1,0 +1,94 @@
+"""What a queue remembers: the runs that are finished, and how to find those that run.
+
+It is one file, replaced as a whole, so a queue that is killed loses nothing.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+
+from towers.elastic import requests
+from towers.processes.strays import Strays
+from towers.program.voice import say, warn
+from towers.queue.runs import Run
+
+FILE = "queue.json"
+MARK = "TOWERS_QUEUE"
+"""The variable in the environment of what a queue starts; see `Strays`."""
+SAVE_S = 120.0
+"""Seconds in which runs may save that have no queue any more; then they are killed."""
+
+
+class Record:
+    """The record of a queue, in its folder."""
+
+    def __init__(self, queue_dir: str):
+        """Reads what an earlier queue has left."""
+        self._path = os.path.join(queue_dir, FILE)
+        self._finished: dict[str, str] = {}
+        self._mark: str | None = None
+        try:
+            with open(self._path) as file:
+                found = json.load(file)
+            self._finished = {**found["finished"]}
+            self._mark = found["mark"]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            warn(
+                f"{self._path} cannot be read ({error}), so all runs start again; "
+                "those that have ended find nothing left to train."
+            )
+
+    def is_finished(self, run: Run) -> bool:
+        """Tells whether a run has ended well, with the flags that it has now."""
+        there = os.path.exists(os.path.join(run.model_dir, "summary.json"))
+        return there and self._finished.get(run.model_dir) == run.settings.as_text()
+
+    def finish(self, run: Run) -> None:
+        """Notes that a run has ended well."""
+        self._finished[run.model_dir] = run.settings.as_text()
+        self._write()
+
+    def begin(self, strays: Strays) -> None:
+        """Waits for what an earlier queue has left running, and notes what now runs.
+
+        Args:
+            strays: What this queue will start.
+        """
+        if self._mark is not None:
+            left = Strays(self._mark, MARK)
+            if left.processes():
+                say(
+                    "The runs of a queue that was killed still save; waiting for up to "
+                    f"{SAVE_S:g} s until they end."
+                )
+                left.end(SAVE_S)
+        (self._mark,) = strays.mark.values()
+        self._write()
+
+    def _write(self):
+        new = f"{self._path}.new"
+        with open(new, "w") as file:
+            json.dump({"mark": self._mark, "finished": self._finished}, file, indent=2)
+        os.replace(new, self._path)
+
+
+@contextlib.contextmanager
+def alone(queue_dir: str) -> Iterator[None]:
+    """Inside, no other queue uses the folder, which is made.
+
+    Raises:
+        ValueError: Another one does.
+    """
+    os.makedirs(queue_dir, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(requests.locked(queue_dir))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"Another queue runs in {queue_dir}; expected one at a time, so wait "
+                "for its end, or choose another --queue_dir."
+            ) from error
+        yield

@@ -1,0 +1,215 @@
+"""The devices that runs share, and what of the machine each of them gets."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+from towers.doctor import gpus as nvidia
+from towers.launch import gpus
+from towers.machine.limits import MEMORY_SHARE, cpu_count
+from towers.program import words
+from towers.queue.runs import Run
+
+# Of a GPU's memory, what a process takes beside the limit that TensorFlow keeps to:
+# CUDA's context, cuDNN, cuBLAS.
+_CONTEXT_MB = 700
+# A GPU is free if others leave so much of its memory.
+_FREE = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that runs share.
+
+    Attributes:
+        name: Its name in CUDA_VISIBLE_DEVICES; of a logical CPU, its number.
+        is_gpu: Whether it is one.
+        memory_mb: A GPU's free memory; `None` if it is unknown.
+    """
+
+    name: str
+    is_gpu: bool = False
+    memory_mb: int | None = None
+
+    def __str__(self) -> str:
+        return f"{'GPU' if self.is_gpu else 'CPU'} {self.name}"
+
+
+class Slots:
+    """Devices, each of which takes one or several runs at once.
+
+    Attributes:
+        devices: All of them.
+    """
+
+    def __init__(self, devices: Sequence[Device], runs_per_gpu: int, cores: int):
+        """Takes the devices, and how many cores all runs divide.
+
+        Raises:
+            ValueError: A GPU is too small for so many runs.
+        """
+        self.devices, self._each, self._cores = tuple(devices), runs_per_gpu, cores
+        self._free = dict.fromkeys(self.devices, runs_per_gpu)
+        for device in self.devices:
+            if self._limit_mb(device) == 0:
+                raise ValueError(
+                    f"Received --runs_per_gpu={runs_per_gpu} for {device}, which has "
+                    f"{device.memory_mb:,} MB free; expected more than "
+                    f"{_CONTEXT_MB} MB for each run, so give fewer."
+                )
+
+    @property
+    def count(self) -> int:
+        """How many runs of one device there may be at once."""
+        return len(self.devices) * self._each
+
+    def check(self, runs: Sequence[Run]) -> None:
+        """Checks that there is room for each run.
+
+        Raises:
+            ValueError: There is none for one, however long it waits.
+        """
+        for run in runs:
+            if run.devices > len(self.devices):
+                name = "max_gpus" if run.settings.max_gpus else "num_gpus"
+                raise ValueError(
+                    f"{run.name}: Received --{name}={run.devices}, but the queue has "
+                    f"{words.count(len(self.devices), 'device')}; expected at most "
+                    f"{len(self.devices)}, so give fewer, or more --devices."
+                )
+            self._check_memory(run)
+
+    def _check_memory(self, run):
+        settings = run.settings
+        limits = [self._limit_mb(device) for device in self.devices]
+        least = min((limit for limit in limits if limit is not None), default=None)
+        asked = settings.gpu_memory_limit_mb
+        if least is None:
+            gpu = self.devices[0].is_gpu
+            if self._each > 1 and gpu and asked is None:
+                raise ValueError(
+                    f"{run.name}: Received --runs_per_gpu={self._each} for GPUs whose "
+                    "memory nvidia-smi does not tell; expected --gpu_memory_limit_mb "
+                    "as well."
+                )
+            return
+        if settings.allow_growth:
+            raise ValueError(
+                f"{run.name}: Received --allow_growth with --runs_per_gpu="
+                f"{self._each}, which limits the memory of each run; expected one of "
+                "them."
+            )
+        most = least // settings.gpu_split
+        if asked is not None and asked > most:
+            raise ValueError(
+                f"{run.name}: Received {settings.as_flag('gpu_memory_limit_mb')} with "
+                f"--runs_per_gpu={self._each}; expected at most {most}, or none."
+            )
+
+    def take(self, run: Run) -> tuple[Device, ...] | None:
+        """Takes devices for a run, those with the fewest runs first.
+
+        Returns:
+            Its devices; `None` if too few are free now.
+        """
+        free = [device for device in self.devices if self._free[device]]
+        if len(free) < run.devices:
+            return None
+        free.sort(key=self._free.__getitem__, reverse=True)
+        taken = tuple(free[: run.devices])
+        for device in taken:
+            self._free[device] -= 1
+        return taken
+
+    def give_back(self, taken: Sequence[Device]) -> None:
+        """Leaves devices to other runs."""
+        for device in taken:
+            self._free[device] += 1
+
+    def flags(self, run: Run, taken: Sequence[Device]) -> list[str]:
+        """Returns the flags of a run on its devices."""
+        settings = run.settings
+        limits = [self._limit_mb(device) for device in taken]
+        if settings.gpu_memory_limit_mb is None and None not in limits:
+            each = min(limits) // settings.gpu_split
+            settings = settings.but(gpu_memory_limit_mb=each)
+        return settings.as_text().splitlines()
+
+    def environ(
+        self, taken: Sequence[Device], environ: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Returns the environment of a run on its devices; what the user sets stays.
+
+        Args:
+            taken: Its devices.
+            environ: That of the queue.
+        """
+        share = len(taken) / self.count
+        threads = self._cores // self.count
+        found = {MEMORY_SHARE: f"{share:.6g}"}
+        if taken[0].is_gpu:
+            # One CPU device serves all GPUs of a run. Each logical CPU has its own
+            # threads.
+            threads = self._cores * len(taken) // self.count
+            found[gpus.VISIBLE] = ",".join(device.name for device in taken)
+        number = str(max(1, threads))
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "TF_NUM_INTRAOP_THREADS": number,
+            "TF_NUM_INTEROP_THREADS": number,
+            **environ,
+            **found,
+        }
+
+    def _limit_mb(self, device):
+        """The most that a tower on a GPU may take; `None` if it is not limited."""
+        if self._each == 1 or device.memory_mb is None:
+            return None
+        return max(0, device.memory_mb // self._each - _CONTEXT_MB)
+
+
+def find(
+    asked: int | None, environ: Mapping[str, str] = os.environ
+) -> tuple[list[Device], list[str]]:
+    """Finds the devices of this machine.
+
+    Args:
+        asked: How many; `None` for all GPUs that are free, or all cores.
+        environ: The environment. Where CUDA_VISIBLE_DEVICES names GPUs, all of these
+            count as free.
+
+    Returns:
+        The devices, and a sentence about each that is left out.
+
+    Raises:
+        ValueError: There are fewer, or others hold all of them.
+    """
+    names = gpus.visible_in(environ)
+    if not names:
+        count = asked or cpu_count()
+        return [Device(str(number)) for number in range(count)], []
+    found, notes = [], []
+    known = {
+        name: card
+        for card in nvidia.look(environ=environ).cards
+        for name in (str(card.index), card.uuid)
+    }
+    for name in names:
+        card = known.get(name)
+        found.append(Device(name, True, card and card.free_mb))
+        free = card is None or card.free_mb >= _FREE * card.memory_mb
+        if not free and gpus.VISIBLE not in environ:
+            found.pop()
+            notes.append(
+                f"GPU {name} is left out, as others hold "
+                f"{card.memory_mb - card.free_mb:,} of its {card.memory_mb:,} MB; name "
+                f"it in {gpus.VISIBLE} to use it."
+            )
+    if len(found) < (asked or 1):
+        wanted = f"--devices={asked}" if asked else "no --devices"
+        raise ValueError(
+            f"Received {wanted}, but {words.count(len(found), 'GPU')} of {len(names)} "
+            f"can be used; expected fewer, or {gpus.VISIBLE} with GPUs to use although "
+            "others hold their memory."
+        )
+    return found[:asked], notes
