@@ -2,9 +2,9 @@
 
     python -m scripts.bench_uneven
 
-The first of two towers on logical CPUs computes everything twice. A run with equal
-parts and one with the ratios that it has found take turns, in one process. Both are
-compared with one device. Nothing else may run meanwhile.
+The first of two towers on logical CPUs takes twice as long as it computes. A run with
+equal parts and one with the ratios that it has found take turns, in one process. Both
+are compared with one device. Nothing else may run meanwhile.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.cache import cached
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.records.checks import blame_records
-from towers.program import ending
+from towers.program import ending, startup
 from towers.program.commands import read_image_size, read_randaugment
 
 FLAGS = flags.FLAGS
@@ -145,4 +145,4 @@ def describe(pipeline: Pipeline) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(ending.run("towers.input_pipeline.benchmark", measure_and_say))
+    startup.leave(ending.run("towers.input_pipeline.benchmark", measure_and_say))

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.cluster import process_group
-from towers.devices import nvml, threads
+from towers.devices import threads
 from towers.devices.names import HOST, is_gpu
 from towers.devices.wish import Wish
+from towers.machine import nvml
 from towers.program import startup
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers.devices import nvml
 from towers.devices.configuration import Devices
-from towers.machine import limits
+from towers.machine import limits, nvml
 from towers.program import words
 
 _WIDTH = 100

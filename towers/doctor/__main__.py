@@ -18,8 +18,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-from towers.doctor import cluster, devices, gpus, host, settings, versions
+from towers.doctor import cluster, devices, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
+from towers.doctor.gpus import checks as gpus
 from towers.program.arguments import Parser
 
 _PROGRAM = "towers.doctor"
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if options.gpus:
+            return say_gpus(options.json)
         if options.hosts is None:
             found = say(checks(options), options.json)
         else:
@@ -86,6 +89,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "is on this machine.",
     )
     parser.add_argument(
+        "--gpus",
+        action="store_true",
+        help="Only list this machine's GPUs, the processes that hold their memory, and "
+        "what slows them down.",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="Print JSON instead of lines."
     )
     options = parser.parse_args(argv)
@@ -94,11 +103,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"Received --host_rank={options.host_rank} without addresses in --hosts; "
             "expected both, or neither."
         )
+    if options.gpus and options.hosts is not None:
+        raise ValueError(
+            f"Received --gpus and --hosts={options.hosts}; expected one of them, so "
+            "run --gpus on each host."
+        )
     if options.num_gpus is not None and options.num_gpus < 1:
         raise ValueError(
             f"Received --num_gpus={options.num_gpus}; expected at least 1."
         )
     return options
+
+
+def say_gpus(as_json: bool) -> int:
+    """Prints who holds which GPU; returns the exit code.
+
+    Raises:
+        ValueError: NVIDIA's driver does not answer.
+    """
+    from towers.doctor.gpus import table  # needs more packages than the doctor itself
+
+    found = table.cards()
+    if as_json:
+        print(json.dumps(table.as_json(found), indent=2))
+    else:
+        print(table.as_text(found))
+    return 0
 
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:

@@ -75,6 +75,12 @@ class Balance:
         self._since, self._warm = builder.timers.totals(), False
         if before is None or _devices(before) != _devices(self._towers):
             self._search = self._find() if len(self._towers) > 1 else iter(())
+            if not uneven.comparable(len(self._towers), builder.plan.on_gpus):
+                self._search = iter(())
+                _say(
+                    f"Split ratios stay {_text(self._ratios)}: there are more logical "
+                    "CPUs than cores, so the times of towers are not their own."
+                )
 
     def _find(self):
         """Yields a wish, or `None` if there is none yet, whenever somebody looks."""

@@ -5,9 +5,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from towers.devices import Devices, nvml
+from towers.devices import Devices
 from towers.devices.sharing import Others, Registry, RegistryError
 from towers.elastic.wish import Wish
+from towers.machine import nvml
 from towers.program import voice
 
 _KEEPS = (

@@ -22,11 +22,10 @@ if __name__ == "__main__":
     )
 
 import argparse
-import sys
 
 from towers.export import saved_model
 from towers.predict.trained import load_model
-from towers.program import ending
+from towers.program import ending, startup
 
 _PROGRAM = "towers.export"
 
@@ -50,4 +49,4 @@ def export(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending.run(_PROGRAM, lambda: export(_options)))
+    startup.leave(ending.run(_PROGRAM, lambda: export(_options)))

@@ -26,7 +26,7 @@ from towers.find_batch_size.processes import as_probe, run
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe
 from towers.find_batch_size.search_flags import Search
-from towers.program import ending, words
+from towers.program import ending, startup, words
 from towers.program.commands import fail
 
 _PROGRAM = "towers.find_batch_size"
@@ -99,4 +99,4 @@ def say(result: Probe) -> None:
 
 if __name__ == "__main__":
     ending.stop_at_sigterm()  # which ends the probe that runs, too
-    sys.exit(ending.run(_PROGRAM, lambda: find(_settings)))
+    startup.leave(ending.run(_PROGRAM, lambda: find(_settings)))

@@ -21,7 +21,6 @@ import itertools
 import math
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -270,4 +269,4 @@ def limit_memory(limit_mb: int | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(child.answer(functools.partial(probe, _settings)))
+    startup.leave(child.answer(functools.partial(probe, _settings)))

@@ -17,11 +17,10 @@ if __name__ == "__main__":
     )
 
 import argparse
-import sys
 
 from towers.generate.sampling import generate
 from towers.predict.trained import load_model
-from towers.program import ending
+from towers.program import ending, startup
 
 _PROGRAM = "towers.generate"
 
@@ -44,4 +43,4 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending.run(_PROGRAM, lambda: run(_options)))
+    startup.leave(ending.run(_PROGRAM, lambda: run(_options)))

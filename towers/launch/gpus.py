@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from towers.doctor import gpus
+from towers.doctor.gpus import checks as gpus
 from towers.program import words
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -1,1 +1,1 @@
-"""What this process may use of the machine: a container has a part of it only."""
+"""What this machine has: the CPUs and memory that a process may use, and its GPUs."""

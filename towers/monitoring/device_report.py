@@ -15,11 +15,11 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from towers.devices import Devices, nvml
-from towers.devices.nvml import Driver
+from towers.devices import Devices
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.loop import listeners
-from towers.machine import limits
+from towers.machine import limits, nvml
+from towers.machine.nvml import Driver
 from towers.model.fit_call import FitCall
 from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
 from towers.program import words

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     )
 
 import itertools
-import sys
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +28,7 @@ from towers.collectives import batch
 from towers.collectives.hosts import this_host
 from towers.devices import rows, table
 from towers.parity import check_parity
-from towers.program import ending
+from towers.program import ending, startup
 from towers.program.commands import fail
 from towers.train.parts import my_model
 from towers.train.parts import setup as setup_parts
@@ -129,4 +128,4 @@ def main(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending.run("towers.parity", lambda: main(_settings)))
+    startup.leave(ending.run("towers.parity", lambda: main(_settings)))

@@ -71,4 +71,4 @@ def predict(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     ending.stop_at_sigterm()
-    sys.exit(ending.run(_PROGRAM, lambda: predict(_options)))
+    startup.leave(ending.run(_PROGRAM, lambda: predict(_options)))

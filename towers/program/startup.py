@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import wrapt
 
@@ -47,6 +47,8 @@ _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
 _stderr = 2
 # Whether `begin` has turned the garbage collector off.
 _paused = False
+# What `leave` was told.
+_exit_code: int | None = None
 
 
 def begin(
@@ -76,6 +78,8 @@ def begin(
         SystemExit: The flags are wrong, or TensorFlow cannot be imported; either is
             said. Or only the help was asked for.
     """
+    # First, to be called last.
+    atexit.register(_end_at_once)
     # What imports make stays: 600,000 objects. To look for garbage in them again and
     # again, as Python does, takes a quarter of the time.
     global _paused
@@ -148,6 +152,26 @@ def end() -> None:
         _paused = False
     if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the program with an exit code, after all that is to be done at exit.
+
+    Threads of TensorFlow may still run when its destructors do, and the process then
+    crashes at times, although all is saved and said. So these are left out.
+    """
+    global _exit_code
+    _exit_code = code
+    sys.exit(code)
+
+
+def _end_at_once():
+    if _exit_code is None:
+        return  # somebody else ends the program
+    for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(_exit_code)
 
 
 def quiet_import() -> contextlib.AbstractContextManager[None]:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-from towers.doctor import gpus as nvidia
+from towers.doctor.gpus import checks as nvidia
 from towers.launch import gpus
 from towers.machine.limits import MEMORY_SHARE, cpu_count
 from towers.program import words

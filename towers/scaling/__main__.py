@@ -27,7 +27,7 @@ import tempfile
 import tensorflow as tf
 
 from towers.machine import limits
-from towers.program import ending, words
+from towers.program import ending, startup, words
 from towers.program.commands import fail
 from towers.scaling import measure
 from towers.scaling.measure import Trial
@@ -116,4 +116,4 @@ def say(trial: Trial) -> None:
 
 if __name__ == "__main__":
     ending.stop_at_sigterm()  # which ends the process that trains, too
-    sys.exit(ending.run(_PROGRAM, lambda: scale(_settings)))
+    startup.leave(ending.run(_PROGRAM, lambda: scale(_settings)))

@@ -86,7 +86,9 @@ def trials(
             found.append(run(count, None))
             yield found[-1]
     for each in reversed(means(found)):
-        if each.fits and uneven.slowest(each.towers_ms) is not None:
+        if not (each.fits and uneven.comparable(each.count, each.memory == "GPU")):
+            continue
+        if uneven.slowest(each.towers_ms) is not None:
             ratios = uneven.better_ratios(each.towers_ms, each.split_ratios)
             step = uneven.step_with(each.towers_ms, each.split_ratios, ratios)
             if step <= _PROMISING:

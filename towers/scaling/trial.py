@@ -22,6 +22,7 @@ from collections.abc import Callable
 import keras
 
 from towers.find_batch_size import child
+from towers.program import startup
 from towers.scaling.scaling_flags import Scaling
 from towers.train import callbacks
 from towers.train.job import assemble
@@ -103,4 +104,4 @@ class _Stop(keras.callbacks.Callback):
 
 
 if __name__ == "__main__":
-    sys.exit(child.answer(functools.partial(train, _settings)))
+    startup.leave(child.answer(functools.partial(train, _settings)))

@@ -119,4 +119,4 @@ def _say_stopped(job: Job | None, cause: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(_settings))
+    startup.leave(main(_settings))

@@ -232,7 +232,10 @@ HELPS = {
             "Number of GPUs, or auto for as many as pay. Default: all; without a GPU, "
             "logical CPUs for 2 towers."
         ),
-        "gpu_indices": "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2.",
+        "gpu_indices": (
+            "Numbers of the GPUs to use, as in nvidia-smi, such as 0,2; or free for "
+            "those that nobody uses, at most --num_gpus."
+        ),
         "max_gpus": (
             "Number of GPUs to set up, which towers resize may give to the run later. "
             "Default: those that it begins with."

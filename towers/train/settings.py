@@ -224,6 +224,11 @@ class Settings:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def finds_free(self) -> bool:
+        """Whether the run takes GPUs that nobody uses."""
+        return self.gpu_indices == ("free",)
+
+    @property
     def finds_count(self) -> bool:
         """Whether it is measured how many GPUs pay."""
         return self.num_gpus == "auto"

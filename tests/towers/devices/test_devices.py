@@ -15,10 +15,10 @@ from tests import warm
 from towers import devices
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
-from towers.devices import listing, nvml
-from towers.devices.nvml import Gpu
-from towers.machine import limits
+from towers.devices import listing
+from towers.machine import limits, nvml
 from towers.machine.limits import Processors
+from towers.machine.nvml import Gpu
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:

@@ -10,6 +10,7 @@ import towers
 from tests.slow_tower import slowed
 from towers.elastic.balance import Balance, recall, remember
 from towers.loop.timers import Totals
+from towers.machine import limits
 from towers.plan import Tower
 
 CPUS = "/device:CPU:0", "/device:CPU:1"
@@ -17,6 +18,8 @@ CPUS = "/device:CPU:0", "/device:CPU:1"
 
 class Run:
     """A run whose towers need so many seconds for a batch, and some more each."""
+
+    on_gpus = True
 
     def __init__(self, *batch_s, more_s=0.0, devices=CPUS):
         self.batch_s, self.more_s = batch_s, more_s
@@ -29,7 +32,7 @@ class Run:
             for k, (device, ratio) in enumerate(zip(devices, ratios, strict=True))
         ]
         self.builder = types.SimpleNamespace(
-            plan=types.SimpleNamespace(replicas=towers_),
+            plan=types.SimpleNamespace(replicas=towers_, on_gpus=self.on_gpus),
             timers=types.SimpleNamespace(totals=lambda: self.totals),
         )
 
@@ -146,6 +149,15 @@ def test_each_set_of_devices_has_ratios_of_its_own(tmp_path):
     # And nobody argues with ratios that somebody asks for.
     run.resize((1, 1), CPUS)
     assert train(run, balance) == []
+
+
+def test_more_towers_than_cores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "on_gpus", False)
+    for cores, wished in ((2, [(1, 2)]), (1, [])):
+        monkeypatch.setattr(limits, "cpu_count", lambda cores=cores: cores)
+        run = Run(2.0, 1.0)
+        assert train(run, Balance(run, tmp_path / str(cores))) == wished
+    assert "there are more logical CPUs than cores" in capsys.readouterr().err
 
 
 def test_one_tower_has_no_ratio(tmp_path):

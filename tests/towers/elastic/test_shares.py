@@ -13,11 +13,12 @@ from tests import oracle
 from tests.towers.train.runs import finish, read_settings, start
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
-from towers.devices import Devices, nvml
-from towers.devices.nvml import Gpu
+from towers.devices import Devices
 from towers.devices.sharing import RegistryError
 from towers.elastic import shares
 from towers.elastic.shares import Shares
+from towers.machine import nvml
+from towers.machine.nvml import Gpu
 from towers.train.parts.devices import share_devices
 
 DEVICES = {f"cpu:{k}": f"/device:CPU:{k}" for k in range(4)}

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tests.small import tiny
 from towers import devices, multi_gpu_model
-from towers.devices.nvml import Driver, Gpu
 from towers.machine import limits
+from towers.machine.nvml import Driver, Gpu
 from towers.monitoring import device_report as report
 from towers.monitoring.device_report import DeviceReport
 

@@ -21,8 +21,8 @@ from tests.towers.monitoring.test_device_report import (
     of,
 )
 from towers import multi_gpu_model
-from towers.devices.nvml import Driver
 from towers.loop.timers import Totals
+from towers.machine.nvml import Driver
 from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.tensorboard import drawing, pictures

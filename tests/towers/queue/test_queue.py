@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
-from towers.doctor import gpus as nvidia
+from towers.doctor.gpus import checks as nvidia
 from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline import room
 from towers.machine import limits

@@ -203,6 +203,20 @@ def test_what_own_data_leave_no_room_for():
         ),
         ({"micro_batches": 9, "batch_size": 8}, "one example for each micro-batch"),
         ({"stages": 0}, "--stages=0"),
+        (
+            {"gpu_indices": ("free",), "share_gpus": "0.5"},
+            "--gpu_indices=free and --share_gpus, which takes what other runs leave",
+        ),
+        (
+            {"gpu_indices": ("free",), "num_gpus": "auto"},
+            "--num_gpus=auto and --gpu_indices=free; expected one of them",
+        ),
+        ({"gpu_indices": ("free", "1")}, "such as --gpu_indices=0,2, or free."),
+        (
+            {"gpu_indices": ("MIG-1", "MIG-2")},
+            "expected numbers of GPUs, as a process has one slice of a GPU at most: "
+            "name it by CUDA_VISIBLE_DEVICES=MIG-1",
+        ),
         ({"gpu_memory_fraction": 0.0}, "_fraction=0.0; expected more than 0, and at"),
         ({"gpu_memory_fraction": 1.1}, "_fraction=1.1; expected more than 0, and at"),
         ({"gpu_memory_fraction": math.nan}, "_fraction=nan; expected more than 0"),

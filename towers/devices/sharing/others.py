@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 import psutil
 
-from towers.devices.nvml import Driver, Use
 from towers.devices.sharing import machine
+from towers.machine.nvml import Driver, Use
 
 
 class Others:

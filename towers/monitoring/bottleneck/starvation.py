@@ -176,7 +176,10 @@ class Starvation(StepTime):
 
     def _uneven(self, split):
         """Says which tower is slow; hosts say it of hosts."""
-        towers = self.model.builder.plan.replicas
+        plan = self.model.builder.plan
+        towers = plan.replicas
+        if not uneven.comparable(len(towers), plan.on_gpus):
+            return None
         return uneven.sentence(split.towers_ms, [each.ratio for each in towers])
 
     def _words(self):

@@ -4,6 +4,8 @@ import math
 import operator
 from collections.abc import Sequence
 
+from towers.machine import limits
+
 # A tower is slow if it needs so much longer than the mean of all.
 _SLOW = 1.15
 
@@ -11,6 +13,19 @@ _SLOW = 1.15
 _MOST_PARTS = 24
 # Simple ratios win if the step with them is at most so much longer.
 _AS_GOOD = 1.01
+
+
+def comparable(towers: int, on_gpus: bool) -> bool:
+    """Tells whether the times of towers are their own.
+
+    Logical CPUs that are more than the cores take turns there, so that the times say
+    which was last, not which is slow.
+
+    Args:
+        towers: How many there are on this host.
+        on_gpus: Whether they are on GPUs.
+    """
+    return on_gpus or towers <= limits.cpu_count()
 
 
 def slowest(towers_ms: Sequence[float]) -> int | None:

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from towers.devices.nvml import Driver, Use
 from towers.devices.sharing import Others, machine
+from towers.machine.nvml import Driver, Use
 
 ME = os.getpid()
 # No process has such a number.

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from towers.cluster import process_group
-from towers.devices import Devices, configure
+from towers.devices import Devices, configure, free
 from towers.elastic.shares import Shares, share
 from towers.train import tower_flags
 from towers.train.parts.devices import auto_count
@@ -15,8 +15,23 @@ from towers.train.settings import Settings
 
 def configure_devices(settings: Settings) -> Devices:
     """Sets up the devices, the random seeds and the type to compute in."""
+    if not settings.finds_free:
+        return _configure(settings)
+    with free.one_at_a_time():
+        devices = _configure(settings)
+        # From here on, others see that these GPUs are used.
+        tf.config.list_logical_devices()
+    return devices
+
+
+def _configure(settings):
     num_gpus, indices = settings.fixed_gpus, None
-    if settings.finds_count:
+    if settings.finds_free:
+        indices = free.choose(settings.max_gpus or num_gpus)
+        num_gpus = settings.max_gpus and num_gpus
+        if num_gpus is not None:
+            indices = indices[:num_gpus]
+    elif settings.finds_count:
         num_gpus = auto_count.find(settings)
     elif settings.gpu_indices:
         indices = [int(index) for index in settings.gpu_indices]

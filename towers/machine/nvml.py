@@ -96,6 +96,27 @@ class Driver:
         except self._nvml.NVMLError as error:
             self._refuses = str(error)
 
+    @property
+    def refuses(self) -> str | None:
+        """Why it tells nothing; `None` if it answers."""
+        return self._refuses
+
+    def ask(self, question: Callable[[Any], T], unknown: T) -> T:
+        """Asks for what has no method here.
+
+        Args:
+            question: Takes the module `pynvml`, whose errors it may raise.
+            unknown: What to return if the driver does not tell.
+        """
+
+        def answer():
+            try:
+                return question(self._nvml)
+            except self._nvml.NVMLError:
+                return unknown
+
+        return unknown if self._refuses else _ask(answer, unknown)
+
     def read(self, uuid: str | None) -> dict[str, float]:
         """Reads what a GPU does now.
 

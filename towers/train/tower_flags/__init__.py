@@ -1,10 +1,12 @@
 """The flags of towers.train that say how towers share the work."""
 
-import math
 import re
 
-from towers.program.startup import MOST_DEVICES
 from towers.train.settings import DEFAULTS, Settings
+from towers.train.tower_flags import devices
+from towers.train.tower_flags.devices import check_fixed, read_shares
+
+__all__ = ["HELPS", "check", "check_fixed", "check_whole_batch", "read_shares"]
 
 HELPS = {
     "variable_update": (
@@ -138,15 +140,9 @@ def check(settings: Settings) -> None:
             "would change with that of the towers; expected one of them."
         )
     _check_batch_per_tower(settings)
-    _check_fraction(settings)
     _check_stages(settings)
     _check_placement(settings)
-    _check_count(settings)
-    if any(not index.isdigit() for index in settings.gpu_indices or []):
-        raise ValueError(
-            f"Received {settings.as_flag('gpu_indices')}; expected numbers of GPUs, "
-            "such as --gpu_indices=0,2."
-        )
+    devices.check(settings)
     _check_ratios(settings)
 
 
@@ -182,26 +178,6 @@ def _check_batch_per_tower(settings: Settings) -> None:
         )
 
 
-def _check_fraction(settings: Settings) -> None:
-    """Checks how much of a GPU's memory is asked for."""
-    fraction = settings.gpu_memory_fraction
-    if fraction is None:
-        return
-    asked = settings.as_flag("gpu_memory_fraction")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"Received {asked}; expected more than 0, and at most 1.")
-    if settings.gpu_memory_limit_mb is not None:
-        raise ValueError(
-            f"Received {asked} and {settings.as_flag('gpu_memory_limit_mb')}, which "
-            "both limit the memory of a GPU; expected one of them."
-        )
-    if settings.allow_growth:
-        raise ValueError(
-            f"Received {asked} and --allow_growth, but TensorFlow takes limited memory "
-            "at once; expected one of them."
-        )
-
-
 def check_whole_batch(settings: Settings, program: str) -> None:
     """Checks that a program is told the batch of all towers.
 
@@ -212,19 +188,6 @@ def check_whole_batch(settings: Settings, program: str) -> None:
         raise ValueError(
             f"Received {settings.as_flag('batch_size_per_tower')}; expected "
             f"--batch_size, the examples of all towers, in {program}."
-        )
-
-
-def check_fixed(settings: Settings, program: str) -> None:
-    """Checks that a program is told how many GPUs there are, as only a run finds it.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if settings.finds_count:
-        raise ValueError(
-            f"Received --num_gpus=auto, which only towers.train takes; expected a "
-            f"number for {program}, or no --num_gpus for all GPUs."
         )
 
 
@@ -307,78 +270,3 @@ def _check_placement(settings: Settings) -> None:
                 "expected each pattern once."
             )
         patterns.add(pattern)
-
-
-def _check_count(settings: Settings) -> None:
-    """Checks that no machine is asked for that there is not."""
-    ratios = () if settings.finds_ratios else settings.split_ratios
-    ratios = ratios or ("1",)
-    count = settings.fixed_gpus or settings.stages * len(ratios)
-    _check_most(settings)
-    _check_sharing(settings)
-    for name in ("gpu_indices", "gpu_split"):
-        if settings.finds_count and getattr(settings, name) != getattr(DEFAULTS, name):
-            raise ValueError(
-                f"Received --num_gpus=auto and {settings.as_flag(name)}; expected one "
-                "of them, as auto tries the first GPUs, each as a whole."
-            )
-    if settings.finds_count and settings.split_ratios and not settings.finds_ratios:
-        raise ValueError(
-            f"Received --num_gpus=auto and {settings.as_flag('split_ratios')}, which "
-            "is for a fixed number of towers; expected --split_ratios=auto with it."
-        )
-    count = max(count, settings.stages, settings.max_gpus or 1) * settings.gpu_split
-    if count > MOST_DEVICES:
-        names = "num_gpus", "max_gpus", "stages", "split_ratios", "gpu_split"
-        given = [name for name in names if getattr(settings, name) not in (None, 1)]
-        raise ValueError(
-            f"Received {' '.join(map(settings.as_flag, given))}, which needs {count:,} "
-            f"devices; expected at most {MOST_DEVICES}."
-        )
-
-
-def read_shares(settings: Settings) -> tuple[float, float] | None:
-    """Reads --share_gpus: the part of the devices' memory that is sure, and its limit.
-
-    Raises:
-        ValueError: It has another form.
-    """
-    if settings.share_gpus is None:
-        return None
-    try:
-        least, *most = map(float, settings.share_gpus.split(":"))
-        (most,) = most or [1.0]
-    except ValueError:
-        least = most = math.nan
-    if not 0 < least <= most <= 1:
-        raise ValueError(
-            f"Received {settings.as_flag('share_gpus')}; expected parts of the GPUs' "
-            "memory, the least and the most, such as --share_gpus=0.25:0.75."
-        )
-    return least, most
-
-
-def _check_sharing(settings: Settings) -> None:
-    """Checks that towers may come and go."""
-    if read_shares(settings) is None:
-        return
-    for name in ("num_gpus", "split_ratios", "stages"):
-        if getattr(settings, name) != getattr(DEFAULTS, name):
-            raise ValueError(
-                f"Received {settings.as_flag(name)} and "
-                f"{settings.as_flag('share_gpus')}, by which towers come and go one by "
-                "one; expected one of them, so give --max_gpus for how many to share."
-            )
-
-
-def _check_most(settings: Settings) -> None:
-    """Checks that a run begins with no more GPUs than are set up."""
-    if settings.max_gpus is None:
-        return
-    first = len(settings.gpu_indices or ()) or settings.fixed_gpus or 1
-    if settings.max_gpus < first:
-        name = "gpu_indices" if settings.gpu_indices else "num_gpus"
-        raise ValueError(
-            f"Received {settings.as_flag('max_gpus')} and {settings.as_flag(name)}, "
-            f"with which the run begins; expected at least --max_gpus={first}."
-        )

@@ -23,7 +23,7 @@ _HIDES, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
 _THREADS, _THREAD_MODES = "TF_GPU_THREAD_MODE", ("global", "gpu_private", "gpu_shared")
 _SMI_S = 20
-_OURS = Path(__file__).parents[2]
+_OURS = Path(__file__).parents[3]
 # Where TensorFlow's log tells why it does not use a GPU.
 _REASON = re.compile(
     r"\] (.*(?:dlopen|cuInit|cuda drivers|Ignoring visible gpu|kernel driver).*)"
@@ -329,7 +329,7 @@ class _SmiError(Exception):
 
 
 def _ask_smi(query: str) -> list[list[str]]:
-    # Not `devices.nvml`: a broken driver would keep this process, and its package may
+    # Not `machine.nvml`: a broken driver would keep this process, and its package may
     # be what is missing.
     command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
     out, err, code = process.run(command, _SMI_S)
