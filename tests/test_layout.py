@@ -18,7 +18,7 @@ FLOORS = (
     *("stages", "loop"),
     *("plan", "partition", "builders", "numerics", "model"),
     *("lifecycle", "monitoring", "elastic", "callbacks", "sparse"),
-    *("train", "parity", "doctor", "find_batch_size", "scaling"),
+    *("doctor", "train", "parity", "find_batch_size", "scaling"),
     *("report", "predict"),
     *("export", "generate", "launch", "queue", "resize"),
     "towers",

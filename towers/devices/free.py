@@ -9,16 +9,18 @@ import tensorflow as tf
 
 from towers.devices.sharing import machine
 from towers.machine import nvml
-from towers.processes.described import describe
+from towers.processes.described import describe_holder
 from towers.program import voice, words
 
-# The part of its memory that a free GPU may lack: the driver's own, and a display's.
-_TAKEN = 0.1
+# More than an idle GPU shows as held, and less than any process that computes holds.
+_UNSEEN_MB = 100
 _LOCK = "free.lock"
 
 
 def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
     """Chooses among TensorFlow's GPUs those that no process uses, and says which.
+
+    A process that only draws, as a desktop's, does not count.
 
     Args:
         count: How many; `None` for all that are free.
@@ -41,16 +43,13 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
         )
     free, holders = [], []
     for index, card in enumerate(cards):
-        use = card and driver.use(card.uuid)
-        if use is None:
-            raise ValueError(
-                f"Received --gpu_indices=free, but NVIDIA's driver does not tell who "
-                f"uses GPU {index}; expected numbers, such as --gpu_indices=0."
-            )
-        if not use.memory_of and use.memory <= _TAKEN:
+        held = card and driver.holders(card.uuid)
+        if held is None:
+            raise ValueError(_unknown(index, driver))
+        if not held.pids and held.unseen_mb < _UNSEEN_MB:
             free.append(index)
             continue
-        who = ", ".join(str(describe(pid)) for pid in use.memory_of)
+        who = ", ".join(str(describe_holder(pid)) for pid in held.pids)
         who = who or "processes that cannot be seen from here"
         holders.append(f"GPU {card.index} is held by {who}")
     if len(free) < (count or 1):
@@ -58,8 +57,8 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
         raise ValueError(
             f"Received --gpu_indices=free for {wanted}, but "
             f"{len(free) or 'none'} of {len(cards)} "
-            f"{'is' if len(free) < 2 else 'are'} free; wait, or expect fewer: "
-            f"{'; '.join(holders)}."
+            f"{'is' if len(free) < 2 else 'are'} free; wait, or expect fewer"
+            f"{': ' if holders else ''}{'; '.join(holders)}."
         )
     taken = free[:count]
     numbers = ", ".join(str(cards[index].index) for index in taken)
@@ -68,12 +67,33 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
     return taken
 
 
+def _unknown(index: int, driver: nvml.Driver) -> str:
+    """Says that it is not known who uses a GPU, and why."""
+    if driver.has_slices():
+        return (
+            "Received --gpu_indices=free on a machine with a GPU that is cut up into "
+            "slices (MIG), of which a process has one; expected none, so choose a "
+            "slice of `towers doctor --gpus` by CUDA_VISIBLE_DEVICES=MIG-..."
+        )
+    reason = f" ({driver.refuses})" if driver.refuses else ""
+    return (
+        f"Received --gpu_indices=free, but NVIDIA's driver does not tell who uses GPU "
+        f"{index}{reason}; expected numbers, such as --gpu_indices=0."
+    )
+
+
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Inside, no other program of this user chooses free GPUs.
 
     TensorFlow's devices have to be initialised inside: then the driver sees this one.
     """
-    with open(os.path.join(machine.usual_folder(), _LOCK), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = machine.usual_folder()
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with open(os.path.join(folder, _LOCK), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            voice.say("Waiting until another program has taken its free GPUs.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if options.gpus:
-            return say_gpus(options.json)
+            return say_gpus(options)
         if options.hosts is None:
             found = say(checks(options), options.json)
         else:
@@ -91,8 +91,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gpus",
         action="store_true",
-        help="Only list this machine's GPUs, the processes that hold their memory, and "
-        "what slows them down.",
+        help="Only list this machine's GPUs, or with --hosts those of all hosts, the "
+        "processes that hold their memory, and what slows them down.",
     )
     parser.add_argument(
         "--json", action="store_true", help="Print JSON instead of lines."
@@ -103,11 +103,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"Received --host_rank={options.host_rank} without addresses in --hosts; "
             "expected both, or neither."
         )
-    if options.gpus and options.hosts is not None:
-        raise ValueError(
-            f"Received --gpus and --hosts={options.hosts}; expected one of them, so "
-            "run --gpus on each host."
-        )
     if options.num_gpus is not None and options.num_gpus < 1:
         raise ValueError(
             f"Received --num_gpus={options.num_gpus}; expected at least 1."
@@ -115,19 +110,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def say_gpus(as_json: bool) -> int:
-    """Prints who holds which GPU; returns the exit code.
+def say_gpus(options: argparse.Namespace) -> int:
+    """Prints who holds which GPU, of this host or all; returns the exit code.
 
     Raises:
-        ValueError: NVIDIA's driver does not answer.
+        ValueError: NVIDIA's driver does not answer, or hosts do not meet.
     """
     from towers.doctor.gpus import table  # needs more packages than the doctor itself
 
-    found = table.cards()
-    if as_json:
-        print(json.dumps(table.as_json(found), indent=2))
+    if options.hosts is None:
+        found = table.cards()
+        if options.json:
+            print(json.dumps(table.as_json(found), indent=2))
+        else:
+            print(table.as_text(found))
+        return 0
+    from towers.doctor import hosts
+
+    place = hosts.place(options.hosts, options.host_rank)
+    try:
+        told = hosts.gather(place, table.of_this_host())
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    if options.json:
+        gpus_of = {name: each["gpus"] for name, each in told.items()}
+        print(json.dumps(gpus_of, indent=2))
     else:
-        print(table.as_text(found))
+        print("\n".join(f"{name}\n{each['text']}" for name, each in told.items()))
     return 0
 
 
@@ -146,6 +155,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     yield "GPUs", bind(gpus.check_gpus, machine, found)
     yield "driver", bind(gpus.check_driver, machine, found)
     yield "CUDA", bind(gpus.check_libraries, machine, found)
+    yield "GPU kernels", bind(gpus.check_kernels, machine, found)
     yield "GPU settings", gpus.check_settings
     yield "GPU memory", bind(gpus.check_memory, machine)
     for device in found.towers:

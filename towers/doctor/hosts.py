@@ -6,6 +6,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -81,6 +82,27 @@ def _own(listed):
         "this machine; expected --host_rank as well, the place of this host in that "
         "list, from 0."
     )
+
+
+def gather(place: Place, told: Any) -> dict[str, Any]:
+    """Returns what each host tells, by its name; all hosts call it at the same time.
+
+    Args:
+        place: The place of this process among them.
+        told: What this host tells, as JSON may have it.
+
+    Raises:
+        OSError: They do not meet, or one fails.
+        ValueError: They do not fit together.
+    """
+    membership = rendezvous.meet(place)
+    communicator = Communicator(Links(membership))
+    every = communicator.all_gather(json.dumps(told).encode(), "what hosts tell")
+    read = [json.loads(bytes(each)) for each in every]
+    # Nobody leaves before all have read.
+    communicator.all_reduce(np.zeros(1), "the end")
+    communicator.close()
+    return dict(zip(membership.names, read, strict=True))
 
 
 class Hosts:

@@ -28,6 +28,7 @@ from towers.find_batch_size.search import Probe
 from towers.find_batch_size.search_flags import Search
 from towers.program import ending, startup, words
 from towers.program.commands import fail
+from towers.train.parts.devices import with_free_gpus
 
 _PROGRAM = "towers.find_batch_size"
 
@@ -41,6 +42,8 @@ def find(settings: Search) -> int:
     Raises:
         ValueError: If any input is bad, or nothing fits.
     """
+    if (settings.hosts or 1) == 1:
+        settings = with_free_gpus(settings)
     most, start = settings.max_batch_size, settings.batch_size
     start = start if most is None else min(start, most)
     # Only probes use the devices: this process would keep a part of their memory.

@@ -68,7 +68,7 @@ def read(argv: Sequence[str], doc: str) -> Search:
     ours = command_line.below([*own, command_line.OUTPUT, command_line.HOSTS])
     train_flags.read_with(ours, argv, doc)
     search = checks.check(command_line.settings(Search))
-    tower_flags.check_fixed(search, "towers.find_batch_size")
+    tower_flags.check_fixed(search, "towers.find_batch_size", finds_free=True)
     tower_flags.check_whole_batch(search, "towers.find_batch_size")
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
     return search

@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from towers.program.voice import warn
@@ -35,6 +35,10 @@ _WAYS = {
     ),
     "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
 }
+
+
+COMPUTING = "Compute", "MPSCompute"
+"""Kinds of processes that compute; those of the second share a GPU by MPS."""
 
 
 class Gpu(NamedTuple):
@@ -64,6 +68,19 @@ class Use(NamedTuple):
     memory: float
     memory_of: dict[int, float]
     compute_of: dict[int, float]
+
+
+class Holders(NamedTuple):
+    """Who holds memory of a GPU.
+
+    Attributes:
+        pids: Processes that compute, by their numbers.
+        unseen_mb: Memory that is held, but by none of the processes that are listed,
+            as those of a container are not.
+    """
+
+    pids: tuple[int, ...]
+    unseen_mb: int
 
 
 class Driver:
@@ -99,6 +116,8 @@ class Driver:
     @property
     def refuses(self) -> str | None:
         """Why it tells nothing; `None` if it answers."""
+        if self._refuses is None and _hangs.is_set():
+            return f"it has not answered within {_LIMIT_S:g} s"
         return self._refuses
 
     def ask(self, question: Callable[[Any], T], unknown: T) -> T:
@@ -112,10 +131,78 @@ class Driver:
         def answer():
             try:
                 return question(self._nvml)
-            except self._nvml.NVMLError:
+            except _refusals(self._nvml):
                 return unknown
 
         return unknown if self._refuses else _ask(answer, unknown)
+
+    def memory(self, handle: Any) -> Any | None:
+        """Returns the memory of a GPU: its `total`, `used` and `free` bytes.
+
+        What the driver keeps for itself is not `used`, unless it is older than 510.
+
+        Args:
+            handle: NVML's handle of the GPU, or of a slice.
+        """
+        found = self.ask(
+            lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), None
+        )
+        if found is None:
+            found = self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+        return found
+
+    def processes(
+        self, handle: Any, kinds: Sequence[str] = (*COMPUTING, "Graphics")
+    ) -> dict[int, int | None]:
+        """Returns the processes that hold memory of a GPU, and how many bytes each.
+
+        A size is `None` if the driver does not tell.
+
+        Args:
+            handle: NVML's handle of the GPU, or of a slice.
+            kinds: Which processes; a desktop's are of kind "Graphics".
+        """
+        held: dict[int, int | None] = {}
+        for kind in kinds:
+            name = f"nvmlDeviceGet{kind}RunningProcesses"
+            for version in ("", "_v2"):  # the second is for drivers older than 510
+                found = self.ask(
+                    lambda nvml, name=name + version: getattr(nvml, name)(handle), None
+                )
+                if found is not None:
+                    break
+            # A process may be of two kinds, with the same memory.
+            held |= {each.pid: each.usedGpuMemory for each in found or ()}
+        return held
+
+    def holders(self, uuid: str) -> Holders | None:
+        """Tells who holds memory of a GPU; `None` if the driver does not tell.
+
+        Args:
+            uuid: Its UUID.
+        """
+        handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid), None)
+        memory = None if handle is None else self.memory(handle)
+        if memory is None:
+            return None
+        pids = self.processes(handle, COMPUTING)
+        listed = self.processes(handle).values()
+        if None in listed:
+            listed = [memory.used]  # whatever they hold
+        return Holders(tuple(pids), max(0, memory.used - sum(listed)) // 2**20)
+
+    def has_slices(self) -> bool:
+        """Tells whether a GPU of this machine is cut up (MIG)."""
+        count = self.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
+        return any(
+            self.ask(
+                lambda nvml, index=index: self._is_cut_up(
+                    nvml.nvmlDeviceGetHandleByIndex(index)
+                ),
+                False,
+            )
+            for index in range(count)
+        )
 
     def read(self, uuid: str | None) -> dict[str, float]:
         """Reads what a GPU does now.
@@ -157,7 +244,7 @@ class Driver:
             gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
             memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
             found = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-        except nvml.NVMLError:
+        except _refusals(nvml):
             return None
         taken = {each.pid: each.usedGpuMemory for each in found}
         if None in taken.values():  # as on Windows
@@ -201,6 +288,13 @@ class Driver:
         except self._nvml.NVMLError:
             return False  # a kind of GPU that cannot be
         return current == self._nvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _refusals(nvml: Any) -> tuple[type[Exception], ...]:
+    """What NVML raises if it does not tell."""
+    # Of a function that this driver does not have yet.
+    other = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)
+    return nvml.NVMLError, other
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:

@@ -30,7 +30,7 @@ def read(
     ours = command_line.below([command_line.HOSTS])
     train_flags.read_with(ours, argv, doc)
     found = checks.check_not_mixed(checks.check(command_line.settings(Check)))
-    tower_flags.check_fixed(found, "towers.parity")
+    tower_flags.check_fixed(found, "towers.parity", finds_free=True)
     if (found.hosts or 1) > 1 and "TOWERS_HOST_RANK" not in environ:
         start = commands.on_hosts(found.hosts, found.num_gpus)
         command = [*start, "-m", "towers.parity", *argv[1:]]

@@ -21,6 +21,14 @@ _CONTAINERS = (
 )
 
 
+# Runs have many flags; JSON has all of them.
+_LONGEST = 72
+# By which Linux numbers the first space of processes, that of no container.
+_FIRST_SPACE = 0xEFFFFFFC
+# What a process that uses a GPU has open; the second is for WSL.
+_GPU_FILES = ("/dev/nvidia", "/dev/dxg")
+
+
 class Described(NamedTuple):
     """What is known of a process; empty for what its user or container hides.
 
@@ -29,20 +37,27 @@ class Described(NamedTuple):
         user: Whose it is.
         command: Its program and arguments.
         container: Its container or batch job, such as "docker 0123456789ab".
+        outside: Whether the number is not of this container.
     """
 
     pid: int
     user: str = ""
     command: str = ""
     container: str = ""
+    outside: bool = False
 
     def __str__(self) -> str:
+        if self.outside:
+            return f"process {self.pid} of the host, which this container does not see"
         known = [f"process {self.pid}"]
         if self.user:
             known.append(f"of {self.user}")
         if self.container:
             known.append(f"in {self.container}")
-        return " ".join(known) + (f": {self.command}" if self.command else "")
+        command = self.command
+        if len(command) > _LONGEST:
+            command = f"{command[: _LONGEST - 3]}..."
+        return " ".join(known) + (f": {command}" if command else "")
 
 
 def describe(pid: int, root: Path = Path("/")) -> Described:
@@ -64,6 +79,37 @@ def describe(pid: int, root: Path = Path("/")) -> Described:
     except (OSError, ValueError):
         text = ""
     return Described(pid, user, command, container(text))
+
+
+def describe_holder(pid: int, root: Path = Path("/")) -> Described:
+    """Describes a process that NVIDIA's driver names.
+
+    In a container, the driver may tell the host's number of a process, which is
+    another process's here: only one that has a GPU open can be meant.
+
+    Args:
+        pid: Its number.
+        root: The folder of /proc.
+    """
+    if numbers_all() or _has_gpu_open(pid, root):
+        return describe(pid, root)
+    return Described(pid, outside=True)
+
+
+def numbers_all() -> bool:
+    """Tells whether processes have the same numbers here as in the kernel."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_SPACE
+    except OSError:
+        return False
+
+
+def _has_gpu_open(pid: int, root: Path) -> bool:
+    try:
+        files = [*(root / "proc" / str(pid) / "fd").iterdir()]
+        return any(os.readlink(file).startswith(_GPU_FILES) for file in files)
+    except OSError:
+        return False  # somebody else's, or gone
 
 
 def container(text: str) -> str:

@@ -34,6 +34,7 @@ from towers.scaling.measure import Trial
 from towers.scaling.network import Network
 from towers.scaling.report import Report
 from towers.scaling.scaling_flags import Scaling
+from towers.train.parts.devices import with_free_gpus
 
 _PROGRAM = "towers.scaling"
 
@@ -47,6 +48,7 @@ def scale(settings: Scaling) -> int:
     Raises:
         ValueError: If any input is bad, or nothing fits.
     """
+    settings = with_free_gpus(settings)
     tried: list[Trial] = []
     code = 0
     with tempfile.TemporaryDirectory(prefix="towers-") as folder:

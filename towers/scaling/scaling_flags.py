@@ -96,7 +96,7 @@ def read(argv: Sequence[str], doc: str) -> Scaling:
     own = [each["module_name"] for each in (_SCALING, _HOSTS)]
     train_flags.read_with(command_line.below([*own, command_line.OUTPUT]), argv, doc)
     scaling = checks.check(command_line.settings(Scaling))
-    tower_flags.check_fixed(scaling, "towers.scaling")
+    tower_flags.check_fixed(scaling, "towers.scaling", finds_free=True)
     tower_flags.check_whole_batch(scaling, "towers.scaling")
     for name in _OF_TOWERS:
         if getattr(scaling, name) != getattr(DEFAULTS, name):

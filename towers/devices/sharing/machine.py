@@ -15,8 +15,6 @@ FOLDER = "TOWERS_REGISTRY"
 _MEMORY = "/dev/shm"
 # Linux rounds the time of its start to seconds.
 _SAME_S = 2.0
-# By which Linux numbers the first space of processes, that of no container.
-_FIRST_SPACE = 0xEFFFFFFC
 
 
 class Machine:
@@ -100,11 +98,3 @@ def file_name() -> str:
         return f"runs-{os.stat('/proc/self/ns/pid').st_ino}.json"
     except OSError:
         return "runs.json"
-
-
-def numbers_all() -> bool:
-    """Tells whether processes have the same numbers here as in the kernel."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_SPACE
-    except OSError:
-        return False

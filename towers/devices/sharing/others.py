@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 import psutil
 
-from towers.devices.sharing import machine
 from towers.machine.nvml import Driver, Use
+from towers.processes import described
 
 
 class Others:
@@ -46,7 +46,7 @@ class Others:
         }
         own = {pid for pid in seen if _is_of(pid, pids)}
         # Otherwise what runs use would seem to be somebody else's.
-        if not own and not machine.numbers_all():
+        if not own and not described.numbers_all():
             return set()
         return {
             p for p, gpu in gpus.items() if gpu in uses and self._fill(uses[gpu], own)

@@ -3,15 +3,16 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from towers.doctor import process, versions
+from towers.doctor import versions
 from towers.doctor.devices import Probe
-from towers.doctor.finding import WRONG, Finding, in_a_line, note, ok, wrong
+from towers.doctor.finding import WRONG, Finding, note, ok, wrong
+from towers.doctor.gpus.seen import HIDES, Card, Machine, look
 
-_VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
+__all__ = ["Card", "Machine", "look"]
+
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
 # (docs/gpus.md)
 _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
@@ -19,105 +20,16 @@ _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 _COMPILING_DRIVER = {"12.5": "555.42.02"}
 # From this version on, cuDNN lacks GPUs of lower compute capabilities, and crashes.
 _CUDNN, _WITHOUT_OLD, _OLD = "nvidia-cudnn-cu12", (9, 11), (7, 5)
-_HIDES, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+# No release of TensorFlow is known to have kernels of this generation (docs/gpus.md).
+_BLACKWELL = (10, 0)
+_ORDER = "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
 _THREADS, _THREAD_MODES = "TF_GPU_THREAD_MODE", ("global", "gpu_private", "gpu_shared")
-_SMI_S = 20
 _OURS = Path(__file__).parents[3]
 # Where TensorFlow's log tells why it does not use a GPU.
 _REASON = re.compile(
     r"\] (.*(?:dlopen|cuInit|cuda drivers|Ignoring visible gpu|kernel driver).*)"
 )
-
-
-class Card(NamedTuple):
-    """A GPU, as nvidia-smi tells.
-
-    Attributes:
-        index: Its number.
-        name: Its model.
-        uuid: Its identity.
-        memory_mb: Its memory.
-        free_mb: What is free of that.
-        capability: Its compute capability, such as "9.0"; empty if unknown.
-    """
-
-    index: int
-    name: str
-    uuid: str
-    memory_mb: int
-    free_mb: int
-    capability: str = ""
-
-
-class Machine(NamedTuple):
-    """What the machine shows of its GPUs, without TensorFlow.
-
-    Attributes:
-        on_bus: NVIDIA's GPUs on the PCI bus; a container sees the host's.
-        device_files: Files /dev/nvidia0, ...
-        cards: Those that nvidia-smi lists.
-        driver: The driver's version, or empty.
-        holders: (uuid of a GPU, process's id and name, MB) that hold memory.
-        fault: Why nvidia-smi gave nothing, if so.
-        hidden: Whether the environment hides all of them on purpose.
-    """
-
-    on_bus: int
-    device_files: int
-    cards: tuple[Card, ...] = ()
-    driver: str = ""
-    holders: tuple[tuple[str, str, int], ...] = ()
-    fault: str = ""
-    hidden: bool = False
-
-    @property
-    def gpus(self) -> int:
-        """How many there are, by whoever sees most."""
-        return max(self.on_bus, self.device_files, len(self.cards))
-
-    @property
-    def in_use(self) -> bool:
-        """Whether there are any, and they are meant to be used."""
-        return self.gpus > 0 and not self.hidden
-
-
-def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """Looks for GPUs; nothing that it finds or misses is an error."""
-    on_bus = sum(
-        _read(folder / "vendor") == _VENDOR
-        and _read(folder / "class").startswith(_DISPLAY)
-        for folder in (root / "sys/bus/pci/devices").glob("*")
-    )
-    files = len([*(root / "dev").glob("nvidia[0-9]*")])
-    machine = Machine(on_bus, files, hidden=environ.get(_HIDES) in ("", "-1"))
-    try:
-        return _listed(machine)
-    except FileNotFoundError:
-        return machine._replace(fault="nvidia-smi is not installed")
-    except _SmiError as error:
-        return machine._replace(fault=str(error))
-    except (OSError, ValueError) as error:
-        return machine._replace(fault=f"nvidia-smi fails: {in_a_line(error)}")
-
-
-def _listed(machine: Machine) -> Machine:
-    """Adds what nvidia-smi tells."""
-    rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
-    capabilities = _capabilities()
-    held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
-    cards = tuple(
-        Card(
-            int(i), name, uuid, _number(memory), _number(free), capabilities.get(i, "")
-        )
-        for i, name, uuid, memory, free, _ in rows
-    )
-    holders = tuple(
-        (uuid, f"process {pid} ({name})", _number(used))
-        for uuid, pid, name, used in held
-    )
-    driver = rows[0][-1] if rows else ""
-    return machine._replace(cards=cards, driver=driver, holders=holders)
 
 
 def check_gpus(
@@ -134,9 +46,9 @@ def check_gpus(
     if found.gpus >= machine.gpus:
         names = ", ".join(card.name for card in machine.cards)
         return ok(f"{text}: {names}" if names else text, **figures)
-    hides = environ.get(_HIDES)
+    hides = environ.get(HIDES)
     if hides is not None and (found.gpus or machine.hidden):
-        return note(f"{text}, as {_HIDES}={hides!r} hides the others", **figures)
+        return note(f"{text}, as {HIDES}={hides!r} hides the others", **figures)
     reason = _reason(machine, found, hides)
     return wrong(f"{text}, because {reason}", reason=reason, **figures)
 
@@ -168,6 +80,40 @@ def check_driver(machine: Machine, found: Probe) -> Finding:
             f"{text}, but for compute capability {names} it has to compile kernels of "
             f"TensorFlow, as drivers do from {newer} on; install a newer driver",
             **figures | {"expected": newer},
+        )
+    return ok(text, **figures)
+
+
+def check_kernels(machine: Machine, found: Probe) -> Finding:
+    """Checks that TensorFlow has kernels for the GPUs, as machine code or as PTX."""
+    built = (found.build or {}).get("cuda_compute_capabilities", ())
+    if not machine.in_use:
+        return ok("none are needed without a GPU")
+    if not built or not any(card.capability for card in machine.cards):
+        return note("not known for which GPUs TensorFlow has kernels")
+    figures = {"built": [*built], "cards": [c.capability for c in machine.cards]}
+    without = [c for c in machine.cards if c.capability and not _has_code(c, found)]
+    text = f"this TensorFlow is built for {', '.join(built)}"
+    for card in without:
+        name = f"GPU {card.index} ({card.name}, compute capability {card.capability})"
+        newer = [ptx for ptx in _ptx(built) if ptx <= _parts(card.capability)]
+        if not newer:
+            return wrong(
+                f"{text}, so it has no kernels for {name}; {_another(card)}", **figures
+            )
+        if _parts(card.capability) >= _BLACKWELL:
+            return note(
+                f"{text}, so it has no kernels for {name}: the driver compiles those "
+                "for an older generation, and some fail with CUDA_ERROR_INVALID_PTX or "
+                f"CUDA_ERROR_INVALID_HANDLE; {_another(card)}",
+                **figures,
+            )
+    if without:
+        capability = without[0].capability
+        return ok(
+            f"{text}; for {capability}, the driver compiles kernels as they are first "
+            "used",
+            **figures,
         )
     return ok(text, **figures)
 
@@ -206,7 +152,7 @@ def check_libraries(machine: Machine, found: Probe) -> Finding:
 
 def check_settings(environ: Mapping[str, str] = os.environ) -> Finding:
     """Checks what the environment says of GPUs' memory, order and threads."""
-    known = (_GROWTH, _ALLOCATOR, _ORDER, _HIDES, _THREADS)
+    known = (_GROWTH, _ALLOCATOR, _ORDER, HIDES, _THREADS)
     figures = {name: environ[name] for name in known if name in environ}
     growth, allocator, order = map(figures.get, (_GROWTH, _ALLOCATOR, _ORDER))
     threads = figures.get(_THREADS, "global")
@@ -251,7 +197,8 @@ def check_memory(machine: Machine) -> Finding:
     advice = f"{text}; GPU {held[0].index}'s is held by {_holders(machine, held[0])}"
     if any(card.free_mb < 1024 for card in held):
         return wrong(
-            f"{advice}: end it, or choose other GPUs by --gpu_indices", free_mb=free_mb
+            f"{advice}: end it, or choose other GPUs, as by --gpu_indices=free",
+            free_mb=free_mb,
         )
     return note(advice, free_mb=free_mb)
 
@@ -259,25 +206,26 @@ def check_memory(machine: Machine) -> Finding:
 def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
     """Why TensorFlow does not find a GPU that is there, and what to do."""
     if hides is not None:
-        return f"{_HIDES}={hides!r} names none of them; unset it"
+        return f"{HIDES}={hides!r} names none of them; unset it"
     if not _built_for(found):
         return f"this TensorFlow is built without CUDA; {_install()}"
     if not machine.device_files and not machine.cards:
         return (
             f"there is no /dev/nvidia0, so the driver is not loaded, or the container "
             f"was started without docker's --gpus=all ({machine.fault}); or hide the "
-            f"GPU by {_HIDES}=-1"
+            f"GPU by {HIDES}=-1"
         )
     if not machine.cards:
         return f"the driver does not answer: {machine.fault}; start the machine anew"
     driver = check_driver(machine, found)
     if driver.verdict == WRONG:
         return f"the driver is {driver.text}"
-    libraries = check_libraries(machine, found)
-    if libraries.verdict == WRONG:
-        return libraries.text
+    for check in (check_libraries, check_kernels):
+        finding = check(machine, found)
+        if finding.verdict == WRONG:
+            return finding.text
     logged = _REASON.findall(found.log)
-    return f"it says: {logged[0]}" if logged else "of what it does not tell"
+    return f"it says: {logged[0]}" if logged else "of what TensorFlow does not tell"
 
 
 def _built_for(found: Probe) -> str:
@@ -297,6 +245,21 @@ def _has_code(card: Card, found: Probe) -> bool:
     )
 
 
+def _ptx(built: Sequence[str]) -> list[tuple[int, int]]:
+    """The compute capabilities of the PTX that TensorFlow contains."""
+    names = [each.removeprefix("compute_") for each in built if "compute_" in each]
+    return [(int(name[:-1]), int(name[-1])) for name in names if name.isdecimal()]
+
+
+def _another(card: Card) -> str:
+    """What to do about a GPU that TensorFlow has no kernels for."""
+    code = f"sm_{card.capability.replace('.', '')}"
+    return (
+        f"install a TensorFlow with {code} among cuda_compute_capabilities of "
+        f"tf.sysconfig.get_build_info(), or leave the GPU out by {HIDES}"
+    )
+
+
 def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     """The command that installs CUDA's libraries where this program was started.
 
@@ -306,6 +269,9 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     """
     if prefix == ours / ".venv" and not (prefix / ".ready-gpu").exists():
         return "make GPU=1"
+    # For the version that is there, as another one may ask for other libraries.
+    if version := versions.version("tensorflow"):
+        return f"pip install 'tensorflow[and-cuda]=={version}'"
     if (ours / "setup.py").exists():
         return "pip install -e '.[gpu]'"
     return "pip install 'keras-towers[gpu]'"
@@ -316,40 +282,5 @@ def _holders(machine: Machine, card: Card) -> str:
     return ", ".join(names) or "a process that nvidia-smi does not name here"
 
 
-def _capabilities() -> dict[str, str]:
-    """Compute capabilities by the GPU's number; drivers before 510 do not tell."""
-    try:
-        return dict(_ask_smi("gpu=index,compute_cap"))
-    except (_SmiError, ValueError):
-        return {}
-
-
-class _SmiError(Exception):
-    """nvidia-smi does not answer."""
-
-
-def _ask_smi(query: str) -> list[list[str]]:
-    # Not `machine.nvml`: a broken driver would keep this process, and its package may
-    # be what is missing.
-    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
-    out, err, code = process.run(command, _SMI_S)
-    if code is None:
-        raise _SmiError(f"nvidia-smi gives nothing within {_SMI_S} s")
-    if code:
-        raise _SmiError(f"nvidia-smi says: {' '.join((out or err).split())}")
-    return [[field.strip() for field in line.split(",")] for line in out.splitlines()]
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

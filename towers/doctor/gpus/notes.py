@@ -63,12 +63,15 @@ def _clocks(driver: Driver, handle: Any) -> Iterator[str]:
             return nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
 
     reasons = driver.ask(ask, 0)
-    for name, text in _SLOW.items():
-        bit = driver.ask(
-            lambda nvml, name=name: getattr(nvml, f"nvmlClocksThrottleReason{name}"), 0
-        )
-        if reasons & bit:
-            yield text
+    found = [text for name, text in _SLOW.items() if reasons & _bit(driver, name)]
+    yield from found
+    # Older GPUs do not tell which of them it is.
+    if not found and reasons & _bit(driver, "HwSlowdown"):
+        yield "heat or the power supply lowers its clocks"
+
+
+def _bit(driver: Driver, name: str) -> int:
+    return driver.ask(lambda nvml: getattr(nvml, f"nvmlClocksThrottleReason{name}"), 0)
 
 
 def _pcie(driver: Driver, handle: Any) -> Iterator[str]:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from towers.doctor.gpus import notes as gpu_notes
 from towers.elastic.requests import LOCK
 from towers.machine.nvml import Driver
-from towers.processes.described import Described, describe, folder_of_lock
+from towers.processes.described import Described, describe_holder, folder_of_lock
 
 _MB = 2**20
 # A run has its flags beside the file that it locks.
 _FLAGS = "flags.txt"
+# Of another user's run, the command alone may be seen.
+_COMMAND = re.compile(r"\btowers[. ]train\b.*?--?model_dir[= ](/\S+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +40,16 @@ class Slice:
     Attributes:
         uuid: Its UUID, by which CUDA_VISIBLE_DEVICES names it.
         name: Its kind.
-        memory_mb: Its memory.
+        used_mb: The memory of it that is held; `None` if the driver does not tell.
+        memory_mb: All memory that it has; likewise.
+        holders: The processes that hold memory of it.
     """
 
     uuid: str
     name: str
-    memory_mb: int
+    used_mb: int | None = None
+    memory_mb: int | None = None
+    holders: tuple[Holder, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +60,25 @@ class Card:
         index: Its number, as nvidia-smi counts.
         name: Its model.
         uuid: Its UUID.
-        used_mb: The memory that all processes hold.
-        memory_mb: All memory that it has.
+        used_mb: The memory that all processes hold; `None` if the driver does not tell.
+        memory_mb: All memory that it has; likewise.
         utilization: The part of the last moments in which it computed, 0 to 1.
         holders: The processes that hold memory of it.
         slices: Its slices, if it is cut up.
         notes: What else is to be known of it.
+        fault: Why the driver tells nothing of it, if so.
     """
 
     index: int
-    name: str
-    uuid: str
-    used_mb: int
-    memory_mb: int
-    utilization: float | None
+    name: str = "a GPU"
+    uuid: str = ""
+    used_mb: int | None = None
+    memory_mb: int | None = None
+    utilization: float | None = None
     holders: tuple[Holder, ...] = ()
     slices: tuple[Slice, ...] = ()
     notes: tuple[str, ...] = ()
+    fault: str = ""
 
 
 def cards(
@@ -85,28 +94,27 @@ def cards(
         ValueError: The driver does not answer.
     """
     driver = driver or Driver()
-    if driver.refuses:
+    count = driver.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
+    found = [_card(driver, index, environ) for index in range(count)]
+    if driver.refuses:  # before, or meanwhile
         raise ValueError(
             f"NVIDIA's driver tells nothing of GPUs ({driver.refuses}); expected a "
             "machine with a GPU, its driver and pip install nvidia-ml-py."
         )
-    count = driver.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
-    return [_card(driver, index, environ) for index in range(count)]
+    return found
 
 
 def _card(driver: Driver, index: int, environ: Mapping[str, str]) -> Card:
     ask = driver.ask
-    handle = ask(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), None)
-    memory = ask(
-        lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), None
-    )
+    handle, fault = ask(lambda nvml: _handle(nvml, index), (None, ""))
+    if handle is None:
+        return Card(index, fault=fault)
     busy = ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, None)
     return Card(
         index,
-        _text(ask(lambda nvml: nvml.nvmlDeviceGetName(handle), "a GPU")),
+        _text(ask(lambda nvml: nvml.nvmlDeviceGetName(handle), Card.name)),
         _text(ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), "")),
-        memory.used // _MB if memory else 0,
-        memory.total // _MB if memory else 0,
+        *_memory_mb(driver, handle),
         None if busy is None else busy / 100,
         tuple(_holders(driver, handle)),
         tuple(_slices(driver, handle)),
@@ -114,23 +122,38 @@ def _card(driver: Driver, index: int, environ: Mapping[str, str]) -> Card:
     )
 
 
+def _handle(nvml: Any, index: int) -> tuple[Any | None, str]:
+    """Returns NVML's handle of a GPU, or why there is none, as of one that is lost."""
+    try:
+        return nvml.nvmlDeviceGetHandleByIndex(index), ""
+    except nvml.NVMLError as error:
+        return None, str(error)
+
+
+def _memory_mb(driver: Driver, handle: Any) -> tuple[int | None, int | None]:
+    memory = driver.memory(handle)
+    return (None, None) if memory is None else (memory.used // _MB, memory.total // _MB)
+
+
 def _holders(driver: Driver, handle: Any) -> list[Holder]:
-    found = driver.ask(
-        lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(handle), []
-    )
     return [
         Holder(
-            describe(each.pid),
-            None if each.usedGpuMemory is None else each.usedGpuMemory // _MB,
-            _model_dir(each.pid),
+            found := describe_holder(pid),
+            None if used is None else used // _MB,
+            _model_dir(found),
         )
-        for each in found
+        for pid, used in driver.processes(handle).items()
     ]
 
 
-def _model_dir(pid: int) -> str:
-    folder = folder_of_lock(pid, LOCK)
-    return folder if folder and os.path.exists(os.path.join(folder, _FLAGS)) else ""
+def _model_dir(process: Described) -> str:
+    if process.outside:
+        return ""
+    folder = folder_of_lock(process.pid, LOCK)
+    if folder and os.path.exists(os.path.join(folder, _FLAGS)):
+        return folder
+    named = _COMMAND.search(process.command)
+    return named[1] if named else ""
 
 
 def _slices(driver: Driver, handle: Any) -> list[Slice]:
@@ -146,12 +169,12 @@ def _slices(driver: Driver, handle: Any) -> list[Slice]:
         )
         if part is None:
             continue  # this place is empty
-        memory = ask(lambda nvml, part=part: nvml.nvmlDeviceGetMemoryInfo(part), None)
         found.append(
             Slice(
                 _text(ask(lambda nvml, part=part: nvml.nvmlDeviceGetUUID(part), "")),
                 _text(ask(lambda nvml, part=part: nvml.nvmlDeviceGetName(part), "MIG")),
-                memory.total // _MB if memory else 0,
+                *_memory_mb(driver, part),
+                tuple(_holders(driver, part)),
             )
         )
     return found
@@ -165,37 +188,65 @@ def as_text(found: list[Card]) -> str:
     """Sets the GPUs out in lines, each with its processes, slices and notes below."""
     if not found:
         return "There is no NVIDIA GPU in this machine."
-    lines = []
-    for card in found:
-        busy = "" if card.utilization is None else f", {card.utilization:.0%} busy"
-        lines.append(
-            f"GPU {card.index}  {card.name}, {card.uuid}: {card.used_mb:,} of "
-            f"{card.memory_mb:,} MB held{busy}"
+    return "\n".join(line for card in found for line in _lines(card))
+
+
+def _lines(card: Card) -> Iterator[str]:
+    if card.fault:
+        yield (
+            f"GPU {card.index}  the driver tells nothing of it ({card.fault}); start "
+            "the machine anew"
         )
-        for holder in card.holders:
-            held = "?" if holder.memory_mb is None else f"{holder.memory_mb:,}"
-            lines.append(f"    {held} MB by {holder.process}")
-            if holder.model_dir:
-                lines.append(f"        trains in {holder.model_dir}")
-        if not card.holders:
-            lines.append("    no process that can be seen from here")
-        for part in card.slices:
-            lines.append(f"    slice {part.uuid}: {part.name}, {part.memory_mb:,} MB")
-        if len(card.slices) > 1:
-            lines.append(
-                "    CUDA gives a process one slice: train on each in a process of its "
-                f"own, with CUDA_VISIBLE_DEVICES={card.slices[0].uuid}"
-            )
-        lines += [f"    note: {note}" for note in card.notes]
-    return "\n".join(lines)
+        return
+    name = ", ".join(filter(None, [card.name, card.uuid]))
+    busy = "" if card.utilization is None else f", {card.utilization:.0%} busy"
+    yield f"GPU {card.index}  {name}: {_held(card)}{busy}"
+    if not card.slices:
+        yield from _of_holders(card.holders)
+    for part in card.slices:
+        yield f"    slice {part.uuid}: {part.name}, {_held(part)}"
+        yield from (f"    {line}" for line in _of_holders(part.holders))
+    if len(card.slices) > 1:
+        yield (
+            "    CUDA gives a process one slice: train on each in a process of its "
+            f"own, with CUDA_VISIBLE_DEVICES={card.slices[0].uuid}"
+        )
+    yield from (f"    note: {note}" for note in card.notes)
+
+
+def _held(part: Card | Slice) -> str:
+    if part.memory_mb is None:
+        return "memory unknown"
+    return f"{part.used_mb:,} of {part.memory_mb:,} MB held"
+
+
+def _of_holders(holders: Sequence[Holder]) -> Iterator[str]:
+    for holder in holders:
+        held = "?" if holder.memory_mb is None else f"{holder.memory_mb:,}"
+        yield f"    {held} MB by {holder.process}"
+        if holder.model_dir:
+            yield f"        trains in {holder.model_dir}"
+    if not holders:
+        yield "    no process that can be seen from here"
+
+
+def of_this_host() -> dict[str, Any]:
+    """Returns what this host tells others: its GPUs as `text` and as JSON, `gpus`.
+
+    Where the driver does not answer, the text says so, and `gpus` is `None`.
+    """
+    try:
+        found = cards()
+    except ValueError as error:
+        return {"text": str(error), "gpus": None}
+    return {"text": as_text(found), "gpus": as_json(found)}
 
 
 def as_json(found: list[Card]) -> list[dict[str, Any]]:
     """Returns the same for machines, as JSON has it."""
-    every = []
-    for card in found:
-        each = dataclasses.asdict(card)
-        for holder in each["holders"]:
-            holder["process"] = holder["process"]._asdict()
-        every.append(each)
+    every = [dataclasses.asdict(card) for card in found]
+    for each in every:
+        for part in (each, *each["slices"]):
+            for holder in part["holders"]:
+                holder["process"] = holder["process"]._asdict()
     return every

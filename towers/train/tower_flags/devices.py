@@ -45,8 +45,13 @@ def _check_count(settings: Settings) -> None:
         )
 
 
-def check_fixed(settings: Settings, program: str) -> None:
+def check_fixed(settings: Settings, program: str, finds_free: bool = False) -> None:
     """Checks that a program is told how many GPUs there are, as only a run finds it.
+
+    Args:
+        settings: The settings.
+        program: What to call it.
+        finds_free: Whether it finds GPUs that nobody uses.
 
     Raises:
         ValueError: It is not.
@@ -56,9 +61,9 @@ def check_fixed(settings: Settings, program: str) -> None:
             f"Received --num_gpus=auto, which only towers.train takes; expected a "
             f"number for {program}, or no --num_gpus for all GPUs."
         )
-    if settings.finds_free:
+    if settings.finds_free and not finds_free:
         raise ValueError(
-            "Received --gpu_indices=free, which only towers.train takes; expected "
+            "Received --gpu_indices=free, which a single process takes; expected "
             f"numbers of GPUs for {program}, such as --gpu_indices=0,2."
         )
 

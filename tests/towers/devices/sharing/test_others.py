@@ -9,6 +9,7 @@ import pytest
 
 from towers.devices.sharing import Others, machine
 from towers.machine.nvml import Driver, Use
+from towers.processes import described
 
 ME = os.getpid()
 # No process has such a number.
@@ -72,7 +73,7 @@ class Nvml:
 @pytest.fixture(autouse=True)
 def numbers_all(monkeypatch):
     """Makes this no container."""
-    monkeypatch.setattr(machine, "numbers_all", lambda: True)
+    monkeypatch.setattr(described, "numbers_all", lambda: True)
     return monkeypatch
 
 
@@ -134,7 +135,7 @@ def test_a_driver_that_tells_memory_only():
 
 
 def test_in_a_container(numbers_all):
-    numbers_all.setattr(machine, "numbers_all", lambda: False)
+    numbers_all.setattr(described, "numbers_all", lambda: False)
     # The driver may tell of this process by another number.
     assert filled({"GPU-a": {STRANGER: 900}}) == set()
     # This one tells its number here.
@@ -154,5 +155,5 @@ def test_without_a_driver(monkeypatch):
 
 
 def test_this_machine():
-    assert isinstance(machine.numbers_all(), bool)
+    assert isinstance(described.numbers_all(), bool)
     assert machine.file_name().startswith("runs")

@@ -1,6 +1,10 @@
 """The devices of a run, as settings describe them."""
 
-from towers.train.parts.devices.configured import configure_devices, share_devices
+from towers.train.parts.devices.configured import (
+    configure_devices,
+    share_devices,
+    with_free_gpus,
+)
 from towers.train.parts.devices.division import (
     split_ratios,
     stages,
@@ -12,5 +16,6 @@ __all__ = [
     "share_devices",
     "split_ratios",
     "stages",
+    "with_free_gpus",
     "with_whole_batch",
 ]

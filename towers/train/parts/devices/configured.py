@@ -7,7 +7,10 @@ import tensorflow as tf
 
 from towers.cluster import process_group
 from towers.devices import Devices, configure, free
+from towers.doctor.gpus import at_start
 from towers.elastic.shares import Shares, share
+from towers.machine import nvml
+from towers.program import voice
 from towers.train import tower_flags
 from towers.train.parts.devices import auto_count
 from towers.train.settings import Settings
@@ -15,13 +18,49 @@ from towers.train.settings import Settings
 
 def configure_devices(settings: Settings) -> Devices:
     """Sets up the devices, the random seeds and the type to compute in."""
-    if not settings.finds_free:
-        return _configure(settings)
+    configured = _configure_free if settings.finds_free else _configure
+    devices = configured(settings)
+    _say_doubts(settings, devices)
+    return devices
+
+
+def _configure_free(settings):
+    # Hosts wait for one another, and on one machine they choose one after another.
+    process_group.join_as_started("auto")
     with free.one_at_a_time():
         devices = _configure(settings)
         # From here on, others see that these GPUs are used.
         tf.config.list_logical_devices()
     return devices
+
+
+def _say_doubts(settings, devices):
+    """Says of GPUs that are there why they are not used, or only poorly."""
+    # What others hold of those that are shared, or that were free, is no news.
+    others_may_hold = settings.finds_free or settings.share_gpus is not None
+    cards = map(nvml.gpu, devices.every.physical)
+    for line in at_start.doubts(
+        dict(tf.sysconfig.get_build_info()),
+        len(tf.config.list_physical_devices("GPU")),
+        {card.uuid for card in cards if card is not None},
+        looks_at_memory=not others_may_hold,
+    ):
+        voice.warn(line)
+
+
+def with_free_gpus(settings: Settings) -> Settings:
+    """Returns settings with the numbers of GPUs that are free, if they ask for these.
+
+    It is for a program whose processes use them, one after another.
+
+    Raises:
+        ValueError: Too few are free.
+    """
+    if not settings.finds_free:
+        return settings
+    with free.one_at_a_time():
+        indices = free.choose(settings.fixed_gpus)
+    return settings.but(gpu_indices=tuple(map(str, indices)), num_gpus=None)
 
 
 def _configure(settings):
