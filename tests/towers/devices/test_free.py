@@ -1,29 +1,41 @@
 """GPUs that nobody uses, with a driver that is made up."""
 
+import contextlib
 import multiprocessing
 import os
 
+import pynvml
 import pytest
 import tensorflow as tf
+from absl.testing import flagsaver
 
+from tests.made_up_nvml import Nvml, held, memory
 from towers.devices import free
+from towers.find_batch_size import search_flags
 from towers.machine import nvml
-from towers.machine.nvml import Gpu, Use
+from towers.machine.nvml import Gpu, Holders
+from towers.parity import check_flags
+from towers.scaling import scaling_flags
 from towers.train.parts.devices import configured
 from towers.train.settings import Settings
 
 ME = os.getpid()
-FREE, TAKEN = Use(0.01, {}, {}), Use(0.5, {ME: 0.4}, {})
+FREE, TAKEN = Holders((), 4), Holders((ME,), 0)
 # As of a container's processes, which are not seen outside.
-HIDDEN = Use(0.5, {}, {})
+HIDDEN = Holders((), 500)
 
 
 class Driver:
-    def __init__(self, *uses):
-        self._uses = uses
+    refuses = None
 
-    def use(self, uuid):
-        return self._uses[int(uuid[-1])]
+    def __init__(self, *holders):
+        self._holders = holders
+
+    def holders(self, uuid):
+        return self._holders[int(uuid[-1])]
+
+    def has_slices(self):
+        return False
 
 
 @pytest.fixture
@@ -48,7 +60,7 @@ def gpus(monkeypatch):
         (None, [TAKEN, FREE, HIDDEN, FREE], [1, 3]),
         (2, [TAKEN, FREE, HIDDEN, FREE], [1, 3]),
         (1, [HIDDEN, FREE], [1]),
-        (None, [Use(0.02, {ME: 0.02}, {}), FREE], [1]),
+        (None, [Holders((), 99), Holders((), 100)], [0]),
     ],
 )
 def test_free_gpus(gpus, count, uses, expected):
@@ -88,14 +100,70 @@ def test_a_gpu_without_a_number(gpus, monkeypatch):
         free.choose(None, Driver(FREE))
 
 
+def test_a_machine_with_slices(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setattr(nvml, "gpu", lambda index: None)
+    driver = nvml.Driver(Nvml(DeviceGetMigMode=[1, 1]))
+    with pytest.raises(ValueError, match=r"cut up into slices \(MIG.* expected none"):
+        free.choose(None, driver)
+
+
+def test_a_driver_that_refuses(gpus, monkeypatch):
+    gpus(1)
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    with pytest.raises(ValueError, match=r"who uses GPU 0 \(Driver Not Loaded\); exp"):
+        free.choose(None, nvml.Driver(Nvml(Init=lost)))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"DeviceGetMemoryInfo": memory(4, 1000)}, Holders((), 4)),
+        (
+            {
+                "DeviceGetMemoryInfo": memory(304, 1000),
+                "DeviceGetGraphicsRunningProcesses": [held(7, 200), held(8, 100)],
+            },
+            Holders((), 4),
+        ),
+        (
+            {
+                "DeviceGetMemoryInfo": memory(600, 1000),
+                "DeviceGetComputeRunningProcesses": [held(7, 200)],
+                "DeviceGetMPSComputeRunningProcesses": [held(8, 100)],
+            },
+            Holders((7, 8), 300),
+        ),
+        (
+            {
+                "DeviceGetMemoryInfo": memory(600, 1000),
+                "DeviceGetComputeRunningProcesses": [held(7, None)],
+            },
+            Holders((7,), 0),
+        ),
+        ({}, None),
+        (
+            {
+                "DeviceGetMemoryInfo": memory(4, 1000),
+                "DeviceGetHandleByUUID": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND),
+            },
+            None,
+        ),
+    ],
+)
+def test_who_holds_a_gpu(answers, expected):
+    assert nvml.Driver(Nvml(**answers)).holders("GPU-0") == expected
+
+
 def _choose(begun, go_on):
     with free.one_at_a_time():
         begun.set()
         go_on.wait(60)
 
 
-def test_programs_choose_one_after_another(tmp_path, monkeypatch):
-    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
+def test_programs_choose_one_after_another(tmp_path, monkeypatch, capfd):
+    # A folder that is not there yet.
+    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "new"))
     context = multiprocessing.get_context("fork")
     first, second, go_on = context.Event(), context.Event(), context.Event()
     one = context.Process(target=_choose, args=(first, go_on))
@@ -108,6 +176,7 @@ def test_programs_choose_one_after_another(tmp_path, monkeypatch):
     assert second.wait(60)
     one.join()
     other.join()
+    assert "Waiting until another program has taken" in capfd.readouterr().err
 
 
 def test_a_run_takes_them(monkeypatch, tmp_path):
@@ -123,7 +192,56 @@ def test_a_run_takes_them(monkeypatch, tmp_path):
 
     monkeypatch.setattr(free, "choose", choose)
     monkeypatch.setattr(configured, "configure", configure)
+    monkeypatch.setattr(configured, "_say_doubts", lambda settings, devices: None)
     for more in ({}, {"num_gpus": 2}, {"num_gpus": 1, "max_gpus": 2}):
         configured.configure_devices(Settings(gpu_indices=("free",), **more))
     assert asked == [None, 2, 2]
     assert found == [(None, [3, 1]), (None, [3, 1]), (1, [3])]
+
+
+def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
+    """Otherwise the first of a machine would wait for those that wait for it."""
+    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
+    events = []
+
+    @contextlib.contextmanager
+    def one_at_a_time():
+        events.append("lock")
+        yield
+        events.append("unlock")
+
+    monkeypatch.setattr(free, "one_at_a_time", one_at_a_time)
+    monkeypatch.setattr(
+        configured.process_group, "join_as_started", lambda hosts: events.append(hosts)
+    )
+    monkeypatch.setattr(configured, "_configure", lambda settings: None)
+    monkeypatch.setattr(configured, "_say_doubts", lambda settings, devices: None)
+    configured.configure_devices(Settings(gpu_indices=("free",)))
+    assert events == ["auto", "lock", "unlock"]
+
+
+def test_a_program_whose_processes_use_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
+    monkeypatch.setattr(free, "choose", lambda count: [3, 1, 0][:count])
+    every = configured.with_free_gpus(Settings(gpu_indices=("free",)))
+    assert (every.gpu_indices, every.num_gpus) == (("3", "1", "0"), None)
+    two = configured.with_free_gpus(Settings(gpu_indices=("free",), num_gpus=2))
+    assert (two.gpu_indices, two.num_gpus) == (("3", "1"), None)
+    fixed = Settings(gpu_indices=("2",))
+    assert configured.with_free_gpus(fixed) is fixed
+
+
+def test_flags_say_free_and_not_which():
+    settings = Settings(gpu_indices=("free",), num_gpus=2, model="mlp")
+    assert "--gpu_indices=free" in settings.as_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "read", [check_flags.read, search_flags.read, scaling_flags.read]
+)
+def test_other_programs_take_free_gpus(read):
+    with flagsaver.flagsaver():
+        found = read(
+            ["program", "--model=mlp", "--gpu_indices=free"], "What it is for."
+        )
+    assert found.finds_free

@@ -22,7 +22,6 @@ from towers.doctor import __main__ as doctor
 from towers.doctor import (
     cluster,
     devices,
-    gpus,
     host,
     probe,
     process,
@@ -31,6 +30,7 @@ from towers.doctor import (
 )
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
+from towers.doctor.gpus import checks as gpus
 from towers.keras_adapter import versions as tested_versions
 
 ROOT = Path(__file__).parents[3]
@@ -449,7 +449,7 @@ def test_towers_that_are_not_installed(installed):
 
 _SMI = """#!/bin/sh
 case "$1" in
-*compute-apps*) echo "GPU-b, 123, python, 60000" ;;
+*compute-apps*) echo "GPU-b, 4194305, python, 60000" ;;
 *compute_cap*) echo "0, 9.0"; echo "1, 9.0" ;;
 *) echo "0, NVIDIA H200, GPU-a, 81559, 81000, 555.58.02"
    echo "1, NVIDIA H200, GPU-b, 81559, 500, 555.58.02" ;;
@@ -485,7 +485,7 @@ def test_look(machine):
     assert machine.gpus == machine.on_bus == machine.device_files == 2
     assert machine.driver == "555.58.02"
     assert machine.cards[1] == gpus.Card(1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0")
-    assert machine.holders == (("GPU-b", "process 123 (python)", 60000),)
+    assert machine.holders == (("GPU-b", "process 4194305 (python)", 60000),)
     assert machine.fault == ""
 
 
@@ -583,17 +583,64 @@ def test_a_driver_that_does_not_tell_the_capability(machine, tmp_path, monkeypat
     assert cards == tuple(card._replace(capability="") for card in machine.cards)
 
 
-def test_the_command_that_installs_cuda(tmp_path):
+def test_the_command_that_installs_cuda(tmp_path, monkeypatch):
     wheel, checkout = tmp_path / "site-packages", tmp_path / "towers"
     checkout.mkdir()
     (checkout / "setup.py").touch()
-    assert gpus._install(tmp_path, wheel) == "pip install 'keras-towers[gpu]'"
-    assert gpus._install(tmp_path, checkout) == "pip install -e '.[gpu]'"
+    exact = f"pip install 'tensorflow[and-cuda]=={tf.__version__}'"
+    assert gpus._install(tmp_path, wheel) == exact
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "version", lambda name: None)  # as of tensorflow-cpu
+        assert gpus._install(tmp_path, wheel) == "pip install 'keras-towers[gpu]'"
+        assert gpus._install(tmp_path, checkout) == "pip install -e '.[gpu]'"
     venv = checkout / ".venv"
     assert gpus._install(venv, checkout) == "make GPU=1"
     venv.mkdir()
     (venv / ".ready-gpu").touch()  # make has done its part
-    assert gpus._install(venv, checkout) == "pip install -e '.[gpu]'"
+    assert gpus._install(venv, checkout) == exact
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "verdict", "text"),
+    [
+        ("8.0", BUILT["cuda_compute_capabilities"], "ok", "is built for sm_60"),
+        ("9.0", BUILT["cuda_compute_capabilities"], "ok", "for 9.0, the driver comp"),
+        ("10.0", BUILT["cuda_compute_capabilities"], "note", "CUDA_ERROR_INVALID_PTX"),
+        ("12.0", ["sm_80", "sm_120"], "ok", "is built for sm_80, sm_120"),
+        ("12.1", ["sm_80", "sm_120"], "ok", "is built for"),
+        ("12.0", ["sm_80", "sm_90"], "wrong", "with sm_120 among cuda_compute_capa"),
+        ("5.2", BUILT["cuda_compute_capabilities"], "wrong", "no kernels for GPU 0"),
+        ("", BUILT["cuda_compute_capabilities"], "note", "not known for which"),
+        ("8.0", [], "note", "not known for which"),
+    ],
+)
+def test_kernels(machine, capability, built, verdict, text):
+    cards = tuple(card._replace(capability=capability) for card in machine.cards)
+    found = Probe(build=BUILT | {"cuda_compute_capabilities": built}, gpus=2)
+    finding = gpus.check_kernels(machine._replace(cards=cards), found)
+    assert finding.verdict == verdict
+    assert text in finding.text
+    hidden = machine._replace(cards=cards, hidden=True)
+    assert gpus.check_kernels(hidden, found).verdict == "ok"
+
+
+def test_slices(machine, tmp_path, monkeypatch):
+    assert not machine.cut_up
+    mode = '*mig.mode*) echo "0, Enabled"; echo "1, [N/A]" ;;\n*compute_cap'
+    smi(tmp_path, monkeypatch, _SMI.replace("*compute_cap", mode))
+    cut_up = gpus.look(tmp_path, {})
+    assert cut_up == machine._replace(cut_up=True)
+    finding = gpus.check_gpus(cut_up, Probe(build=BUILT, gpus=1), {})
+    assert finding.verdict == "note"
+    assert "train on each in a process of its own, with CUDA_VISIBLE" in finding.text
+
+
+def test_who_holds_the_memory(machine, tmp_path, monkeypatch):
+    script = _SMI.replace("4194305", str(os.getpid()))
+    smi(tmp_path, monkeypatch, script)
+    finding = gpus.check_memory(gpus.look(tmp_path, {}))
+    user = psutil.Process().username()
+    assert f"GPU 1's is held by process {os.getpid()} of {user}" in finding.text
 
 
 def test_the_wheels_machine_code():
@@ -671,7 +718,7 @@ def test_memory_of_gpus(machine):
     finding = gpus.check_memory(machine)
     assert finding.verdict == "wrong"
     assert (
-        "GPU 1 has 500 of 81,559 MB free; GPU 1's is held by process 123 (python)"
+        "GPU 1 has 500 of 81,559 MB free; GPU 1's is held by process 4194305 (python)"
         in (finding.text)
     )
     card = machine.cards[1]._replace(free_mb=40_000)

@@ -1,58 +1,43 @@
 """Who holds which GPU, with a driver that is made up."""
 
+import dataclasses
 import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import psutil
 import pynvml
 import pytest
 
+from tests.made_up_nvml import Nvml, held, memory
+from tests.towers.cluster.in_threads import in_threads, memberships
+from towers.cluster.membership import Place
 from towers.doctor import __main__ as doctor
+from towers.doctor import hosts
 from towers.doctor.gpus import notes as gpu_notes
 from towers.doctor.gpus import table as gpu_table
+from towers.machine import nvml
 from towers.machine.nvml import Driver
-from towers.processes.described import container, describe, folder_of_lock
+from towers.processes import described
+from towers.processes.described import (
+    Described,
+    container,
+    describe,
+    describe_holder,
+    folder_of_lock,
+)
 
-MB = 2**20
 ME = os.getpid()
 # No process has such a number.
 STRANGER = 2**22 + 1
-NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+FUNCTION_NOT_FOUND = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+# What the real library makes of that for functions that have versions.
+MISMATCH = pynvml.NVMLLibraryMismatchError("use a versioned function")
 HEX = "0123456789abcdef" * 4
-
-
-class Nvml:
-    """nvidia-ml-py with the answers that are given; it refuses all other questions."""
-
-    def __init__(self, **answers):
-        self.answers = {
-            "Init": None,
-            "DeviceGetCount": 1,
-            "DeviceGetHandleByIndex": lambda index: f"gpu {index}",
-            **answers,
-        }
-
-    def __getattr__(self, name):
-        if not name.startswith("nvml") or "Reason" in name or "Memory_v2" in name:
-            return getattr(pynvml, name)
-        getattr(pynvml, name)  # a name of the real library
-
-        def ask(*arguments):
-            if name.removeprefix("nvml") not in self.answers:
-                raise NOT_SUPPORTED
-            found = self.answers[name.removeprefix("nvml")]
-            return found(*arguments) if callable(found) else found
-
-        return ask
-
-
-def held(pid, used_mb):
-    used = None if used_mb is None else used_mb * MB
-    return types.SimpleNamespace(pid=pid, usedGpuMemory=used)
 
 
 def cards(**answers):
@@ -70,7 +55,7 @@ def test_who_holds_a_gpu(tmp_path):
         (card,) = cards(
             DeviceGetName=b"NVIDIA H200",
             DeviceGetUUID="GPU-aaa",
-            DeviceGetMemoryInfo=types.SimpleNamespace(used=900 * MB, total=1000 * MB),
+            DeviceGetMemoryInfo=memory(900, 1000),
             DeviceGetUtilizationRates=types.SimpleNamespace(gpu=87),
             DeviceGetComputeRunningProcesses=[held(ME, 700), held(STRANGER, None)],
         )
@@ -78,7 +63,7 @@ def test_who_holds_a_gpu(tmp_path):
     assert mine.process.user == psutil.Process().username()
     assert "pytest" in mine.process.command
     assert (mine.memory_mb, mine.model_dir) == (700, str(tmp_path))
-    assert strange.process == describe(STRANGER) == (STRANGER, "", "", "")
+    assert strange.process == describe(STRANGER) == Described(STRANGER)
     assert (strange.memory_mb, strange.model_dir) == (None, "")
     lines = gpu_table.as_text([card]).splitlines()
     assert lines[0] == "GPU 0  NVIDIA H200, GPU-aaa: 900 of 1,000 MB held, 87% busy"
@@ -92,10 +77,106 @@ def test_who_holds_a_gpu(tmp_path):
 
 def test_a_driver_that_tells_nothing_more():
     (card,) = cards()
-    assert (card.name, card.uuid, card.memory_mb) == ("a GPU", "", 0)
+    assert (card.name, card.uuid, card.memory_mb) == ("a GPU", "", None)
     assert (card.utilization, card.holders, card.slices) == (None, (), ())
     assert card.notes == ()
-    assert "no process that can be seen from here" in gpu_table.as_text([card])
+    lines = gpu_table.as_text([card]).splitlines()
+    assert lines[0] == "GPU 0  a GPU: memory unknown"
+    assert "no process that can be seen from here" in lines[1]
+
+
+WHOLE = {
+    "DeviceGetName": "NVIDIA H200",
+    "DeviceGetUUID": "GPU-aaa",
+    "DeviceGetMemoryInfo": memory(900, 1000),
+    "DeviceGetUtilizationRates": types.SimpleNamespace(gpu=87),
+    "DeviceGetComputeRunningProcesses": [held(ME, 700)],
+    "DeviceGetGraphicsRunningProcesses": [held(STRANGER, 10)],
+    "DeviceGetTotalEccErrors": 2,
+    "DeviceGetCurrentClocksEventReasons": 0x40,
+    "DeviceGetCurrPcieLinkWidth": 4,
+    "DeviceGetMaxPcieLinkWidth": 16,
+    "DeviceGetNvLinkState": 0,
+    "DeviceGetCudaComputeCapability": (9, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("refused", "lost"),
+    [
+        ("DeviceGetName", "NVIDIA H200"),
+        ("DeviceGetUUID", "GPU-aaa"),
+        ("DeviceGetMemoryInfo", "900 of 1,000 MB held"),
+        ("DeviceGetUtilizationRates", "87% busy"),
+        ("DeviceGetComputeRunningProcesses", f"700 MB by process {ME}"),
+        ("DeviceGetGraphicsRunningProcesses", f"10 MB by process {STRANGER}"),
+        ("DeviceGetTotalEccErrors", "ECC has found"),
+        ("DeviceGetCurrentClocksEventReasons", "heat lowers"),
+        ("DeviceGetCurrPcieLinkWidth", "4 of 16 lanes"),
+        ("DeviceGetMaxPcieLinkWidth", "4 of 16 lanes"),
+        ("DeviceGetNvLinkState", "NVLinks is up"),
+        ("DeviceGetCudaComputeCapability", "TF32 is on"),
+    ],
+)
+def test_each_question_may_be_refused(refused, lost):
+    whole = gpu_table.as_text(cards(**WHOLE))
+    assert lost in whole
+    rest = {name: answer for name, answer in WHOLE.items() if name != refused}
+    told = gpu_table.as_text(cards(**rest))
+    assert lost not in told
+    gone = [line for line in whole.splitlines()[1:] if line not in told]
+    assert all(lost in line for line in gone)
+
+
+def test_a_gpu_that_is_lost():
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    def handle(index):
+        return lost if index else "gpu 0"
+
+    found = cards(DeviceGetCount=2, DeviceGetHandleByIndex=handle)
+    text = gpu_table.as_text(found)
+    said = "GPU 1  the driver tells nothing of it (GPU is lost); start the machine anew"
+    assert text.splitlines()[-1] == said
+    assert gpu_table.as_json(found)[1]["fault"] == "GPU is lost"
+
+
+def test_a_driver_that_hangs(monkeypatch, capsys):
+    monkeypatch.setattr(nvml, "_hangs", threading.Event())
+    monkeypatch.setattr(nvml, "_LIMIT_S", 0.01)
+    goes_on = threading.Event()
+    hangs = Nvml(DeviceGetName=lambda handle: goes_on.wait())
+    monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(hangs))
+    assert doctor.main(["--gpus"]) == 1
+    goes_on.set()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "tells nothing of GPUs (it has not answered within 0.01 s)" in said.err
+
+
+def test_all_kinds_of_processes():
+    (card,) = cards(
+        DeviceGetComputeRunningProcesses=[held(ME, 700)],
+        DeviceGetMPSComputeRunningProcesses=[held(STRANGER, 50)],
+        DeviceGetGraphicsRunningProcesses=[held(STRANGER + 1, 20), held(ME, 700)],
+    )
+    found = {each.process.pid: each.memory_mb for each in card.holders}
+    assert found == {ME: 700, STRANGER: 50, STRANGER + 1: 20}
+
+
+def test_a_driver_that_is_older_than_the_library():
+    def memory_info(handle, version=None):
+        return FUNCTION_NOT_FOUND if version else memory(900, 1000)
+
+    (card,) = cards(
+        DeviceGetMemoryInfo=memory_info,
+        DeviceGetComputeRunningProcesses=MISMATCH,
+        DeviceGetComputeRunningProcesses_v2=[held(ME, 700)],
+    )
+    assert (card.used_mb, card.memory_mb) == (900, 1000)
+    assert [each.memory_mb for each in card.holders] == [700]
+    old = Driver(Nvml(DeviceGetComputeRunningProcesses=MISMATCH))
+    assert old.use("GPU-aaa") is None
 
 
 def test_no_gpu():
@@ -118,8 +199,52 @@ def test_the_doctor_lists_gpus(monkeypatch, capsys):
     assert "GPU 1  a GPU" in capsys.readouterr().out
     assert doctor.main(["--gpus", "--json"]) == 0
     assert [each["index"] for each in json.loads(capsys.readouterr().out)] == [0, 1]
-    assert doctor.main(["--gpus", "--hosts=a:1"]) == 1
-    assert "--gpus and --hosts=a:1; expected one" in capsys.readouterr().err
+
+
+def test_the_gpus_of_all_hosts():
+    listed = memberships(2)[0].addresses
+    first = Place(0, 2, listed[0], "token", 20.0, addresses=listed)
+    every = [first, dataclasses.replace(first, rank=1)]
+
+    def one(place):
+        return hosts.gather(place, {"text": f"GPUs of {place.rank}"})
+
+    found = in_threads([lambda place=place: one(place) for place in every])
+    assert found[0] == found[1]
+    assert [each[:7] for each in found[0]] == ["host 0 ", "host 1 "]
+    assert [each["text"] for each in found[0].values()] == ["GPUs of 0", "GPUs of 1"]
+
+
+def test_the_doctor_lists_the_gpus_of_all_hosts(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(Nvml()))
+    without = {"text": "NVIDIA's driver tells nothing", "gpus": None}
+    monkeypatch.setattr(
+        hosts, "gather", lambda place, told: {"host 0": told, "host 1": without}
+    )
+    flags = ["--gpus", "--hosts=203.0.113.1:8476,127.0.0.1:8477"]
+    assert doctor.main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["host 0", "GPU 0  a GPU: memory unknown"]
+    assert lines[-2:] == ["host 1", "NVIDIA's driver tells nothing"]
+    assert doctor.main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["host 0"][0]["index"], found["host 1"]) == (0, None)
+
+
+def test_hosts_that_do_not_meet(monkeypatch, capsys):
+    def fail(place, told):
+        raise ConnectionRefusedError("host 1 does not come")
+
+    monkeypatch.setattr(hosts, "gather", fail)
+    flags = ["--gpus", "--hosts=203.0.113.1:8476,127.0.0.1:8477"]
+    assert doctor.main(flags) == 1
+    assert capsys.readouterr().err == "towers.doctor: host 1 does not come\n"
+
+
+def test_a_host_without_a_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    told = gpu_table.of_this_host()
+    assert told["gpus"] is None and "nvidia-ml-py is not installed" in told["text"]
 
 
 def test_slices():
@@ -127,19 +252,26 @@ def test_slices():
 
     def part(handle, index):
         if index > 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return names[index]
+
+    def processes(handle):
+        return [held(ME, 5)] if handle == "MIG-2" else []
 
     (card,) = cards(
         DeviceGetMaxMigDeviceCount=7,
         DeviceGetMigDeviceHandleByIndex=part,
         DeviceGetUUID=lambda handle: handle,
         DeviceGetName="H200 MIG 3g.71gb",
-        DeviceGetMemoryInfo=lambda *_: types.SimpleNamespace(used=0, total=71 * MB),
+        DeviceGetMemoryInfo=memory(6, 71),
+        DeviceGetComputeRunningProcesses=processes,
     )
     assert [each.uuid for each in card.slices] == names
     text = gpu_table.as_text([card])
-    assert "slice MIG-2: H200 MIG 3g.71gb, 71 MB" in text
+    assert "slice MIG-2: H200 MIG 3g.71gb, 6 of 71 MB held" in text
+    assert f"        5 MB by process {ME}" in text
+    assert text.count("no process") == 1
+    assert len(gpu_table.as_json([card])[0]["slices"][1]["holders"]) == 1
     assert "a process one slice: train on each" in text
     assert "CUDA_VISIBLE_DEVICES=MIG-1" in text
 
@@ -157,6 +289,8 @@ def test_slices():
         ({"DeviceGetCurrentClocksEventReasons": 0x40}, "heat lowers its clocks"),
         ({"DeviceGetCurrentClocksThrottleReasons": 0x80}, "the power supply lowers"),
         ({"DeviceGetCurrentClocksEventReasons": 0x1}, None),
+        ({"DeviceGetCurrentClocksEventReasons": 0x8}, "heat or the power supply"),
+        ({"DeviceGetCurrentClocksEventReasons": 0x48}, "heat lowers its clocks; look"),
         (
             {"DeviceGetCurrPcieLinkWidth": 4, "DeviceGetMaxPcieLinkWidth": 16},
             "PCIe has 4 of 16 lanes",
@@ -229,6 +363,45 @@ def test_a_process_that_hides(monkeypatch):
         monkeypatch.setattr(psutil.Process, name, hide)
     assert describe(ME)[:3] == (ME, "", "")
     assert folder_of_lock(ME, "lock") == ""
+
+
+def test_a_number_of_the_host(tmp_path, monkeypatch):
+    """In a container, the driver may name a process by a number of another one here."""
+    assert describe_holder(ME, tmp_path).user
+    monkeypatch.setattr(described, "numbers_all", lambda: False)
+    found = describe_holder(ME, tmp_path)
+    assert found == Described(ME, outside=True)
+    said = f"process {ME} of the host, which this container does not see"
+    assert str(found) == said
+    (card,) = cards(DeviceGetComputeRunningProcesses=[held(ME, 700)])
+    assert f"700 MB by {said}" in gpu_table.as_text([card])
+    files = tmp_path / "proc" / str(ME) / "fd"
+    files.mkdir(parents=True)
+    (files / "3").symlink_to("/dev/null")
+    assert describe_holder(ME, tmp_path).outside
+    (files / "4").symlink_to("/dev/nvidia0")
+    assert describe_holder(ME, tmp_path).command
+
+
+def test_long_commands_are_cut():
+    text = str(Described(7, "anna", "python " + "x" * 500))
+    assert len(text) < 100 and text.endswith("xxx...")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -m towers.train --model=mlp --model_dir=/runs/a --seed=1", "/runs/a"),
+        ("/usr/bin/towers train --model_dir /runs/a", "/runs/a"),
+        ("python -m towers.train --model_dir=runs/a", ""),
+        ("python mine.py --model_dir=/runs/a", ""),
+    ],
+)
+def test_the_model_dir_of_another_users_run(monkeypatch, command, expected):
+    stranger = Described(STRANGER, "anna", command)
+    monkeypatch.setattr(gpu_table, "describe_holder", lambda pid: stranger)
+    (card,) = cards(DeviceGetComputeRunningProcesses=[held(STRANGER, 1)])
+    assert card.holders[0].model_dir == expected
 
 
 def test_it_needs_no_tensorflow():

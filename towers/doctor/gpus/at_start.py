@@ -44,6 +44,8 @@ def doubts(
     finding = checks.check_gpus(machine, probe, environ)
     if finding.verdict == WRONG:
         said.append(f"GPUs: {finding.text}. Ask towers doctor for more.")
+    elif machine.cut_up and seen.HIDES not in environ:
+        said.append(f"GPUs: {finding.text}.")
     mine = machine._replace(cards=tuple(c for c in machine.cards if c.uuid in used))
     if not mine.cards:
         return said

@@ -43,10 +43,17 @@ def check_gpus(
         text = f"{machine.gpus} in this machine; not known to TensorFlow, which fails"
         return wrong(text, **figures)
     text = f"{machine.gpus} in this machine, TensorFlow finds {found.gpus}"
+    hides = environ.get(HIDES)
+    if machine.cut_up and found.gpus and hides is None:
+        return note(
+            f"{text}: a GPU is cut up into slices (MIG), of which CUDA gives a process "
+            f"one; train on each in a process of its own, with {HIDES}=MIG-..., as "
+            "towers doctor --gpus lists them",
+            **figures,
+        )
     if found.gpus >= machine.gpus:
         names = ", ".join(card.name for card in machine.cards)
         return ok(f"{text}: {names}" if names else text, **figures)
-    hides = environ.get(HIDES)
     if hides is not None and (found.gpus or machine.hidden):
         return note(f"{text}, as {HIDES}={hides!r} hides the others", **figures)
     reason = _reason(machine, found, hides)
@@ -224,6 +231,11 @@ def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
         finding = check(machine, found)
         if finding.verdict == WRONG:
             return finding.text
+    if machine.cut_up:
+        return (
+            "a GPU is set to be cut up (MIG), and has no slice; make one by nvidia-smi "
+            "mig -cgi PROFILE -C, or use whole GPUs by nvidia-smi -mig 0"
+        )
     logged = _REASON.findall(found.log)
     return f"it says: {logged[0]}" if logged else "of what TensorFlow does not tell"
 

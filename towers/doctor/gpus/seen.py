@@ -48,6 +48,7 @@ class Machine(NamedTuple):
         holders: (uuid of a GPU, who holds memory of it, MB).
         fault: Why the driver tells nothing, if so.
         hidden: Whether the environment hides all of them on purpose.
+        cut_up: Whether one is cut up into slices (MIG).
     """
 
     on_bus: int
@@ -57,6 +58,7 @@ class Machine(NamedTuple):
     holders: tuple[tuple[str, str, int], ...] = ()
     fault: str = ""
     hidden: bool = False
+    cut_up: bool = False
 
     @property
     def gpus(self) -> int:
@@ -102,6 +104,7 @@ def by_driver(
         holders=tuple(each for _, held in found for each in held),
         driver=version,
         fault=driver.refuses or ("" if found else "it lists no GPU"),
+        cut_up=driver.has_slices(),
     )
 
 
@@ -140,7 +143,8 @@ def _by_files(root: Path, environ: Mapping[str, str]) -> Machine:
 def _listed(machine: Machine) -> Machine:
     """Adds what nvidia-smi tells."""
     rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
-    capabilities = _capabilities()
+    capabilities = _of_each("compute_cap")  # of drivers from 510 on
+    modes = _of_each("mig.mode.current")
     held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
     cards = tuple(
         Card(
@@ -152,7 +156,12 @@ def _listed(machine: Machine) -> Machine:
         (uuid, _who(int(pid), name), _number(used)) for uuid, pid, name, used in held
     )
     driver = rows[0][-1] if rows else ""
-    return machine._replace(cards=cards, driver=driver, holders=holders)
+    return machine._replace(
+        cards=cards,
+        driver=driver,
+        holders=holders,
+        cut_up="Enabled" in modes.values(),
+    )
 
 
 def _who(pid: int, name: str = "") -> str:
@@ -166,10 +175,10 @@ def _who(pid: int, name: str = "") -> str:
     return str(found) if found.command or not name else short
 
 
-def _capabilities() -> dict[str, str]:
-    """Compute capabilities by the GPU's number; drivers before 510 do not tell."""
+def _of_each(field: str) -> dict[str, str]:
+    """What nvidia-smi tells by the GPU's number; nothing if it does not know it."""
     try:
-        return dict(_ask_smi("gpu=index,compute_cap"))
+        return dict(_ask_smi(f"gpu=index,{field}"))
     except (_SmiError, ValueError):
         return {}
 
