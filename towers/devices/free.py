@@ -12,8 +12,6 @@ from towers.machine import nvml
 from towers.processes.described import describe_holder
 from towers.program import voice, words
 
-# More than an idle GPU shows as held, and less than any process that computes holds.
-_UNSEEN_MB = 100
 _LOCK = "free.lock"
 
 
@@ -46,7 +44,7 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
         held = card and driver.holders(card.uuid)
         if held is None:
             raise ValueError(_unknown(index, driver))
-        if not held.pids and held.unseen_mb < _UNSEEN_MB:
+        if not held.pids and held.unseen_mb < nvml.UNSEEN_MB:
             free.append(index)
             continue
         who = ", ".join(str(describe_holder(pid)) for pid in held.pids)

@@ -37,6 +37,9 @@ _WAYS = {
 }
 
 
+UNSEEN_MB = 100
+"""More than an idle GPU shows as held, and less than a process that computes holds."""
+
 COMPUTING = "Compute", "MPSCompute"
 """Kinds of processes that compute; those of the second share a GPU by MPS."""
 

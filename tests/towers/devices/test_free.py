@@ -214,10 +214,13 @@ def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
     monkeypatch.setattr(
         configured.process_group, "join_as_started", lambda hosts: events.append(hosts)
     )
-    monkeypatch.setattr(configured, "_configure", lambda settings: None)
-    monkeypatch.setattr(configured, "_say_doubts", lambda settings, devices: None)
+    monkeypatch.setattr(configured, "_configure", lambda settings: "devices")
+    monkeypatch.setattr(
+        configured, "_say_doubts", lambda settings, devices: events.append(devices)
+    )
     configured.configure_devices(Settings(gpu_indices=("free",)))
-    assert events == ["auto", "lock", "unlock"]
+    # Here TensorFlow finds no GPU, and why is said before that is an error.
+    assert events == ["auto", None, "lock", "unlock", "devices"]
 
 
 def test_a_program_whose_processes_use_them(monkeypatch, tmp_path):

@@ -3,12 +3,12 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from towers.doctor.gpus import notes as gpu_notes
 from towers.elastic.requests import LOCK
-from towers.machine.nvml import Driver
+from towers.machine.nvml import UNSEEN_MB, Driver
 from towers.processes.described import Described, describe_holder, folder_of_lock
 
 _MB = 2**20
@@ -202,10 +202,10 @@ def _lines(card: Card) -> Iterator[str]:
     busy = "" if card.utilization is None else f", {card.utilization:.0%} busy"
     yield f"GPU {card.index}  {name}: {_held(card)}{busy}"
     if not card.slices:
-        yield from _of_holders(card.holders)
+        yield from _of_holders(card)
     for part in card.slices:
         yield f"    slice {part.uuid}: {part.name}, {_held(part)}"
-        yield from (f"    {line}" for line in _of_holders(part.holders))
+        yield from (f"    {line}" for line in _of_holders(part))
     if len(card.slices) > 1:
         yield (
             "    CUDA gives a process one slice: train on each in a process of its "
@@ -220,14 +220,14 @@ def _held(part: Card | Slice) -> str:
     return f"{part.used_mb:,} of {part.memory_mb:,} MB held"
 
 
-def _of_holders(holders: Sequence[Holder]) -> Iterator[str]:
-    for holder in holders:
+def _of_holders(part: Card | Slice) -> Iterator[str]:
+    for holder in part.holders:
         held = "?" if holder.memory_mb is None else f"{holder.memory_mb:,}"
         yield f"    {held} MB by {holder.process}"
         if holder.model_dir:
             yield f"        trains in {holder.model_dir}"
-    if not holders:
-        yield "    no process that can be seen from here"
+    if not part.holders and (part.used_mb or 0) >= UNSEEN_MB:
+        yield "    by processes that cannot be seen from here, as those of a container"
 
 
 def of_this_host() -> dict[str, Any]:

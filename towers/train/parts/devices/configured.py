@@ -27,6 +27,8 @@ def configure_devices(settings: Settings) -> Devices:
 def _configure_free(settings):
     # Hosts wait for one another, and on one machine they choose one after another.
     process_group.join_as_started("auto")
+    if not tf.config.list_physical_devices("GPU"):
+        _say_doubts(settings, None)  # before an error says that there is none
     with free.one_at_a_time():
         devices = _configure(settings)
         # From here on, others see that these GPUs are used.
@@ -38,7 +40,7 @@ def _say_doubts(settings, devices):
     """Says of GPUs that are there why they are not used, or only poorly."""
     # What others hold of those that are shared, or that were free, is no news.
     others_may_hold = settings.finds_free or settings.share_gpus is not None
-    cards = map(nvml.gpu, devices.every.physical)
+    cards = map(nvml.gpu, devices.every.physical if devices else ())
     for line in at_start.doubts(
         dict(tf.sysconfig.get_build_info()),
         len(tf.config.list_physical_devices("GPU")),
