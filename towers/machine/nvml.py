@@ -168,14 +168,17 @@ class Driver:
         held: dict[int, int | None] = {}
         for kind in kinds:
             name = f"nvmlDeviceGet{kind}RunningProcesses"
-            for version in ("", "_v2"):  # the second is for drivers older than 510
+            found = self.ask(lambda nvml, name=name: getattr(nvml, name)(handle), None)
+            if found is None:  # as of a driver before 510
                 found = self.ask(
-                    lambda nvml, name=name + version: getattr(nvml, name)(handle), None
+                    lambda nvml, name=f"{name}_v2": (
+                        # Not all versions of nvidia-ml-py have it.
+                        getattr(nvml, name)(handle) if hasattr(nvml, name) else []
+                    ),
+                    [],
                 )
-                if found is not None:
-                    break
             # A process may be of two kinds, with the same memory.
-            held |= {each.pid: each.usedGpuMemory for each in found or ()}
+            held |= {each.pid: each.usedGpuMemory for each in found}
         return held
 
     def holders(self, uuid: str) -> Holders | None:
