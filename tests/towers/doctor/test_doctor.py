@@ -22,7 +22,6 @@ from towers.doctor import __main__ as doctor
 from towers.doctor import (
     cluster,
     devices,
-    gpus,
     host,
     probe,
     process,
@@ -31,6 +30,7 @@ from towers.doctor import (
 )
 from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
+from towers.doctor.gpus import checks as gpus
 from towers.keras_adapter import versions as tested_versions
 
 ROOT = Path(__file__).parents[3]
