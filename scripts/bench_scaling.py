@@ -23,8 +23,6 @@ MODELS = {
     ),
 }
 TOWERS = 4
-# A number of towers is a right choice if its speed is so much of the best one's.
-RIGHT = 0.95
 
 
 def scale(flags: tuple[str, ...], seconds: float, rounds: int) -> dict:
@@ -54,8 +52,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     options = parser.parse_args()
     for name in options.models.split(","):
-        short = scale(MODELS[name], 5, rounds=2)
-        longer = scale(MODELS[name], options.seconds, rounds=2)
+        short = scale(MODELS[name], 5, rounds=3)
+        longer = scale(MODELS[name], options.seconds, rounds=3)
         predicted, measured = even(short), even(longer)
         for count, speed in predicted.items():
             off = speed / measured[count] - 1
@@ -65,10 +63,10 @@ def main() -> None:
             )
         best, chosen = max(measured.values()), short["recommended"]
         reached = measured[chosen] / best
-        fewer = [n for n in measured if n < chosen and measured[n] >= RIGHT * best]
-        right = reached >= RIGHT and not fewer
+        right = chosen == longer["recommended"]
         print(
-            f"{name}: {short['recommendation']} It reaches {reached:.1%} of the best: "
+            f"{name}: {short['recommendation']} It reaches {reached:.1%} of the best; "
+            f"longer runs recommend {longer['recommended']}: "
             f"{'right' if right else 'wrong'}. Serial fraction "
             f"{short['serial_fraction']:.2f} +- {short['serial_fraction_error']:.2f}.",
             flush=True,

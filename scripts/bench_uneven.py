@@ -14,6 +14,7 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import towers
 from tests.slow_tower import slowed
@@ -36,6 +37,8 @@ def make_model() -> keras.Model:
 def main() -> None:
     """Measures, and prints a line for each figure."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    # One thread of these is held by the slow tower.
+    tf.config.threading.set_inter_op_parallelism_threads(3)
     towers.configure(num_gpus=2)
     random = np.random.default_rng(0)
     x = random.normal(size=(BATCH * STEPS, 256)).astype("float32")

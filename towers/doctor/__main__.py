@@ -98,6 +98,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--json", action="store_true", help="Print JSON instead of lines."
     )
     options = parser.parse_args(argv)
+    _check(options)
+    return options
+
+
+def _check(options):
     if options.host_rank is not None and options.hosts in (None, "auto"):
         raise ValueError(
             f"Received --host_rank={options.host_rank} without addresses in --hosts; "
@@ -107,7 +112,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ValueError(
             f"Received --num_gpus={options.num_gpus}; expected at least 1."
         )
-    return options
 
 
 def say_gpus(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Trains with each number of towers in turn, each time in a process of its own."""
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from towers.scaling.scaling_flags import Scaling
 
 # Uneven ratios are tried if they promise a step that is at most so long.
 _PROMISING = 0.95
+# The standard error of a median, to that of the mean of as many normal values.
+_OF_MEDIAN = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What was measured with some towers, in one round or in the mean of several.
+    """What was measured with some towers, in one round or in the median of several.
 
     Attributes:
         towers: The devices of the towers.
@@ -25,6 +28,7 @@ class Trial:
         sizes: Examples of a full batch that each tower gets.
         fits: Whether there was memory enough.
         examples_per_sec: Examples per second; `None` if it does not fit.
+        error: The standard error of that, of several rounds.
         parts_ms: Milliseconds of a step by part, as in `summary.json`.
         towers_ms: Milliseconds of a step in which each tower computes.
         peak_memory_mb: Most memory of the fullest GPU, or of the process.
@@ -40,6 +44,7 @@ class Trial:
     sizes: Sequence[int]
     fits: bool
     examples_per_sec: float | None = None
+    error: float = 0.0
     parts_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     towers_ms: Sequence[float] = ()
     peak_memory_mb: float | None = None
@@ -85,47 +90,44 @@ def trials(
                 continue
             found.append(run(count, None))
             yield found[-1]
-    for each in reversed(means(found)):
+    for each in reversed(medians(found)):
         if not (each.fits and uneven.comparable(each.count, each.memory == "GPU")):
             continue
         if uneven.slowest(each.towers_ms) is not None:
             ratios = uneven.better_ratios(each.towers_ms, each.split_ratios)
             step = uneven.step_with(each.towers_ms, each.split_ratios, ratios)
-            if step <= _PROMISING:
+            for _ in range(rounds if step <= _PROMISING else 0):
                 yield run(each.count, ratios)
 
 
-def means(found: Sequence[Trial]) -> list[Trial]:
+def medians(found: Sequence[Trial]) -> list[Trial]:
     """Puts the rounds of the same towers together.
 
     Returns:
-        One trial for each number of towers and their ratios, in rising order, with the
-        means of speeds and times and the most memory.
+        For each number of towers and their ratios, in rising order, the round with the
+        median speed, with the most memory of all rounds.
     """
     same: dict[Any, list[Trial]] = {}
     for each in found:
         same.setdefault((each.count, tuple(each.split_ratios)), []).append(each)
     return [
-        _mean(same[key])
+        _median(same[key])
         for key in sorted(same, key=lambda key: (key[0], len({*key[1]}), key[1]))
     ]
 
 
-def _mean(rounds):
+def _median(rounds):
     failed = [each for each in rounds if not each.fits]
     if failed:
         return failed[0]
-    mean = statistics.fmean
+    # Of an even number, the slower one in the middle.
+    ordered = sorted(rounds, key=lambda each: each.examples_per_sec)
+    speeds = [each.examples_per_sec for each in ordered]
+    middle, error = ordered[(len(ordered) - 1) // 2], 0.0
+    if len(ordered) > 1:
+        error = _OF_MEDIAN * statistics.stdev(speeds) / math.sqrt(len(speeds))
     return dataclasses.replace(
-        rounds[-1],
-        # A mean of times: so a round that is slow counts for what it took.
-        examples_per_sec=1 / mean(1 / each.examples_per_sec for each in rounds),
-        parts_ms={
-            name: mean(each.parts_ms[name] for each in rounds)
-            for name in rounds[0].parts_ms
-        },
-        towers_ms=[*map(mean, zip(*(each.towers_ms for each in rounds), strict=True))],
-        peak_memory_mb=max(each.peak_memory_mb for each in rounds),
+        middle, error=error, peak_memory_mb=max(each.peak_memory_mb for each in rounds)
     )
 
 

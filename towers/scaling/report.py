@@ -1,12 +1,13 @@
 """Says how training scales: a table, a law, a recommendation and a chart."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from towers.program import words
 from towers.scaling import law
-from towers.scaling.measure import Trial, means
+from towers.scaling.measure import Trial, medians
 from towers.scaling.network import Network
 
 # Fewer towers are recommended if they reach so much of the highest speed.
@@ -52,15 +53,23 @@ class Report:
 
     @property
     def rows(self) -> list[Trial]:
-        """The means of what was measured, by number of towers."""
-        return means(self.tried)
+        """The medians of what was measured, by number of towers."""
+        return medians(self.tried)
 
     @property
     def best(self) -> Trial:
-        """The trial that is recommended: the fewest towers that are about as fast."""
+        """The trial that is recommended: the fewest towers that are about as fast.
+
+        More towers have to be faster by more than the error of the measurement.
+        """
         fitting = [each for each in self.rows if each.fits]
-        most = max(each.examples_per_sec for each in fitting)
-        enough = [x for x in fitting if x.examples_per_sec >= _AS_FAST * most]
+        most = max(fitting, key=lambda each: each.examples_per_sec)
+        enough = [
+            x
+            for x in fitting
+            if x.examples_per_sec + math.hypot(x.error, most.error)
+            >= _AS_FAST * most.examples_per_sec
+        ]
         fewest = min(each.count for each in enough)
         same = [each for each in enough if each.count == fewest]
         return max(same, key=lambda each: each.examples_per_sec)

@@ -24,7 +24,7 @@ class Scaling(Settings):
     """What to train, and how to try it; flags say what each means."""
 
     seconds: float = 5.0
-    rounds: int = 2
+    rounds: int = 3
     plot: str | None = None
     json: bool = False
     more_hosts: int | None = None

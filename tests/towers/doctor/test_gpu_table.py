@@ -61,7 +61,7 @@ def test_who_holds_a_gpu(tmp_path):
         )
     mine, strange = card.holders
     assert mine.process.user == psutil.Process().username()
-    assert "pytest" in mine.process.command
+    assert "python" in mine.process.command
     assert (mine.memory_mb, mine.model_dir) == (700, str(tmp_path))
     assert strange.process == describe(STRANGER) == Described(STRANGER)
     assert (strange.memory_mb, strange.model_dir) == (None, "")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests import warm
+from towers.machine import limits
 from towers.monitoring.bottleneck import uneven
 from towers.scaling import law, measure, scaling_flags
 from towers.scaling.measure import Trial
@@ -99,17 +100,36 @@ def test_uneven_ratios_are_tried_where_towers_take_unequally_long():
         ran.append((count, ratios))
         return trial(count, 100.0, ratios, slow[count])
 
-    assert len([*measure.trials([1, 2], 1, run)]) == 3
-    assert ran == [(1, None), (2, None), (2, (1, 2))]
+    assert len([*measure.trials([1, 2], 2, run)]) == 6
+    assert ran[:4] == [(1, None), (2, None), (2, None), (1, None)]
+    assert ran[4:] == [(2, (1, 2))] * 2
+
+
+def test_towers_that_share_cores_are_not_compared(monkeypatch):
+    monkeypatch.setattr(limits, "cpu_count", lambda: 1)
+    slow = {1: [60.0], 2: [40.0, 20.0]}
+
+    def run(count, ratios):
+        return trial(count, 100.0, ratios, slow[count])
+
+    assert len([*measure.trials([1, 2], 1, run)]) == 2
 
 
 def test_rounds_are_put_together():
-    found = measure.means(
-        [trial(2, 100.0, input=1.0), trial(1, 50.0), trial(2, 50.0, input=3.0)]
-    )
+    speeds = {100.0: 1.0, 30.0: 2.0, 90.0: 3.0}
+    rounds = [trial(2, speed, input=ms) for speed, ms in speeds.items()]
+    found = measure.medians([*rounds, trial(1, 50.0)])
     assert [each.count for each in found] == [1, 2]
-    assert found[1].examples_per_sec == pytest.approx(200 / 3)
-    assert found[1].parts_ms["input"] == 2.0
+    assert found[1].examples_per_sec == 90.0
+    assert found[1].parts_ms["input"] == 3.0
+    assert found[1].error == pytest.approx(1.25 * 37.86 / 3**0.5, rel=1e-3)
+    assert found[0].error == 0.0
+
+
+def test_more_towers_have_to_be_faster_by_more_than_the_error():
+    rounds = [trial(1, 100.0), trial(1, 100.0), trial(2, 108.0)]
+    assert Report([*rounds, trial(2, 109.0)], 64).best.count == 2
+    assert Report([*rounds, trial(2, 130.0), trial(2, 90.0)], 64).best.count == 1
 
 
 # What is recommended.
