@@ -149,6 +149,7 @@ def test_a_killed_queue_goes_on_with_the_same_bits(tmp_path, eight, monkeypatch)
 
     killed = start(*command)
     wait_for(lambda: len(finished()) >= 2 and interrupted())
+    assert left(folder)
     killed.kill()
     killed.communicate()
     # Nobody trains on without a queue.
@@ -168,7 +169,8 @@ def test_a_killed_queue_goes_on_with_the_same_bits(tmp_path, eight, monkeypatch)
     for name, text in logs.items():
         assert (folder / name / "output.log").read_text() == text
     for name in go_on:
-        assert "Continuing from" in (folder / name / "output.log").read_text()
+        log = (folder / name / "output.log").read_text()
+        assert log.index("Stopped by SIGTERM") < log.index("Continuing from")
 
     for name, value in THREADS.items():
         monkeypatch.setenv(name, value)
