@@ -1,6 +1,8 @@
 """What a run is told of GPUs as it starts, with a driver that is made up."""
 
+import functools
 import os
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -74,7 +76,8 @@ def test_missing_libraries(doubts, monkeypatch):
     asked = [Requirement("nvidia-cudnn-cu12>=9.3")]
     monkeypatch.setattr(checks.versions, "requirements", lambda name, extra: asked)
     monkeypatch.setattr(checks.versions, "version", {"tensorflow": "2.21.0"}.get)
-    monkeypatch.setattr(checks, "_OURS", checks.Path("/nowhere"))
+    install = functools.partial(checks._install, ours=Path("/nowhere"))
+    monkeypatch.setattr(checks, "_install", install)
     (said,) = doubts(found=0, used=())
     assert said == (
         "GPUs: 2 in this machine, TensorFlow finds 0, because TensorFlow is built for "
