@@ -1,6 +1,5 @@
 """Finds split ratios with which all towers take about as long, while a run trains."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from towers.devices import is_gpu
 from towers.elastic.wish import Wish
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.model.tower_model import TowerModel
+from towers.model.update import remembered
 from towers.monitoring.bottleneck import uneven
 from towers.monitoring.step_time import Split
 from towers.plan import Tower
@@ -163,30 +163,18 @@ def remember(file: str, devices: Sequence[str], split_ratios: Sequence[int]) -> 
     Raises:
         OSError: The file cannot be written.
     """
-    found = _read(file) | {" ".join(devices): [*split_ratios]}
-    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
-    with open(f"{file}.unfinished", "w") as written:
-        written.write(json.dumps(found, indent=2) + "\n")
-    os.replace(f"{file}.unfinished", file)
+    found = remembered.read(file) | {" ".join(devices): [*split_ratios]}
+    remembered.write(file, found)
 
 
 def recall(file: str, devices: Sequence[str]) -> tuple[int, ...] | None:
     """Reads what `remember` wrote for these devices; `None` if there is nothing."""
-    ratios = _read(file).get(" ".join(devices))
+    ratios = remembered.read(file).get(" ".join(devices))
     if not isinstance(ratios, list) or not ratios:
         return None
     if not all(type(each) is int and each > 0 for each in ratios):
         return None
     return tuple(ratios) if len(devices) % len(ratios) == 0 else None
-
-
-def _read(file):
-    try:
-        with open(file) as written:
-            found = json.load(written)
-    except (OSError, ValueError, RecursionError):
-        return {}  # it is measured again
-    return found if isinstance(found, dict) else {}
 
 
 def _headroom(tower: Tower) -> float:

@@ -6,9 +6,7 @@ where the choice is remembered the caller's.
 """
 
 import collections
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 
 from towers._deprecated import rename_keys
 from towers.devices import is_gpu
+from towers.model.update import remembered
 from towers.program import words
 
 # What trying may take: so many seconds, or so much of the run if that is more. On CPUs,
@@ -281,13 +280,9 @@ def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
         return
     chosen = trials[0].choice
     measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
-    text = json.dumps(
-        {"for": key, "chosen": chosen._asdict(), "step_ms": measured}, indent=2
+    remembered.write(
+        file, {"for": key, "chosen": chosen._asdict(), "step_ms": measured}
     )
-    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
-    with open(f"{file}.unfinished", "w") as written:
-        written.write(text + "\n")
-    os.replace(f"{file}.unfinished", file)
 
 
 def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
@@ -298,10 +293,9 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
     """
     if file is None:
         return None
+    found = remembered.read(file)
     try:
-        with open(file) as read:
-            found = json.load(read)
         choice = Choice(**rename_keys(found["chosen"]))
         return choice if rename_keys(found["for"]) == key and choice in ways else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None  # it is measured again

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.cluster import process_group
+from towers.model.update import remembered
 from towers.program import voice
 from towers.train.settings import Settings
 
@@ -39,7 +40,7 @@ def find(settings: Settings) -> int | None:
         )
     file = os.path.join(settings.absolute_model_dir, FILE)
     key = _key(settings)
-    found = None if settings.clean else _read(file)
+    found = None if settings.clean else _recall(file)
     if found is None or found["for"] != key:
         if settings.eval_only:
             return None
@@ -51,7 +52,7 @@ def find(settings: Settings) -> int | None:
             "recommendation": told["recommendation"],
         }
         try:
-            _write(file, found)
+            remembered.write(file, found)
         except OSError as error:
             voice.warn(f"What --num_gpus=auto has found cannot be kept: {error}.")
     voice.say(f"--num_gpus=auto: {found['recommendation']}")
@@ -101,20 +102,9 @@ def _measure(settings):
     return json.loads(out)
 
 
-def _read(file: str) -> dict[str, Any] | None:
-    """Returns what `_write` wrote; `None` if there is nothing of this kind."""
-    try:
-        with open(file) as written:
-            found = json.load(written)
-        whole = isinstance(found["num_gpus"], int) and found["num_gpus"] > 0
-        said = isinstance(found["recommendation"], str) and "for" in found
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # it is measured again
-    return found if whole and said else None
-
-
-def _write(file: str, found: dict[str, Any]) -> None:
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    with open(f"{file}.unfinished", "w") as written:
-        written.write(json.dumps(found, indent=2) + "\n")
-    os.replace(f"{file}.unfinished", file)
+def _recall(file: str) -> dict[str, Any] | None:
+    """Returns what `find` has kept; `None` if there is nothing of this kind."""
+    found = remembered.read(file)
+    count, said = found.get("num_gpus"), found.get("recommendation")
+    whole = isinstance(count, int) and count > 0 and isinstance(said, str)
+    return found if whole and "for" in found else None

@@ -1,0 +1,27 @@
+"""What a run has measured and chosen, kept as JSON in its model_dir."""
+
+import json
+import os
+from typing import Any
+
+
+def write(file: str, content: dict[str, Any]) -> None:
+    """Writes a file, which gets its name once it is whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(f"{file}.unfinished", "w") as written:
+        written.write(json.dumps(content, indent=2) + "\n")
+    os.replace(f"{file}.unfinished", file)
+
+
+def read(file: str) -> dict[str, Any]:
+    """Reads it; nothing where it is not there, or somebody else has written it."""
+    try:
+        with open(file) as written:
+            found = json.load(written)
+    except (OSError, ValueError, RecursionError):
+        return {}  # it is measured again
+    return found if isinstance(found, dict) else {}
