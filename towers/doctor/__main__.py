@@ -14,13 +14,13 @@ import argparse
 import collections
 import functools
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 
 from towers.doctor import cluster, devices, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
 from towers.doctor.gpus import checks as gpus
+from towers.processes import signals
 from towers.program.arguments import Parser
 
 _PROGRAM = "towers.doctor"
@@ -34,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 1
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.raise_at_ctrl_c()
     try:
         if options.gpus:
             return say_gpus(options)

@@ -17,11 +17,11 @@ that of the host that failed first, with 128 and its number for a signal. With a
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from towers.launch import arguments, supervisor
+from towers.processes import signals
 from towers.program.commands import fail
 
 _PROGRAM = "towers.launch"
@@ -29,8 +29,7 @@ _PROGRAM = "towers.launch"
 
 def main(argv: Sequence[str]) -> int:
     """Starts the hosts, and returns the exit code once all have ended."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.raise_at_ctrl_c()
     try:
         options = arguments.read(argv, __doc__)
         if options.launcher == "ray":

@@ -28,6 +28,15 @@ def listen(numbers: Iterable[int], heard: Callable[[int], None]) -> None:
     threading.Thread(target=_read, args=(receive, numbers, heard), daemon=True).start()
 
 
+def raise_at_ctrl_c() -> None:
+    """Has Ctrl-C raise KeyboardInterrupt, which `towers._start` has put off.
+
+    Where Ctrl-C is ignored, as in a shell's background jobs, it stays so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _do_nothing(number, frame):
     """Has Python put the number into the pipe."""
 

@@ -33,8 +33,7 @@ _PROGRAM = "towers.queue"
 
 def main(argv: Sequence[str]) -> int:
     """Runs all, and returns the exit code once the last one has ended."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see towers/_start.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signals.raise_at_ctrl_c()
     try:
         options = queue_flags.read(argv, __doc__)
         with record.alone(options.queue_dir):
