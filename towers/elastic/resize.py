@@ -104,8 +104,8 @@ class Resize(keras.callbacks.Callback):
         balance = None
         if self._balance:
             balance = Balance(call.model, os.path.join(self._directory, FILE))
-        every = asked, self._shares, balance
-        self._sources = [each for each in every if each is not None]
+        sources = asked, self._shares, balance
+        self._sources = [each for each in sources if each is not None]
         listens = requests.answering(self._directory)
         try:
             with listens if asked is not None else contextlib.nullcontext():
