@@ -523,7 +523,8 @@ def test_the_share_is_that_of_the_training_calls(run):
 
 
 def test_data_that_end_keep_their_stages(run):
-    data = numbers(nap(0.001), "load").take(12)
+    # Longer than a busy machine may keep a thread of tf.data waiting.
+    data = numbers(nap(0.02), "load").take(12)
     iterator = run.phases.iterator = iter(data)
     for _ in range(4):
         next(iterator)
