@@ -14,6 +14,7 @@ A step is a fixed product of matrices. The arms alternate in each round.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import subprocess
@@ -37,17 +38,24 @@ class Waiting(NamedTuple):
         wait_s: what they waited for data.
         step_s: what they computed.
         read_bytes: what was read from the object store meanwhile.
+        mb_per_s: what its line carries.
     """
 
     wait_s: float
     step_s: float
     read_bytes: int
+    mb_per_s: float
 
     def __str__(self) -> str:
         whole_s = self.wait_s + self.step_s
-        share = 100 * self.wait_s / whole_s
         read = self.read_bytes / 2**20
-        return f"waits {share:5.1f}% of {whole_s:6.2f} s, reads {read:6.1f} MB"
+        line_s = read / self.mb_per_s
+        # If nothing but the line held it up, and both worked from the beginning on.
+        least = max(line_s - self.step_s, 0) / max(line_s, self.step_s)
+        return (
+            f"waits {self.wait_s / whole_s:6.1%} of {whole_s:6.2f} s, reads "
+            f"{read:6.1f} MB, which takes {least:6.1%} at least"
+        )
 
 
 def main() -> None:
@@ -110,20 +118,19 @@ def _measure_all(args: argparse.Namespace) -> None:
     plain = input_pipeline.open_source(spec)
     steps = -(-plain.splits["train"] // args.batch_size)
     size, step_s = _bytes_of(plain), _step_s(step)
-    line_s, compute_s = size / (args.mb_per_s * 2**20), steps * step_s
-    least = 100 * max(line_s - compute_s, 0) / max(line_s, compute_s)
     print(
-        f"{spec}: {size / 2**20:.1f} MB, which the line carries in {line_s:.1f} s; "
-        f"{steps} steps of {1000 * step_s:.0f} ms, {compute_s:.1f} s in all. So the "
-        f"first epoch waits {least:.1f}% at least."
+        f"{spec}: {size / 2**20:.1f} MB, which the line carries in "
+        f"{size / (args.mb_per_s * 2**20):.1f} s; {steps} steps of "
+        f"{1000 * step_s:.0f} ms, if nothing else runs."
     )
+    measure = functools.partial(_measure, server, args.mb_per_s)
     for number in range(args.rounds):
         print(f"round {number + 1}")
         naive = _naive(plain, args.batch_size)
-        (found,) = _measure(naive, step, [args.naive_steps], server)
+        (found,) = measure(naive, step, [args.naive_steps])
         print(f"  naive staging, {args.naive_steps} steps    {found}", flush=True)
         batches = iter(_dataset(plain, args.batch_size))
-        (found,) = _measure(batches, step, [steps], server)
+        (found,) = measure(batches, step, [steps])
         print(f"  no store, first epoch     {found}", flush=True)
         del batches
         for what, share in (("store", 2), ("half a store", 0.5)):
@@ -132,7 +139,7 @@ def _measure_all(args: argparse.Namespace) -> None:
                 store = input_pipeline.LocalStore(folder, limit_gb, tell=print)
                 source = input_pipeline.open_source(spec, local_store=store)
                 batches = iter(_dataset(source, args.batch_size))
-                epochs = _measure(batches, step, [steps] * args.epochs, server)
+                epochs = measure(batches, step, [steps] * args.epochs)
                 for epoch, found in enumerate(epochs):
                     label = f"{what}, epoch {epoch + 1}"
                     print(f"  {label:25s} {found}", flush=True)
@@ -208,7 +215,7 @@ def _naive(source, batch_size: int) -> Iterator:
 
 
 def _measure(
-    batches: Iterator, step: Callable, counts: Sequence[int], server
+    server, mb_per_s: float, batches: Iterator, step: Callable, counts: Sequence[int]
 ) -> list[Waiting]:
     """Takes steps, one batch before each; returns what each count of them took."""
     found = []
@@ -218,7 +225,7 @@ def _measure(
             wait_s += _time(lambda: next(batches))
             step_s += _time(step)
         read = server.figures()["bytes"] - before
-        found.append(Waiting(wait_s, step_s, read))
+        found.append(Waiting(wait_s, step_s, read, mb_per_s))
     return found
 
 

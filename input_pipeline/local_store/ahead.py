@@ -5,33 +5,62 @@ import dataclasses
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+# tf.data begins the next two epochs while one is read.
+_EPOCHS_AT_ONCE = 3
+
+
+class Group(NamedTuple):
+    """Items that are used in turn: those of an epoch.
+
+    Attributes:
+        name: of items that share the bound of memory, such as those of a split.
+        epoch: tells the epochs apart; the one that begins first comes first.
+    """
+
+    name: str
+    epoch: Hashable = None
+
+
+# What is needed before all others.
+_FIRST = Group("")
 
 
 @dataclasses.dataclass
-class _Group:
-    """Items that are used in turn, such as those of a split.
+class _Items:
+    """The items of a group.
 
     Attributes:
         waiting: those to fetch, in order.
+        started: those that are at hand or being fetched.
         sizes: bytes of those at hand, the oldest first.
         running: how many are being fetched.
     """
 
     waiting: dict[Hashable, None] = dataclasses.field(default_factory=dict)
+    started: dict[Hashable, Future] = dataclasses.field(default_factory=dict)
     sizes: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     bytes: int = 0
     running: int = 0
+
+    def drop(self, item: Hashable) -> None:
+        """Forgets an item that is at hand."""
+        del self.started[item]
+        self.bytes -= self.sizes.pop(item)
 
 
 class Ahead:
     """Items that are fetched by threads, in the order in which they were announced.
 
-    What was announced and is not asked for, as by an iterator that was left, makes room
-    when another item of its group is asked for that is not at hand.
+    Epochs overlap, so an item may be announced by several: each has its own copy, and
+    those of an earlier epoch are fetched first. What was announced and is not asked
+    for, as by an iterator that was left, makes room when another item of its group is
+    asked for that is not at hand, or when some epochs more have begun.
 
     Args:
         fetch: fetches the bytes of an item; called by several threads.
-        most_bytes: of items of a group that are at hand or being fetched.
+        most_bytes: of items that are at hand or being fetched, of all groups of a name.
         threads: how many items are fetched at once.
     """
 
@@ -39,13 +68,11 @@ class Ahead:
         self._fetch, self._most_bytes, self._most = fetch, most_bytes, threads
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(threads, "local_store")
-        self._groups: dict[Hashable, _Group] = collections.defaultdict(_Group)
-        _ = self._groups[None]  # comes first
-        self._started: dict[Hashable, tuple[Future, _Group]] = {}
+        self._groups: dict[Group, _Items] = {_FIRST: _Items()}
         # Of all that were fetched, for what one may take.
         self._sum = self._count = 0
 
-    def announce(self, item: Hashable, group: Hashable) -> None:
+    def announce(self, item: Hashable, group: Group | None) -> None:
         """Says that an item will be asked for, after those of its group before it.
 
         Args:
@@ -53,8 +80,9 @@ class Ahead:
             group: of items that are used in turn; None for what is needed first.
         """
         with self._lock:
-            if item not in self._started:
-                self._groups[group].waiting[item] = None
+            items = self._items_of(group or _FIRST)
+            if item not in items.started:
+                items.waiting[item] = None
             self._start_more()
 
     def get(self, item: Hashable) -> bytes:
@@ -66,21 +94,22 @@ class Ahead:
             Exception: what `fetch` raises.
         """
         with self._lock:
-            mine = item not in self._started
+            items = self._with(item, "started")
+            mine = items is None
             if mine:
-                group = self._take(item)
-                self._make_room(group)
-                self._started[item] = Future(), group
-                group.running += 1
-            future, group = self._started[item]
+                items = self._with(item, "waiting") or self._groups[_FIRST]
+                self._make_room(items)
+                self._start(item, items)
+            future = items.started[item]
         if mine:
-            self._run(item, future, group)
+            self._run(item, future, items)
         return future.result()
 
     def drop(self, item: Hashable) -> None:
-        """Says that an item is not needed any more."""
+        """Says that an item is not needed any more, by the first that had it."""
         with self._lock:
-            self._drop(item)
+            if items := self._with(item, "sizes"):
+                items.drop(item)
             self._start_more()
 
     def close(self) -> None:
@@ -89,59 +118,65 @@ class Ahead:
             self._groups.clear()
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, item: Hashable, future: Future, group: _Group) -> None:
+    def _items_of(self, group: Group) -> _Items:
+        if group not in self._groups:
+            same = [each for each in self._groups if each.name == group.name]
+            for old in same[: max(len(same) + 1 - _EPOCHS_AT_ONCE, 0)]:
+                del self._groups[old]
+            self._groups[group] = _Items()
+        return self._groups[group]
+
+    def _with(self, item: Hashable, where: str) -> _Items | None:
+        """The first group that has an item there."""
+        found = (each for each in self._groups.values() if item in getattr(each, where))
+        return next(found, None)
+
+    def _start(self, item: Hashable, items: _Items) -> None:
+        items.waiting.pop(item, None)
+        items.started[item] = Future()
+        items.running += 1
+
+    def _run(self, item: Hashable, future: Future, items: _Items) -> None:
         try:
             data = self._fetch(item)
         except BaseException as error:
             with self._lock:
-                group.running -= 1
+                items.running -= 1
                 # Whoever asks next tries again.
-                del self._started[item]
+                del items.started[item]
                 self._start_more()
             future.set_exception(error)
             return
         with self._lock:
-            group.running -= 1
-            group.sizes[item] = len(data)
-            group.bytes += len(data)
+            items.running -= 1
+            items.sizes[item] = len(data)
+            items.bytes += len(data)
             self._sum, self._count = self._sum + len(data), self._count + 1
             self._start_more()
         future.set_result(data)
 
-    def _take(self, item: Hashable) -> _Group:
-        """The group of an item, in which it does not wait any more."""
-        for group in self._groups.values():
-            if item in group.waiting:
-                del group.waiting[item]
-                return group
-        return self._groups[None]
-
     def _start_more(self) -> None:
         likely = self._sum / self._count if self._count else 0
-        running = sum(group.running for group in self._groups.values())
-        for group in self._groups.values():
-            while group.waiting and running < self._most:
-                if group.bytes + (group.running + 1) * likely > self._most_bytes:
+        running = sum(items.running for items in self._groups.values())
+        # By the groups before, of one name.
+        taken: dict[str, float] = collections.defaultdict(float)
+        for group, items in self._groups.items():
+            while items.waiting and running < self._most:
+                own = items.bytes + (items.running + 1) * likely
+                # A part of it is each epoch's: an earlier one may have been left.
+                most = self._most_bytes - taken[group.name]
+                if own > max(most, self._most_bytes / _EPOCHS_AT_ONCE):
                     break
-                item = next(iter(group.waiting))
-                del group.waiting[item]
-                if item in self._started:
-                    continue
-                self._started[item] = future, _ = Future(), group
-                group.running += 1
+                item = next(iter(items.waiting))
+                self._start(item, items)
                 running += 1
-                self._threads.submit(self._run, item, future, group)
+                self._threads.submit(self._run, item, items.started[item], items)
+            taken[group.name] += items.bytes + items.running * likely
 
-    def _make_room(self, group: _Group) -> None:
+    def _make_room(self, items: _Items) -> None:
         """Forgets the oldest items if what waits cannot be fetched, or all is full."""
-        most = self._most_bytes / 2 if group.waiting else self._most_bytes
-        for item in [*group.sizes]:
-            if group.bytes <= most:
+        most = self._most_bytes / 2 if items.waiting else self._most_bytes
+        for item in [*items.sizes]:
+            if items.bytes <= most:
                 return
-            self._drop(item)
-
-    def _drop(self, item: Hashable) -> None:
-        _, group = self._started.get(item, (None, None))
-        if group is not None and item in group.sizes:
-            del self._started[item]
-            group.bytes -= group.sizes.pop(item)
+            items.drop(item)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import tensorflow as tf
 from absl import logging
 
-from towers.input_pipeline.local_store.ahead import Ahead
+from towers.input_pipeline.local_store.ahead import Ahead, Group
 from towers.input_pipeline.local_store.packs import Entry, Key, Packs
 from towers.input_pipeline.local_store.places import block_bytes, is_far
 from towers.program import words
@@ -30,7 +30,7 @@ _THREADS = 32
 _AHEAD_BYTES = 256 * 2**20
 # Of files that are read from front to back.
 _BLOCKS_AHEAD, _FILES_AT_ONCE = 32, 16
-_IN_ORDER = "in order"
+_IN_ORDER = Group("in order")
 # What is lost at most when the process is killed, besides what is on its way.
 _PACK_BYTES, _PACK_S = 16 * 2**20, 5.0
 # If the disk is slower than the network, blocks are stored in a later epoch.
@@ -149,7 +149,7 @@ class LocalStore:
             found = self._known[path] = stat.length, stamp
         return found
 
-    def announce(self, block: Block, group: str | None) -> None:
+    def announce(self, block: Block, group: Group | None) -> None:
         """Says that a block will be read, as one of several that are read in turn.
 
         Args:
@@ -276,7 +276,7 @@ class StoredFiles:
         self.store, self._tag, self.note = store, tag, note
         self._blocks_ahead = blocks_ahead
 
-    def announce(self, paths: Iterable[str], group: str) -> None:
+    def announce(self, paths: Iterable[str], group: Group) -> None:
         """Says that files will be read from their beginnings, in this order."""
         for path in paths:
             self.store.announce(Block(path, 0, self._tag), group)

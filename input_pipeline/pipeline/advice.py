@@ -9,6 +9,8 @@ _TEXTS = {
     "shuffle": "take a smaller {shuffle_mb}, or keep the data in memory ({cache})",
     "parse": "keep nothing but image and label in the records, or take a larger "
     "{batch_size}",
+    "load": "keep the data in memory ({cache}), or more of them in the local store "
+    "({local_store_gb})",
     "decode": "store the images no larger than needed, as JPEG, take a lighter "
     "{recipe}, or have other machines decode ({data_service})",
     "batch": "take a smaller {image_size}, to copy less",
@@ -25,6 +27,7 @@ _OF_KEPT = dict.fromkeys(
 _NAMES = "batch_size data_service ram_budget_mb randaugment recipe shuffle_mb".split()
 _FLAGS = {name: f"--{name}" for name in (*_NAMES, "cache", "image_size")} | {
     "local_store": "--local_store",
+    "local_store_gb": "--local_store_gb",
     "steps": "--steps_per_loop=10",
     "tfrecord": "tfrecord:",
 }
@@ -32,6 +35,7 @@ _ARGUMENTS = {name: name for name in _NAMES} | {
     "cache": "input_pipeline.cached",
     "image_size": "image_shape",
     "local_store": "input_pipeline.LocalStore",
+    "local_store_gb": "LocalStore(limit_gb=)",
     "steps": "compile(steps_per_execution=10)",
     "tfrecord": "TFRecord",
 }

@@ -239,7 +239,7 @@ class Pipeline:
         options.threading.max_intra_op_parallelism = 1
         if self.data_service is None:
             # Workers of a service would keep the threads of every epoch.
-            room.limit(options, threads)
+            room.limit(options, threads, waiting=int(self.source.is_far))
         # Where each example has operations of its own, these make it faster; but to try
         # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
         faster = options.experimental_optimization

@@ -7,15 +7,16 @@ from towers.machine import limits
 THREADS = limits.cpu_count()
 
 
-def limit(options: tf.data.Options, threads: int | None) -> None:
+def limit(options: tf.data.Options, threads: int | None, waiting: int = 0) -> None:
     """Has tf.data stay within the container, of whose limits it knows nothing.
 
     Args:
         options: To be changed.
         threads: Those of the pipeline; `None` if they are TensorFlow's.
+        waiting: Threads besides these, which wait for files and do not compute.
     """
     if threads is not None:
-        options.threading.private_threadpool_size = threads
+        options.threading.private_threadpool_size = threads + waiting
     options.autotune.cpu_budget = THREADS if threads is None else threads
     memory = limits.memory()
     if memory.limited:

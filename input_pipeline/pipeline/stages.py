@@ -43,10 +43,14 @@ class Stages:
         dataset = raw.map(self._parse(), num_parallel_calls=auto, name="parse")
         stages = [("read", raw), ("parse", dataset)]
         if self.source.encoded or recipe.window or recipe.one:
+            dataset = dataset.unbatch()
+            if self.source.is_far:
+                # One by one, in the order in which they arrive: whoever waits for a
+                # later one cannot decode those that are there.
+                dataset = dataset.map(self._load, name="load")
+                stages.append(("load", dataset))
             # Decoding is the costly stage: image by image, on all cores.
-            dataset = dataset.unbatch().map(
-                self._one(), num_parallel_calls=auto, name="decode"
-            )
+            dataset = dataset.map(self._one(), num_parallel_calls=auto, name="decode")
             stages.append(("decode", dataset))
             # The short last batch stays: every example is seen once in an epoch. To
             # copy in parallel costs more than it gains, but for many cores.
@@ -80,6 +84,15 @@ class Stages:
     def _of_masks(self) -> bool:
         return self.source.target.kind == "mask"
 
+    @tf.autograph.experimental.do_not_convert
+    def _load(self, image, u, label, *beside):
+        if self._of_masks and label.dtype == tf.string:
+            label = self.source.load_mask(label)
+        return self.source.load(image), u, label, *beside
+
+    def _encoded(self, image: tf.Tensor) -> tf.Tensor:
+        return image if self.source.is_far else self.source.load(image)
+
     def _one(self) -> Callable:
         recipe, (height, width) = self.recipe, self.image_shape[:2]
         fits = self.source.image_shape[:2] == (height, width)
@@ -95,13 +108,12 @@ class Stages:
                         label = augment.crop(label[..., None], cut)[..., 0]
                 image = augment.resize(image, height, width, antialias=recipe.antialias)
             elif fits and window is None:
-                encoded = self.source.load(image)
-                image = decode_image(encoded, self.image_shape)
+                image = decode_image(self._encoded(image), self.image_shape)
             elif self._of_masks and window is not None:
                 image, label = self._cut_both(image, label, window)
             else:
                 image = decode_window(
-                    self.source.load(image),
+                    self._encoded(image),
                     window,
                     self.image_shape,
                     antialias=recipe.antialias,
@@ -120,7 +132,9 @@ class Stages:
     def _mask(self, mask: tf.Tensor) -> tf.Tensor:
         if mask.dtype != tf.string:
             return mask
-        mask = masks.decode(self.source.load_mask(mask))
+        if not self.source.is_far:
+            mask = self.source.load_mask(mask)
+        mask = masks.decode(mask)
         assert_good(mask, mask, self.source.target)
         return mask
 
@@ -129,7 +143,7 @@ class Stages:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """A window of an encoded image, resized, and the same of its mask."""
         height, width, channels = self.image_shape
-        image = decode_image(self.source.load(image), (None, None, channels))
+        image = decode_image(self._encoded(image), (None, None, channels))
         shape = tf.shape(image)
         cut, mask = window(shape), masks.resize(self._mask(mask), shape[0], shape[1])
         image = augment.crop(image, cut)

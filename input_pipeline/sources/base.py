@@ -42,6 +42,7 @@ class Source(abc.ABC):
         all_jpeg: whether every encoded image is known to be a JPEG.
         in_graph: False where records are read by Python, which workers of a tf.data
             service cannot run.
+        is_far: whether `load` and `load_mask` wait for what lies far away.
         labels_need_checking: False where labels are right by construction.
         ends_need_checking: whether reading a file that is cut off may go unnoticed; see
             ``is_whole``.
@@ -71,6 +72,7 @@ class Source(abc.ABC):
     splits: dict[str, int | None]
     all_jpeg: bool = False
     in_graph: bool = True
+    is_far: bool = False
     labels_need_checking: bool = False
     ends_need_checking: bool = False
     reads: tuple = ()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.local_store.ahead import Group
 from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files import in_python
 
@@ -75,7 +76,8 @@ def announced(
     files: StoredFiles,
     batches: tf.data.Dataset,
     paths: Callable[[tf.Tensor], tuple[tf.Tensor, ...]],
-    group: str,
+    split: str,
+    seeds: tf.Tensor | None,
     batch_size: int,
 ) -> tf.data.Dataset:
     """Looks some batches ahead, and has the files of their records read.
@@ -84,17 +86,21 @@ def announced(
         files: of the data set.
         batches: of numbers of records, and anything else.
         paths: of files that each record of a batch needs.
-        group: names those that are read in turn.
+        split: which they are of.
+        seeds: int64 [2], which tell the epoch; None if its order is fixed.
         batch_size: records in a batch.
     """
 
-    def announce(numbers, *_paths):
+    def announce(numbers, epoch, *_paths):
+        group = Group(split, epoch.tobytes())
         for some in zip(*_paths, strict=True):
             files.announce((path.decode() for path in some), group)
         return [numbers]
 
     def look(numbers, *beside):
-        (same,) = in_python.call(announce, [numbers, *paths(numbers)], [tf.int64])
+        epoch = tf.zeros([0], tf.int64) if seeds is None else seeds
+        given = [numbers, epoch, *paths(numbers)]
+        (same,) = in_python.call(announce, given, [tf.int64])
         return tf.ensure_shape(same, numbers.shape), *beside
 
     look = tf.autograph.experimental.do_not_convert(look)

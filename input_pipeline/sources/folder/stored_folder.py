@@ -21,17 +21,18 @@ class StoredFolder(abc.ABC):
     def _store(self, local_store: LocalStore | None, paths: Sequence[str]) -> None:
         if local_store is not None:
             self._stored = local_store.open(self.name, paths)
-            self.in_graph, self.notes = False, (*self.notes, self._stored.note)
+            self.in_graph, self.is_far = False, True
+            self.notes = *self.notes, self._stored.note
 
     def _read_file(self, path: tf.Tensor) -> tf.Tensor:
         if self._stored is None:
             return tf.io.read_file(path)
         return stored.read_file(self._stored, path)
 
-    def _batches(self, split, batch_size, *options):
-        batches = super()._batches(split, batch_size, *options)
+    def _batches(self, split, batch_size, seeds, *options):
+        batches = super()._batches(split, batch_size, seeds, *options)
         if self._stored is None:
             return batches
         return stored.announced(
-            self._stored, batches, self._paths_of, split, batch_size
+            self._stored, batches, self._paths_of, split, seeds, batch_size
         )

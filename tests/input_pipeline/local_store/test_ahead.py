@@ -4,7 +4,10 @@ import threading
 
 import pytest
 
-from towers.input_pipeline.local_store.ahead import Ahead
+from towers.input_pipeline.local_store.ahead import Ahead, Group
+
+
+A, B = Group("a"), Group("b")
 
 
 class Fetch:
@@ -44,7 +47,7 @@ def test_fetches_each_once_and_in_order(ahead):
     fetch = Fetch()
     made = ahead(fetch, threads=1)
     for item in range(20):
-        made.announce(item, "a")
+        made.announce(item, A)
     for item in range(20):
         assert made.get(item) == made.get(item) == str(item).encode().ljust(10)
         made.drop(item)
@@ -55,7 +58,7 @@ def test_many_at_once(ahead):
     fetch = Fetch(*range(4))
     made = ahead(fetch)
     for item in range(8):
-        made.announce(item, "a")
+        made.announce(item, A)
     for item in reversed(range(4)):  # all four are under way
         fetch.go[item].set()
         made.get(item)
@@ -65,11 +68,11 @@ def test_many_at_once(ahead):
 def test_keeps_within_the_bound(ahead):
     fetch = Fetch()
     made = ahead(fetch, most_bytes=50, threads=1)
-    made.announce(0, "a")
+    made.announce(0, A)
     wait_for(fetch, 1)
     made.get(0)  # what one takes is known now
     for item in range(1, 20):
-        made.announce(item, "a")
+        made.announce(item, A)
     wait_for(fetch, 4)
     assert len(fetch.begun) == 5
     made.drop(0)
@@ -81,7 +84,7 @@ def test_what_is_asked_for_does_not_wait_for_others(ahead):
     fetch = Fetch(0)
     made = ahead(fetch, threads=1)
     for item in range(3):
-        made.announce(item, "a")
+        made.announce(item, A)
     assert made.get(2) == b"2".ljust(10)
     fetch.go[0].set()
     for item in range(2):
@@ -109,10 +112,10 @@ def test_what_nobody_takes_makes_room(ahead):
     fetch = Fetch()
     made = ahead(fetch, most_bytes=50, threads=1)
     for item in range(100, 140):
-        made.announce(item, "a")
-    made.announce(0, "a")
+        made.announce(item, A)
+    made.announce(0, A)
     for item in range(40):
-        made.announce(item + 1, "a")
+        made.announce(item + 1, A)
         assert made.get(item)
         made.drop(item)
     assert fetch.begun.count(0) == 1
@@ -122,13 +125,67 @@ def test_groups_do_not_take_one_anothers_room(ahead):
     fetch = Fetch()
     made = ahead(fetch, most_bytes=50, threads=1)
     for item in range(5):
-        made.announce(item, "a")
+        made.announce(item, A)
     wait_for(fetch, 5)
     for item in range(100, 120):
-        made.announce(item, "b")
+        made.announce(item, B)
     for item in range(100, 120):
         made.get(item)
         made.drop(item)
     for item in range(5):
         made.get(item)
     assert [fetch.begun.count(item) for item in range(5)] == [1] * 5
+
+
+def epochs_announce(made, *orders):
+    for number, items in enumerate(orders):
+        for item in items:
+            made.announce(item, Group("a", number))
+
+
+def test_an_epoch_that_began_later_comes_later(ahead):
+    fetch = Fetch("held")
+    made = ahead(fetch, threads=1)
+    made.announce("held", None)
+    epochs_announce(made, range(5), range(10, 15))
+    made.announce(5, Group("a", 0))
+    fetch.go["held"].set()
+    wait_for(fetch, 12)
+    assert fetch.begun[1:] == [*range(6), *range(10, 15)]
+
+
+def test_an_item_of_two_epochs_is_at_hand_in_both(ahead):
+    fetch = Fetch()
+    made = ahead(fetch, threads=1)
+    epochs_announce(made, range(5), reversed(range(5)))
+    wait_for(fetch, 10)
+    for item in range(5):
+        made.get(item)
+        made.drop(item)
+    for item in reversed(range(5)):
+        made.get(item)
+        made.drop(item)
+    assert len(fetch.begun) == 10
+
+
+def test_epochs_that_were_left_make_room(ahead):
+    fetch = Fetch()
+    made = ahead(fetch, most_bytes=60, threads=1)
+    for epoch in range(5):
+        for place in range(9):
+            made.announce((epoch, place), Group("a", epoch))
+        while [item[0] for item in fetch.begun].count(epoch) < 2:
+            wait_for(fetch, 1)
+
+
+def test_a_later_epoch_takes_what_the_first_one_leaves(ahead):
+    fetch = Fetch("held")
+    made = ahead(fetch, most_bytes=90, threads=1)
+    made.get("size")
+    made.drop("size")
+    made.announce("held", None)
+    epochs_announce(made, range(7), range(10, 20), range(20, 30))
+    fetch.go["held"].set()
+    # Seven of nine, and a third of them for each epoch behind.
+    wait_for(fetch, 2 + 7 + 3 + 3)
+    assert fetch.begun[2:] == [*range(7), *range(10, 13), *range(20, 23)]
