@@ -36,12 +36,14 @@ class Waiting(NamedTuple):
 
     Attributes:
         wait_s: what they waited for data.
+        first_s: of this, for the first batch.
         step_s: what they computed.
         read_bytes: what was read from the object store meanwhile.
         mb_per_s: what its line carries.
     """
 
     wait_s: float
+    first_s: float
     step_s: float
     read_bytes: int
     mb_per_s: float
@@ -53,8 +55,9 @@ class Waiting(NamedTuple):
         # If nothing but the line held it up, and both worked from the beginning on.
         least = max(line_s - self.step_s, 0) / max(line_s, self.step_s)
         return (
-            f"waits {self.wait_s / whole_s:6.1%} of {whole_s:6.2f} s, reads "
-            f"{read:6.1f} MB, which takes {least:6.1%} at least"
+            f"waits {self.wait_s / whole_s:6.1%} of {whole_s:6.2f} s "
+            f"({self.first_s:.2f} s for the first batch), reads {read:6.1f} MB, which "
+            f"takes {least:6.1%} at least"
         )
 
 
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1024)
     parser.add_argument("--pixels", type=int, default=384, help="of a side of an image")
     parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--shuffle_mb", type=int, default=8, help="of records")
     parser.add_argument("--step_ms", type=float, default=200)
     parser.add_argument("--latency_ms", type=float, default=30)
     parser.add_argument("--mb_per_s", type=float, default=10)
@@ -129,7 +133,7 @@ def _measure_all(args: argparse.Namespace) -> None:
         naive = _naive(plain, args.batch_size)
         (found,) = measure(naive, step, [args.naive_steps])
         print(f"  naive staging, {args.naive_steps} steps    {found}", flush=True)
-        batches = iter(_dataset(plain, args.batch_size))
+        batches = iter(_dataset(plain, args.batch_size, args.shuffle_mb))
         (found,) = measure(batches, step, [steps])
         print(f"  no store, first epoch     {found}", flush=True)
         del batches
@@ -138,7 +142,7 @@ def _measure_all(args: argparse.Namespace) -> None:
                 limit_gb = share * size / 2**30
                 store = input_pipeline.LocalStore(folder, limit_gb, tell=print)
                 source = input_pipeline.open_source(spec, local_store=store)
-                batches = iter(_dataset(source, args.batch_size))
+                batches = iter(_dataset(source, args.batch_size, args.shuffle_mb))
                 epochs = measure(batches, step, [steps] * args.epochs)
                 for epoch, found in enumerate(epochs):
                     label = f"{what}, epoch {epoch + 1}"
@@ -185,11 +189,16 @@ def _time(function: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _dataset(source, batch_size: int):
+def _dataset(source, batch_size: int, shuffle_mb: int):
     from towers import input_pipeline
 
     return input_pipeline.make_dataset(
-        source, "train", batch_size, image_shape=SHAPE, repeat=True
+        source,
+        "train",
+        batch_size,
+        image_shape=SHAPE,
+        shuffle_mb=shuffle_mb,
+        repeat=True,
     )
 
 
@@ -220,12 +229,13 @@ def _measure(
     """Takes steps, one batch before each; returns what each count of them took."""
     found = []
     for count in counts:
-        before, wait_s, step_s = server.figures()["bytes"], 0.0, 0.0
+        before, waits_s, step_s = server.figures()["bytes"], [], 0.0
         for _ in range(count):
-            wait_s += _time(lambda: next(batches))
+            waits_s.append(_time(lambda: next(batches)))
             step_s += _time(step)
         read = server.figures()["bytes"] - before
-        found.append(Waiting(wait_s, step_s, read, mb_per_s))
+        waiting = sum(waits_s), waits_s[0]
+        found.append(Waiting(*waiting, step_s, read, mb_per_s))
     return found
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from towers.input_pipeline.local_store.ahead import Ahead, Group
 
-
 A, B = Group("a"), Group("b")
 
 
