@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 # tf.data begins the next two epochs while one is read.
-_EPOCHS_AT_ONCE = 3
+EPOCHS_AT_ONCE = 3
 
 
 class Group(NamedTuple):
@@ -121,7 +121,7 @@ class Ahead:
     def _items_of(self, group: Group) -> _Items:
         if group not in self._groups:
             same = [each for each in self._groups if each.name == group.name]
-            for old in same[: max(len(same) + 1 - _EPOCHS_AT_ONCE, 0)]:
+            for old in same[: max(len(same) + 1 - EPOCHS_AT_ONCE, 0)]:
                 del self._groups[old]
             self._groups[group] = _Items()
         return self._groups[group]
@@ -165,7 +165,7 @@ class Ahead:
                 own = items.bytes + (items.running + 1) * likely
                 # A part of it is each epoch's: an earlier one may have been left.
                 most = self._most_bytes - taken[group.name]
-                if own > max(most, self._most_bytes / _EPOCHS_AT_ONCE):
+                if own > max(most, self._most_bytes / EPOCHS_AT_ONCE):
                     break
                 item = next(iter(items.waiting))
                 self._start(item, items)

@@ -35,7 +35,7 @@ _ARGUMENTS = {name: name for name in _NAMES} | {
     "cache": "input_pipeline.cached",
     "image_size": "image_shape",
     "local_store": "input_pipeline.LocalStore",
-    "local_store_gb": "LocalStore(limit_gb=)",
+    "local_store_gb": "input_pipeline.LocalStore",
     "steps": "compile(steps_per_execution=10)",
     "tfrecord": "TFRecord",
 }

@@ -15,6 +15,7 @@ from absl import logging
 
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
+from towers.input_pipeline.local_store.ahead import EPOCHS_AT_ONCE
 from towers.input_pipeline.pipeline import epochs, facts, lengths, room
 from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.input_pipeline.pipeline.checks import check
@@ -237,9 +238,11 @@ class Pipeline:
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
         options.threading.max_intra_op_parallelism = 1
+        # One waits for the files of each epoch.
+        waiting = EPOCHS_AT_ONCE if self.source.is_far else 0
         if self.data_service is None:
             # Workers of a service would keep the threads of every epoch.
-            room.limit(options, threads, waiting=int(self.source.is_far))
+            room.limit(options, threads, waiting)
         # Where each example has operations of its own, these make it faster; but to try
         # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
         faster = options.experimental_optimization

@@ -13,7 +13,7 @@ def limit(options: tf.data.Options, threads: int | None, waiting: int = 0) -> No
     Args:
         options: To be changed.
         threads: Those of the pipeline; `None` if they are TensorFlow's.
-        waiting: Threads besides these, which wait for files and do not compute.
+        waiting: Threads besides these, which wait and do not compute.
     """
     if threads is not None:
         options.threading.private_threadpool_size = threads + waiting

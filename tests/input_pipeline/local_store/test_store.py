@@ -6,6 +6,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -193,6 +194,25 @@ def paths_in_order(source, epoch):
     numbers = [n for n, _ in source.batches("train", 100, seeds=seeds)]
     files = source.files("train")
     return [files[number] for number in np.concatenate(numbers)]
+
+
+def test_a_later_file_holds_no_earlier_one_up(specs, local_store, monkeypatch):
+    """Nor do files of the next epochs, which the pipeline begins at once."""
+    source = open_source(specs["folder"], local_store=local_store())
+    first, in_vain = paths_in_order(source, 0)[:16], []
+    one_is_there, read = threading.Event(), store.read_range
+
+    def waits(path, *rest):
+        if path not in first and not one_is_there.wait(20):
+            in_vain.append(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(store, "read_range", waits)
+    data = make_dataset(source, "train", 16, image_shape=(8, 8, 3), repeat=True)
+    ready = iter(data)
+    next(ready)
+    one_is_there.set()
+    assert not in_vain
 
 
 def record(function, calls):
