@@ -132,7 +132,6 @@ def callbacks(folder: str, placed: devices.Devices) -> list[keras.callbacks.Call
         Throughput(BATCH, fractions=fractions),
         Starvation(STEPS, say=lambda line: None),
         DeviceReport(placed),
-        fractions,
     )
     tensorboard = TensorBoard(folder, STEPS, measures=watch.measures)
     return [*watch.callbacks, tensorboard]

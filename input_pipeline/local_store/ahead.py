@@ -15,7 +15,7 @@ class Group(NamedTuple):
     """Items that are used in turn: those of an epoch.
 
     Attributes:
-        name: of items that share the bound of memory, such as those of a split.
+        name: of the groups that share memory, such as those of a split.
         epoch: tells the epochs apart; the one that begins first comes first.
     """
 
@@ -60,7 +60,8 @@ class Ahead:
 
     Args:
         fetch: fetches the bytes of an item; called by several threads.
-        most_bytes: of items that are at hand or being fetched, of all groups of a name.
+        most_bytes: of items that are at hand or being fetched, of an epoch. Later ones
+            take what it leaves, and a third of this at least.
         threads: how many items are fetched at once.
     """
 

@@ -27,7 +27,7 @@ from towers.program import words
 
 # Enough to hide the time that an object store takes for an answer.
 _THREADS = 32
-_AHEAD_BYTES = 256 * 2**20
+_AHEAD_BYTES = 192 * 2**20
 # Of files that are read from front to back.
 _BLOCKS_AHEAD, _FILES_AT_ONCE = 32, 16
 _IN_ORDER = Group("in order")
