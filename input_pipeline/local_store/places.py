@@ -22,9 +22,11 @@ def read_small_blocks(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def block_bytes(path: str) -> int:
     """Bytes in which a file is read: as few as its file system can read at a time."""
-    if path.startswith("gs://"):
-        return int(os.environ.get(_READS_AHEAD, _TENSORFLOWS))
-    return _BLOCK_BYTES
+    if not path.startswith("gs://"):
+        return _BLOCK_BYTES
+    asked = os.environ.get(_READS_AHEAD, "")
+    # As TensorFlow: what is no number does not count; 0 has it read what is asked for.
+    return (int(asked) or _BLOCK_BYTES) if asked.isdecimal() else _TENSORFLOWS
 
 
 def is_far(path: str) -> bool:

@@ -238,11 +238,9 @@ class Pipeline:
         # Threads of its own, so that towers on the CPU and input do not queue up
         # behind one another; an operation by itself is too small to divide.
         options.threading.max_intra_op_parallelism = 1
-        # One waits for the files of each epoch.
-        waiting = EPOCHS_AT_ONCE if self.source.is_far else 0
         if self.data_service is None:
             # Workers of a service would keep the threads of every epoch.
-            room.limit(options, threads, waiting)
+            room.limit(options, threads, EPOCHS_AT_ONCE if self.source.is_far else 0)
         # Where each example has operations of its own, these make it faster; but to try
         # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
         faster = options.experimental_optimization

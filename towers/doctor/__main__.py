@@ -2,11 +2,13 @@
 
     python -m towers.doctor --model_dir=runs/mine
     python -m towers.doctor --hosts=node0:8476,node1:8476
+    python -m towers.doctor --gpus
 
 It prints a line for each check: "ok", "note" (good to know) or "wrong", with what was
 found, what was expected and what to do. It trains nothing and leaves no files.
 With --hosts, which is run on each host at the same time, it checks names, ports,
-versions, clocks and the network between them.
+versions, clocks and the network between them. With --gpus, it only lists the GPUs, and
+who uses them.
 Exit codes: 0 nothing is wrong; 1 error; 2 something is wrong; 130 stopped by Ctrl-C.
 """
 

@@ -116,7 +116,8 @@ def final(entries: Sequence[Entry]) -> list[str]:
     head = ("run", "state", "steps", *metrics, "examples/sec", "model_dir, or why")
     rows = [
         (
-            *(entry.run.name, entry.state, _number(summary.get("steps"), ",")),
+            *(entry.run.name, entry.state),
+            _number(summary.get("steps", entry.progress.get("step")), ","),
             *(_number(summary.get(name), ",.4f") for name in metrics),
             _number(summary.get("examples_per_sec"), ",.1f"),
             _where(entry, entry.run.model_dir),

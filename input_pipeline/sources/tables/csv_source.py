@@ -78,7 +78,7 @@ class CSVSource(StreamFiles):
                 )
         labels, note = table_targets.read_names(first, names, label_column)
         self.label_field = ",".join(labels)
-        self.notes = (note,) if note else ()
+        self.notes += (note,) if note else ()
         self.image_fields = columns.find_features(first, names, labels, feature_columns)
         self._columns = names
         self._labels = [names.index(name) for name in labels]

@@ -354,10 +354,27 @@ def test_keeps_in_memory_what_it_reads_through_a_store(specs, local_store):
     assert opened.remote_blocks
 
 
-def test_says_of_what_use_it_is(specs, local_store):
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_of_what_use_it_is(specs, local_store, kind):
     opened = local_store()
-    *_, note = open_source(specs["tfrecord"], local_store=opened).notes
-    assert f"{opened.folder} keeps all of it; its files lie on a local disk" in note
+    notes = " ".join(open_source(specs[kind], local_store=opened).notes)
+    assert f"{opened.folder} keeps all of it; its files lie on a local disk" in notes
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(None, 2**26), ("4096", 4096), ("0", 700), ("4M", 2**26)],
+)
+def test_reads_as_much_at_a_time_as_tensorflow(monkeypatch, asked, expected):
+    monkeypatch.delenv("GCS_READAHEAD_BUFFER_SIZE_BYTES", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("GCS_READAHEAD_BUFFER_SIZE_BYTES", asked)
+    assert places.block_bytes("gs://bucket/file") == expected
+    assert places.block_bytes("/data/file") == 700
+
+
+def test_refuses_what_it_cannot_store(local_store):
+    opened = local_store()
     with pytest.raises(ValueError, match="received local_store for 'digits'"):
         open_source("digits", local_store=opened)
     with pytest.raises(ValueError, match="limit_gb is 0: expected more than 0"):

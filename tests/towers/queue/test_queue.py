@@ -115,6 +115,10 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
         ("--sweep model_dir=a,b", "expected another flag, as each run has one of its"),
         ("--sweep seed=1,x", "seed=x: Received --seed=x; expected a whole number"),
         ("--sweep batch_size=8,0", "batch_size=0: .*--batch_size=0; expected at least"),
+        (
+            "--sweep split_ratios=1,2 --num_gpus=2",
+            "=1: .*=1 for 2 towers; expected one",
+        ),
         ("--sweep seed=1 --clean", "seed=1: Received --clean for a queue; expected no"),
         ("--sweep seed=1 --gpu_indices=0", "--gpu_indices=0 for a queue; .*_VISIBLE_D"),
         ("--sweep seed=1 --devices=0", "--devices=0; expected a whole number of at"),
@@ -501,7 +505,7 @@ def test_the_table_at_the_end(every):
         "a    finished  1,200        0.5000          10.0  a",
         "b    failed                                       "
         "Received x (see b/output.log)",
-        "c    running                                      c",
+        "c    running   1,500                              c",
         "d    waiting                                      d",
     ]
 

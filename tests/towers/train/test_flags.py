@@ -290,6 +290,15 @@ def test_what_own_data_leave_no_room_for():
             "--split_ratios=auto and --share_gpus=0.5, by which towers come and go",
         ),
         (
+            {"split_ratios": ("1", "2"), "num_gpus": 3},
+            "--split_ratios=1,2 for 3 towers; expected one ratio for each",
+        ),
+        (
+            {"split_ratios": ("1",), "num_gpus": 4, "stages": 2},
+            "--split_ratios=1 for 2 towers; expected one ratio for each, so give 2 of "
+            "them, or --num_gpus=2",
+        ),
+        (
             {"split_ratios": ("1.5",)},
             "--split_ratios=1.5; expected auto, or a",
         ),

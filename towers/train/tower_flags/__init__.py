@@ -4,9 +4,16 @@ import re
 
 from towers.train.settings import DEFAULTS, Settings
 from towers.train.tower_flags import devices
-from towers.train.tower_flags.devices import check_fixed, read_shares
+from towers.train.tower_flags.devices import check_fixed, check_ratios, read_shares
 
-__all__ = ["HELPS", "check", "check_fixed", "check_whole_batch", "read_shares"]
+__all__ = [
+    "HELPS",
+    "check",
+    "check_fixed",
+    "check_ratios",
+    "check_whole_batch",
+    "read_shares",
+]
 
 HELPS = {
     "variable_update": (

@@ -2,6 +2,7 @@
 
 import math
 
+from towers.program import words
 from towers.program.startup import MOST_DEVICES
 from towers.train.settings import DEFAULTS, Settings
 
@@ -35,6 +36,9 @@ def _check_count(settings: Settings) -> None:
             f"Received --num_gpus=auto and {settings.as_flag('split_ratios')}, which "
             "is for a fixed number of towers; expected --split_ratios=auto with it."
         )
+    towers, rest = divmod(count * settings.gpu_split, settings.stages)
+    if settings.fixed_gpus and not rest:
+        check_ratios(settings, towers)
     count = max(count, settings.stages, settings.max_gpus or 1) * settings.gpu_split
     if count > MOST_DEVICES:
         names = "num_gpus", "max_gpus", "stages", "split_ratios", "gpu_split"
@@ -42,6 +46,21 @@ def _check_count(settings: Settings) -> None:
         raise ValueError(
             f"Received {' '.join(map(settings.as_flag, given))}, which needs {count:,} "
             f"devices; expected at most {MOST_DEVICES}."
+        )
+
+
+def check_ratios(settings: Settings, towers: int) -> None:
+    """Checks that --split_ratios, if it is given, has one ratio for each tower.
+
+    Raises:
+        ValueError: It has not.
+    """
+    ratios = settings.split_ratios
+    if ratios and not settings.finds_ratios and len(ratios) != towers:
+        raise ValueError(
+            f"Received {settings.as_flag('split_ratios')} for "
+            f"{words.count(towers, 'tower')}; expected one ratio for each, so give "
+            f"{towers} of them, or --num_gpus={len(ratios) * settings.stages}."
         )
 
 

@@ -9,6 +9,7 @@ from towers.collectives.hosts import this_host
 from towers.devices import Devices
 from towers.elastic import balance
 from towers.program import words
+from towers.train import tower_flags
 from towers.train.settings import Settings
 
 
@@ -26,12 +27,7 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
         ratios = _found_ratios(settings, devices)
     if not ratios:
         return (1,) * towers
-    if len(ratios) != towers:
-        raise ValueError(
-            f"Received {settings.as_flag('split_ratios')} for "
-            f"{words.count(towers, 'tower')}; expected one ratio for each, so give "
-            f"{towers} of them, or --num_gpus={len(ratios) * stages}."
-        )
+    tower_flags.check_ratios(settings, towers)
     return tuple(map(int, ratios))
 
 
