@@ -70,6 +70,7 @@ class Ahead:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(threads, "local_store")
         self._groups: dict[Group, _Items] = {_FIRST: _Items()}
+        self._closed = self._threads_ended = False
         # Of all that were fetched, for what one may take.
         self._sum = self._count = 0
 
@@ -81,6 +82,8 @@ class Ahead:
             group: of items that are used in turn; None for what is needed first.
         """
         with self._lock:
+            if self._closed:
+                return
             items = self._items_of(group or _FIRST)
             if item not in items.started:
                 items.waiting[item] = None
@@ -92,15 +95,17 @@ class Ahead:
         It is fetched at once, by the caller, unless that has begun.
 
         Raises:
+            ValueError: it is closed.
             Exception: what `fetch` raises.
         """
         with self._lock:
+            self._check_open()
             items = self._with(item, "started")
             mine = items is None
             if mine:
                 items = self._with(item, "waiting") or self._groups[_FIRST]
                 self._make_room(items)
-                self._start(item, items)
+                self._start(item, items, Future())
             future = items.started[item]
         if mine:
             self._run(item, future, items)
@@ -116,8 +121,17 @@ class Ahead:
     def close(self) -> None:
         """Fetches no more; waits for what is being fetched."""
         with self._lock:
-            self._groups.clear()
-        self._threads.shutdown(cancel_futures=True)
+            self._closed = True
+            for items in self._groups.values():
+                items.waiting.clear()
+        # What is in their queue fails, as somebody may wait for it.
+        self._threads.shutdown()
+        with self._lock:
+            self._groups = {_FIRST: _Items()}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the local store is closed: expected it to stay open")
 
     def _items_of(self, group: Group) -> _Items:
         if group not in self._groups:
@@ -132,13 +146,14 @@ class Ahead:
         found = (each for each in self._groups.values() if item in getattr(each, where))
         return next(found, None)
 
-    def _start(self, item: Hashable, items: _Items) -> None:
+    def _start(self, item: Hashable, items: _Items, future: Future) -> None:
         items.waiting.pop(item, None)
-        items.started[item] = Future()
+        items.started[item] = future
         items.running += 1
 
     def _run(self, item: Hashable, future: Future, items: _Items) -> None:
         try:
+            self._check_open()
             data = self._fetch(item)
         except BaseException as error:
             with self._lock:
@@ -162,16 +177,21 @@ class Ahead:
         # By the groups before, of one name.
         taken: dict[str, float] = collections.defaultdict(float)
         for group, items in self._groups.items():
-            while items.waiting and running < self._most:
+            while items.waiting and running < self._most and not self._threads_ended:
                 own = items.bytes + (items.running + 1) * likely
                 # A part of it is each epoch's: an earlier one may have been left.
                 most = self._most_bytes - taken[group.name]
                 if own > max(most, self._most_bytes / EPOCHS_AT_ONCE):
                     break
                 item = next(iter(items.waiting))
-                self._start(item, items)
+                future = Future()
+                try:
+                    self._threads.submit(self._run, item, future, items)
+                except RuntimeError:  # Python ends: whoever needs it fetches it
+                    self._threads_ended = True
+                    break
+                self._start(item, items, future)
                 running += 1
-                self._threads.submit(self._run, item, items.started[item], items)
             taken[group.name] += items.bytes + items.running * likely
 
     def _make_room(self, items: _Items) -> None:

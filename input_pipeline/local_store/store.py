@@ -10,6 +10,7 @@ import atexit
 import collections
 import concurrent.futures
 import hashlib
+import math
 import os
 import threading
 import time
@@ -75,8 +76,8 @@ class LocalStore:
         tell: Callable[[str], None] = logging.warning,
     ):
         self.folder = os.path.abspath(os.path.expanduser(folder))
-        if limit_gb <= 0:
-            raise ValueError(f"limit_gb is {limit_gb}: expected more than 0")
+        if not 0 < limit_gb < math.inf:
+            raise ValueError(f"limit_gb is {limit_gb}: expected a number above 0")
         try:
             self._packs = Packs(self.folder, int(limit_gb * 2**30), tell)
         except OSError as error:

@@ -1,5 +1,6 @@
 """What is announced is fetched before it is asked for, within a bound."""
 
+import concurrent.futures
 import threading
 
 import pytest
@@ -188,3 +189,40 @@ def test_a_later_epoch_takes_what_the_first_one_leaves(ahead):
     # Seven of nine, and a third of them for each epoch behind.
     wait_for(fetch, 2 + 7 + 3 + 3)
     assert fetch.begun[2:] == [*range(7), *range(10, 13), *range(20, 23)]
+
+
+def test_who_waits_while_it_is_closed_is_told(ahead):
+    """Also for what stands in line behind items of an epoch that was left."""
+    fetch = Fetch((0, 0), (0, 1))
+    made = ahead(fetch, threads=2)
+    epochs_announce(made, *([(epoch, 0), (epoch, 1)] for epoch in range(4)))
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waits = threads.submit(made.get, (1, 0))
+        closes = threads.submit(made.close)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            closes.result(0.2)
+        for go in fetch.go.values():
+            go.set()
+        closes.result(60)
+        with pytest.raises(ValueError, match="the local store is closed"):
+            waits.result(60)
+
+
+def test_who_comes_when_it_is_closed_is_told(ahead):
+    made = ahead(Fetch())
+    made.close()
+    made.announce(0, A)
+    with pytest.raises(ValueError, match="the local store is closed"):
+        made.get(0)
+    made.drop(0)
+
+
+def test_one_asks_on_when_threads_can_have_no_more(ahead):
+    """As where Python ends, which they are told first."""
+    fetch = Fetch("held")
+    made = ahead(fetch, threads=1)
+    made.announce("held", None)
+    made.announce(0, A)
+    made._threads.shutdown(wait=False)
+    fetch.go["held"].set()
+    assert [made.get("held"), made.get(0)] == [b"held".ljust(10), b"0".ljust(10)]

@@ -377,8 +377,9 @@ def test_refuses_what_it_cannot_store(local_store):
     opened = local_store()
     with pytest.raises(ValueError, match="received local_store for 'digits'"):
         open_source("digits", local_store=opened)
-    with pytest.raises(ValueError, match="limit_gb is 0: expected more than 0"):
-        LocalStore(opened.folder, 0)
+    for limit_gb in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"limit_gb is {limit_gb}: expected a num"):
+            LocalStore(opened.folder, limit_gb)
     with pytest.raises(ValueError, match="cannot be used"):
         LocalStore(f"{__file__}/store")
 
@@ -456,6 +457,29 @@ def test_twenty_kills_lose_nothing(specs, tmp_path, kind, delay_ms):
     left, total = killed_and_filled(specs[kind], tmp_path, 20, delay_ms)
     print(f"{kind}: of {total} entries, each kill left {left} in whole packs")
     assert any(0 < each < total for each in left)
+
+
+WAITS_AT_EXIT = """
+import sys, time
+from towers.input_pipeline import LocalStore, make_dataset, open_source
+from towers.input_pipeline.local_store import store
+read_range = store.read_range
+store.read_range = lambda *where: time.sleep(0.3) or read_range(*where)
+opened = LocalStore(sys.argv[1])
+source = open_source(sys.argv[2], local_store=opened)
+ready = iter(make_dataset(source, "train", 8, image_shape=(8, 8, 3), repeat=True))
+next(ready)
+"""
+
+
+def test_python_ends_while_files_are_awaited(specs, tmp_path):
+    """As after an error, whose traceback holds the iterator."""
+    subprocess.run(
+        [sys.executable, "-c", WAITS_AT_EXIT, str(tmp_path / "store"), specs["folder"]],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
+        timeout=100,
+        check=True,
+    )
 
 
 REMOTE = """
