@@ -58,7 +58,7 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "runs_per_gpu",
     1,
-    "Number of runs at once on each device. Of a GPU's memory, each gets its part.",
+    "Number of runs to train at once on each device. The runs share a GPU's memory.",
     lower_bound=1,
     **_QUEUE,
 )

@@ -28,30 +28,31 @@ HELPS = {
         "GPUs."
     ),
     "shard_optimizer_state": (
-        "With --variable_update=replicated, have each tower of all hosts keep the "
-        "optimizer's variables, such as Adam's moments, of a part of the parameters "
-        "only, and update that part. The numbers are the same."
+        "With --variable_update=replicated, divide the optimizer's variables, such "
+        "as Adam's moments, among the towers of all hosts: each tower keeps those for "
+        "one part of the parameters, and updates that part. The results are the same."
     ),
     "gradient_compression": (
         "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
         "bits, which is inexact and takes half the bytes, for slow networks."
     ),
     "elastic_batch": (
-        "What --batch_size and --learning_rate are for. global: for all towers, so "
-        "that the numbers stay the same with any number of towers. per_tower: for one "
-        "tower; each epoch has them times the number of towers with which it begins."
+        "What --batch_size and --learning_rate apply to. global: to all towers "
+        "together, so that the results are the same with any number of towers. "
+        "per_tower: to one tower; in each epoch, both are multiplied by the number of "
+        "towers at the start of the epoch."
     ),
     "max_staleness": (
-        "With --variable_update=asynchronous, the largest number of updates by "
-        "other towers after a tower has read the variables and before it updates "
-        "them. Default: no limit."
+        "With --variable_update=asynchronous, how many updates other towers may make "
+        "between the time a tower reads the variables and the time it updates them. "
+        "Default: no limit."
     ),
     "shard_embeddings": (
-        "How the tables of embeddings lie on the towers' devices, with their "
-        "optimizer slots. none: like all other variables. rows, columns: each is "
-        "divided over all devices. auto: small ones are whole on one device, large "
-        "ones are divided by rows. Of several hosts, rows are divided over all, and "
-        "columns over the devices of each."
+        "How to place embedding tables and their optimizer slots on the towers' "
+        "devices. none: like all other variables. rows, columns: divide each table "
+        "over all devices. auto: keep each small table whole on one device, and "
+        "divide large ones by rows. With several hosts, rows are divided over all "
+        "hosts, and columns over the devices of each host."
     ),
     "stages": (
         "Number of devices of each tower. The model is divided among them, with "
@@ -74,8 +75,9 @@ HELPS = {
         "1f1b: each goes backward as soon as it can, which takes less memory."
     ),
     "recompute": (
-        "What to compute again for the gradient, instead of keeping it in memory. "
-        "none, stage: all of a stage. layer: each layer by itself."
+        "Which activations to recompute for the gradient, instead of keeping them in "
+        "memory. none: no activations. stage: those of a whole stage. layer: those of "
+        "each layer separately."
     ),
     "local_parameter_device": (
         "Device where the variables are, and where gradients are added. gpu: the "
@@ -89,8 +91,9 @@ HELPS = {
     "loss_placement": (
         "Where to compute the loss. tower: on the towers. gathered: once, on the "
         "outputs of all towers. auto: on the towers where that is exact, else "
-        "gathered. Of a model with its own train_step, auto gathers what lets "
-        "examples meet, and tower has each tower take its part for the batch."
+        "gathered. If the model has its own train_step and a part of it combines "
+        "examples with one another, auto gathers that part, and tower makes each "
+        "tower treat its part of the batch as the whole batch."
     ),
     "strict": ("Refuse a model if towers would compute other numbers than one device."),
     "steps_per_loop": "Number of training steps in one call of the graph.",
