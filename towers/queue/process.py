@@ -1,5 +1,6 @@
 """The process of a run, and what it tells while it trains."""
 
+import contextlib
 import json
 import os
 import sys
@@ -75,4 +76,6 @@ class Process(Child):
     def _read(self, receive, told):
         with open(receive) as lines:
             for line in lines:
-                told(self, json.loads(line))
+                # The run never waits for a reader, so a report may come in part.
+                with contextlib.suppress(ValueError):
+                    told(self, json.loads(line))

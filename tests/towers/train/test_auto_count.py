@@ -20,12 +20,17 @@ def asked(tmp_path, monkeypatch):
         settings = Settings(num_gpus="auto", model_dir=str(tmp_path / "new"))
 
         def __init__(self):
-            self.answer, self.asked = 3, []
+            self.answer, self.ratios, self.asked = 3, None, []
 
         def measure(self, settings):
             self.asked.append(settings)
             said = f"Recommended: {self.answer} towers."
-            return {"recommended": self.answer, "recommendation": said}
+            ratios = self.ratios or [1] * self.answer
+            return {
+                "recommended": self.answer,
+                "recommendation": said,
+                "split_ratios": ratios,
+            }
 
     scaling = Scaling()
     monkeypatch.setattr(auto_count, "_measure", scaling.measure)
@@ -51,6 +56,15 @@ def test_another_run_is_measured_anew(asked, changed):
     assert auto_count.find(other) == 2 * other.stages
     assert auto_count.find(other.but(clean=False)) == 2 * other.stages
     assert len(asked.asked) == 2
+
+
+@pytest.mark.parametrize("found_too", [False, True])
+def test_uneven_ratios_that_are_not_used_are_said(asked, capsys, found_too):
+    asked.ratios = [1, 2, 2]
+    ratios = ("auto",) if found_too else None
+    auto_count.find(asked.settings.but(split_ratios=ratios))
+    said = "This run has equal parts" in capsys.readouterr().err
+    assert said is not found_too
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"num_gpus": "2", "for": 1}'])

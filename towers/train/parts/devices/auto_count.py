@@ -44,12 +44,15 @@ def find(settings: Settings) -> int | None:
     if found is None or found["for"] != key:
         if settings.eval_only:
             return None
-        voice.say("--num_gpus=auto trains with 1, 2, ... towers for some seconds each.")
+        voice.say(
+            "--num_gpus=auto first trains with 1, 2, ... towers, three times for some "
+            "seconds each, which takes minutes."
+        )
         told = _measure(settings)
         found = {
             "for": key,
             "num_gpus": told["recommended"] * settings.stages,
-            "recommendation": told["recommendation"],
+            "recommendation": told["recommendation"] + _of_ratios(settings, told),
         }
         try:
             remembered.write(file, found)
@@ -72,6 +75,13 @@ def _key(settings):
         "batch_size": settings.batch_size,
         "stages": settings.stages,
     }
+
+
+def _of_ratios(settings, told):
+    """Says that recommended ratios are not used, if so."""
+    if settings.finds_ratios or len({*told["split_ratios"]}) == 1:
+        return ""
+    return " This run has equal parts; --split_ratios=auto finds uneven ones."
 
 
 def _measure(settings):
