@@ -137,9 +137,18 @@ class Ahead:
         if group not in self._groups:
             same = [each for each in self._groups if each.name == group.name]
             for old in same[: max(len(same) + 1 - EPOCHS_AT_ONCE, 0)]:
-                del self._groups[old]
+                self._forget(old)
             self._groups[group] = _Items()
         return self._groups[group]
+
+    def _forget(self, group: Group) -> None:
+        items = self._groups[group]
+        items.waiting.clear()
+        for item in [*items.sizes]:
+            items.drop(item)
+        # What is being fetched takes a thread until it is there.
+        if not items.running:
+            del self._groups[group]
 
     def _with(self, item: Hashable, where: str) -> _Items | None:
         """The first group that has an item there."""

@@ -7,15 +7,13 @@ are spread evenly over an epoch, and processes that share a store agree on them.
 """
 
 import atexit
-import collections
-import concurrent.futures
 import hashlib
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -96,7 +94,7 @@ class LocalStore:
         self._unwritten_bytes = 0
         self._takes_more = True
         self._writer = ThreadPoolExecutor(1, "local_store_writer")
-        self._writing = collections.deque(maxlen=2 * _MOST_UNWRITTEN // _PACK_BYTES)
+        self._writing: list[Future] = []
         self.remote_bytes = self.remote_blocks = 0
         atexit.register(self.close)
 
@@ -170,10 +168,10 @@ class LocalStore:
     def flush(self) -> None:
         """Writes what is to be written."""
         self._write_pending()
-        concurrent.futures.wait(self._writing)
-        for written in self._writing:
+        with self._lock:
+            writing, self._writing = self._writing, []
+        for written in writing:
             written.result()
-        self._writing.clear()
 
     def close(self) -> None:
         """Writes what is to be written, and ends all threads; happens at exit, too."""
@@ -242,9 +240,13 @@ class LocalStore:
             pending, self._pending, self._pending_bytes = self._pending, {}, 0
         for tag, entries in pending.items():
             try:
-                self._writing.append(self._writer.submit(self._write, tag, entries))
+                written = self._writer.submit(self._write, tag, entries)
             except RuntimeError:  # threads have ended, at exit
                 self._write(tag, entries)
+                continue
+            with self._lock:
+                under_way = [e for e in self._writing if not e.done() or e.exception()]
+                self._writing = [*under_way, written]
 
     def _write(self, tag: int, entries: list[Entry]) -> None:
         try:

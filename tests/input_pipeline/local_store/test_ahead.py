@@ -191,21 +191,22 @@ def test_a_later_epoch_takes_what_the_first_one_leaves(ahead):
     assert fetch.begun[2:] == [*range(7), *range(10, 13), *range(20, 23)]
 
 
-def test_who_waits_while_it_is_closed_is_told(ahead):
-    """Also for what stands in line behind items of an epoch that was left."""
+def test_who_waits_while_it_is_closed_is_answered(ahead):
+    """Also behind items of an epoch that was left, which are still being fetched."""
     fetch = Fetch((0, 0), (0, 1))
     made = ahead(fetch, threads=2)
     epochs_announce(made, *([(epoch, 0), (epoch, 1)] for epoch in range(4)))
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waits = threads.submit(made.get, (1, 0))
+        while (1, 0) not in fetch.begun:
+            wait_for(fetch, 1)
         closes = threads.submit(made.close)
         with pytest.raises(concurrent.futures.TimeoutError):
             closes.result(0.2)
         for go in fetch.go.values():
             go.set()
         closes.result(60)
-        with pytest.raises(ValueError, match="the local store is closed"):
-            waits.result(60)
+        assert waits.result(60) == b"(1, 0)".ljust(10)
 
 
 def test_who_comes_when_it_is_closed_is_told(ahead):
@@ -226,3 +227,16 @@ def test_one_asks_on_when_threads_can_have_no_more(ahead):
     made._threads.shutdown(wait=False)
     fetch.go["held"].set()
     assert [made.get("held"), made.get(0)] == [b"held".ljust(10), b"0".ljust(10)]
+
+
+def test_a_fetch_of_an_epoch_that_was_left_takes_a_thread(ahead):
+    """Whoever asks for an item fetches it, and does not queue up behind the others."""
+    fetch = Fetch("held 0", "held 1")
+    made = ahead(fetch, threads=2)
+    for item in fetch.go:
+        made.announce(item, Group("a", 0))
+    for epoch in range(1, 4):
+        made.announce(epoch, Group("a", epoch))
+    assert made.get(1) == b"1".ljust(10)
+    for go in fetch.go.values():
+        go.set()
