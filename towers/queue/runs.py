@@ -111,7 +111,7 @@ def of(source: Source, settings: Settings, queue_dir: str) -> Run:
         queue_dir: Where its model_dir is, unless it says otherwise.
 
     Raises:
-        ValueError: A flag is not for a queue.
+        ValueError: A flag is not for a queue, or --split_ratios are not for its towers.
     """
     for name, why in _OF_THE_QUEUE.items():
         if getattr(settings, name) != getattr(DEFAULTS, name):
@@ -120,14 +120,14 @@ def of(source: Source, settings: Settings, queue_dir: str) -> Run:
                 f"{why}."
             )
     tower_flags.check_fixed(settings, "a queue")
-    ratios = settings.split_ratios or (1,)
-    return Run(
-        source.name,
-        settings.but(
-            num_gpus=settings.num_gpus or settings.stages * len(ratios),
-            model_dir=settings.model_dir or os.path.join(queue_dir, source.name),
-        ),
+    logical = settings.stages * len(settings.split_ratios or (1,))
+    settings = settings.but(
+        num_gpus=settings.num_gpus or -(-logical // settings.gpu_split),
+        model_dir=settings.model_dir or os.path.join(queue_dir, source.name),
     )
+    logical = settings.num_gpus * settings.gpu_split
+    tower_flags.check_ratios(settings, logical // settings.stages)
+    return Run(source.name, settings)
 
 
 def check_different(runs: Sequence[Run]) -> None:
@@ -172,13 +172,13 @@ def _name(file: str) -> str:
 def _read(text: str) -> tuple[str, list[str]]:
     """Reads a flag and its values; one with commas stands in quotes."""
     name, _, values = text.removeprefix("--").partition("=")
-    if name not in NAMES:
+    if name and name not in NAMES:
         raise ValueError(unknown_flag(name, NAMES))
     if name == "model_dir" or name in _OF_THE_QUEUE:
         why = _OF_THE_QUEUE.get(name, "each run has one of its own")
         raise ValueError(f"Received --sweep {text}; expected another flag, as {why}.")
     (found,) = [*csv.reader([values])] or [[]]
-    if not (found and all(found)):
+    if not (name and found and all(found)):
         raise ValueError(
             f"Received --sweep {text}; expected a flag and its values, such as "
             "--sweep learning_rate=1e-3,1e-2."

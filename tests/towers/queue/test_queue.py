@@ -93,6 +93,13 @@ def test_files_of_flags(read, tmp_path):
     assert (two.settings.model, two.settings.seed) == ("cnn", 0)
 
 
+@pytest.mark.parametrize(("split", "devices"), [(1, 4), (2, 2), (4, 1)])
+def test_a_run_has_devices_for_all_its_towers(read, split, devices):
+    flags = f"--gpu_split={split}", "--split_ratios=1,1,2,2"
+    (run,) = read("--sweep=seed=1", *flags).runs
+    assert run.settings.num_gpus == devices
+
+
 def test_files_are_combined_with_a_sweep(read, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.flags").write_text("--model=mlp\n")
@@ -108,6 +115,7 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
         ("", "Received no runs; expected files of flags"),
         ("--sweep lerning_rate=1", r"--lerning_rate, .* mean --learning_rate\?"),
         ("--sweep learning_rate", "--sweep learning_rate; expected a flag and its"),
+        ("--sweep =3", "--sweep =3; expected a flag and its values"),
         ("--sweep seed=1,,2", "--sweep seed=1,,2; expected a flag and its values"),
         ("--sweep seed=1 --sweep seed=2", "--sweep seed= 2 times; expected all of its"),
         ("--sweep seed=1,1", "two runs, seed=1 and seed=1, whose model_dir is .*/seed"),
@@ -115,6 +123,10 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
         ("--sweep model_dir=a,b", "expected another flag, as each run has one of its"),
         ("--sweep seed=1,x", "seed=x: Received --seed=x; expected a whole number"),
         ("--sweep batch_size=8,0", "batch_size=0: .*--batch_size=0; expected at least"),
+        (
+            "--sweep seed=1 --gpu_split=2 --split_ratios=1,2,3",
+            "=1,2,3 for 4 towers; expected one ratio for each, so give 4 of them[.]",
+        ),
         (
             "--sweep split_ratios=1,2 --num_gpus=2",
             "=1: .*=1 for 2 towers; expected one",

@@ -57,10 +57,11 @@ def check_ratios(settings: Settings, towers: int) -> None:
     """
     ratios = settings.split_ratios
     if ratios and not settings.finds_ratios and len(ratios) != towers:
+        gpus, rest = divmod(len(ratios) * settings.stages, settings.gpu_split)
         raise ValueError(
             f"Received {settings.as_flag('split_ratios')} for "
             f"{words.count(towers, 'tower')}; expected one ratio for each, so give "
-            f"{towers} of them, or --num_gpus={len(ratios) * settings.stages}."
+            f"{towers} of them" + ("." if rest else f", or --num_gpus={gpus}.")
         )
 
 
