@@ -90,15 +90,14 @@ class Stages:
             label = self.source.load_mask(label)
         return self.source.load(image), u, label, *beside
 
-    def _encoded(self, image: tf.Tensor) -> tf.Tensor:
-        return image if self.source.is_far else self.source.load(image)
-
     def _one(self) -> Callable:
         recipe, (height, width) = self.recipe, self.image_shape[:2]
         fits = self.source.image_shape[:2] == (height, width)
 
         @tf.autograph.experimental.do_not_convert
         def one(image, u, label, *beside):
+            if self.source.encoded and not self.source.is_far:
+                image, u, label, *beside = self._load(image, u, label, *beside)
             window = recipe.window and (lambda shape: recipe.window(shape, u))
             if not self.source.encoded:
                 if window is not None:
@@ -108,12 +107,12 @@ class Stages:
                         label = augment.crop(label[..., None], cut)[..., 0]
                 image = augment.resize(image, height, width, antialias=recipe.antialias)
             elif fits and window is None:
-                image = decode_image(self._encoded(image), self.image_shape)
+                image = decode_image(image, self.image_shape)
             elif self._of_masks and window is not None:
                 image, label = self._cut_both(image, label, window)
             else:
                 image = decode_window(
-                    self._encoded(image),
+                    image,
                     window,
                     self.image_shape,
                     antialias=recipe.antialias,
@@ -132,8 +131,6 @@ class Stages:
     def _mask(self, mask: tf.Tensor) -> tf.Tensor:
         if mask.dtype != tf.string:
             return mask
-        if not self.source.is_far:
-            mask = self.source.load_mask(mask)
         mask = masks.decode(mask)
         assert_good(mask, mask, self.source.target)
         return mask
@@ -143,7 +140,7 @@ class Stages:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """A window of an encoded image, resized, and the same of its mask."""
         height, width, channels = self.image_shape
-        image = decode_image(self._encoded(image), (None, None, channels))
+        image = decode_image(image, (None, None, channels))
         shape = tf.shape(image)
         cut, mask = window(shape), masks.resize(self._mask(mask), shape[0], shape[1])
         image = augment.crop(image, cut)
