@@ -73,20 +73,26 @@ class Run:
 
     def begin(self, *slots):
         """Waits until a generation of these has begun; returns who they are."""
+        return self._begin(len(slots), lambda mine: {*mine} == {*slots})
 
+    def begin_any(self, count):
+        """Waits until a generation of any so many has begun; returns who they are."""
+        return self._begin(count, lambda mine: len(mine) == count)
+
+    def _begin(self, count, are_all):
         def found():
             every = {}
-            for line in self.lines():
-                if "place" in line and line["place"][1] == len(slots):
+            for position, line in enumerate(self.lines(), 1):
+                if "place" in line and line["place"][1] == count:
                     mine = every.setdefault(line["steps"], {})
                     mine[line["slot"]] = line
-                    if {*mine} == {*slots}:
-                        return mine
+                    if are_all(mine):
+                        return position, mine
             return None
 
-        every = until(found)
-        self._seen += len(self.lines())
-        return every
+        seen, mine = until(found)
+        self._seen += seen
+        return mine
 
     def says(self, pattern):
         return until(lambda: re.search(pattern, "".join(self.said)))
@@ -211,8 +217,7 @@ def test_a_file_says_how_many_are_wanted(run):
     run.says(r"Received '4' in \S+; expected the number of hosts, from 1 to 3\.")
     _replace(file, "2")
     # The last ones leave: one that has joined since the first.
-    fewer = until(lambda: _pair(run))
-    assert 0 in fewer
+    assert 0 in run.begin_any(2)
     run.says(r"Host [12] \(pid \d+\) has left\.")
     _replace(file, "3")
     run.begin(0, 1, 2)
@@ -223,11 +228,6 @@ def _replace(file, text):
     new = file.with_suffix(".new")
     new.write_text(text)
     os.replace(new, file)
-
-
-def _pair(run):
-    found = [each for each in run.lines() if each.get("place", [0, 0])[1] == 2]
-    return {each["slot"] for each in found}
 
 
 # Machines that ssh reaches.
@@ -275,14 +275,10 @@ def test_a_file_that_changes_again_while_a_host_ends(by_ssh):
     for text in ("127.0.0.3\n127.0.0.2\n", "127.0.0.2\n"):
         _replace(run.folder / "hosts", text)
         run.says("its machine is no longer wanted|1 host goes on")
-    until(lambda: _alone(run))
+    run.begin_any(1)
     _replace(run.folder / "hosts", "127.0.0.2\n127.0.0.4\n")
     run.begin(0, 1)
     run.stop()
-
-
-def _alone(run):
-    return any(each.get("place", [0, 0])[1] == 1 for each in run.lines())
 
 
 def test_other_machines_have_places_of_their_own(by_ssh, monkeypatch):
