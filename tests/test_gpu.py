@@ -4,24 +4,19 @@ TOWERS_GPU_TESTS_ON_CPU=1 runs them on logical CPUs, to try the tests themselves
 """
 
 import json
-import pathlib
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from scripts.faults.run import saved_arrays
+from tests.gpu_programs import TWO_TOWERS, has_gpu, run, start
 from tests.towers.elastic import test_shares
 from towers.keras_adapter.runtime import XSpace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODELS = "dense", "convolutions", "recurrent", "attention"
-TWO_TOWERS = "--num_gpus=1", "--gpu_split=2", "--gpu_memory_limit_mb=2048"
 
 _REPORT = """
 import keras
@@ -42,19 +37,6 @@ print(report.text())
 """
 
 
-def _has_gpu():
-    return bool(tf.config.list_physical_devices("GPU"))
-
-
-def _run(*command, code=0):
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
-    )
-    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert done.returncode == code, said
-    return done.stdout + done.stderr
-
-
 @pytest.fixture
 def train(tmp_path):
     """Returns the command of a run on two towers, in a folder of its own."""
@@ -71,7 +53,7 @@ def _summary(tmp_path):
 @pytest.mark.parametrize("towers", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_logical_gpus_equal_one(model, towers):
-    said = _run("-m", "tests.on_gpu", model, str(towers))
+    said = run("-m", "tests.on_gpu", model, str(towers))
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert len(found) >= 4
     assert {way: off for way, off in found.items() if not off < 1e-4} == {}
@@ -81,19 +63,19 @@ def test_logical_gpus_equal_one(model, towers):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("home", ["cpu", "gpu"])
 def test_the_default_job_trains(tmp_path, train, dtype, home):
-    out = _run(*train, f"--dtype={dtype}", f"--local_parameter_device={home}")
+    out = run(*train, f"--dtype={dtype}", f"--local_parameter_device={home}")
     assert ":1" in out
     assert _summary(tmp_path)["val_accuracy"] >= 0.98
 
 
 def test_every_operation_has_a_kernel_where_it_is_placed(tmp_path, train):
-    _run(*train, "--nosoft_placement", "--train_epochs=3")
+    run(*train, "--nosoft_placement", "--train_epochs=3")
     assert _summary(tmp_path)["val_accuracy"] >= 0.5
 
 
 def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
     more = "--model=resnet20", "--dataset=synthetic:32x32x3:10:640", "--train_epochs=1"
-    out = _run(*train, *more, "--variable_update=auto", "--enable_xla=true")
+    out = run(*train, *more, "--variable_update=auto", "--enable_xla=true")
     # On logical CPUs, all that can be tried is tried.
     tried = "The variables are updated by", "Ways to update the variables were measured"
     assert any(each in out for each in tried)
@@ -114,47 +96,41 @@ def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
         )
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _run(*command(whole))
-    process = subprocess.Popen(
-        [sys.executable, "-u", *command(killed)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    run(*command(whole))
+    process = start(*command(killed))
     with process:
         for line in process.stdout:
             if line.startswith("epoch 3"):
                 process.send_signal(signal.SIGKILL)
                 break
     assert process.returncode == -signal.SIGKILL
-    assert "ontinu" in _run(*command(killed))
+    assert "ontinu" in run(*command(killed))
     a, b = saved_arrays(whole / "run"), saved_arrays(killed / "run")
     assert a.keys() == b.keys()
     assert [name for name in a if not np.array_equal(a[name], b[name])] == []
 
 
 def test_a_step_that_is_not_finite_is_explained(tmp_path, train):
-    out = _run(*train, "--learning_rate=1e30", "--optimizer=sgd", code=3)
+    out = run(*train, "--learning_rate=1e30", "--optimizer=sgd", code=3)
     assert "not finite" in out
     assert "ower" in out
     assert (tmp_path / "run" / "not_finite.npz").exists()
 
 
 def test_a_profile_has_the_devices_and_the_towers(tmp_path, train):
-    _run(*train, "--profile_steps=5,9", "--train_epochs=1")
+    run(*train, "--profile_steps=5,9", "--train_epochs=1")
     (path,) = (tmp_path / "run").glob("**/*.xplane.pb")
     planes = {
         plane.name: sum(len(line.events) for line in plane.lines)
         for plane in XSpace.FromString(path.read_bytes()).planes
     }
     assert planes["/device:CUSTOM:towers"] > 0
-    if _has_gpu():
+    if has_gpu():
         assert planes["/device:GPU:0"] > 0, planes
 
 
 def test_the_doctor_finds_nothing_wrong():
-    assert "wrong" in _run("-m", "towers.doctor")
+    assert "wrong" in run("-m", "towers.doctor")
 
 
 @pytest.mark.slow
@@ -165,26 +141,10 @@ def test_runs_share_a_gpu(tmp_path, monkeypatch):
     test_shares.three_runs_share(tmp_path, *parts, gpus="0")
 
 
-@pytest.mark.slow
-def test_the_largest_batch_is_found_and_trains(tmp_path, train):
-    model = (
-        *("--model=resnet20", "--dataset=synthetic:32x32x3:10:8192"),
-        *("--batch_size=1024", "--train_epochs=1"),
-    )
-    # Logical CPUs have all the memory of the host.
-    most = 16384 if _has_gpu() else 2048
-    search = "--probe_steps=2", f"--max_batch_size={most}", "--json"
-    said = _run("-m", "towers.find_batch_size", *train[2:5], *model, *search)
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    if found["memory"] == "GPU":
-        assert found["too_large"] is not None, found
-    _run(*train, *model[:2], *model[3:], f"--batch_size={found['largest']}")
-
-
 def test_the_device_report_of_a_real_gpu():
-    if not _has_gpu():
+    if not has_gpu():
         pytest.skip("logical CPUs have no memory of their own")
-    out = _run("-c", _REPORT)
+    out = run("-c", _REPORT)
     lines = [line.split() for line in out.splitlines() if line.startswith("device/")]
     for tower in ("gpu:0", "gpu:1"):
         values = {

@@ -11,9 +11,10 @@ LARGE_TOWER_MB = 8_000
 TOWERS = 2
 BENCH = "scripts/bench_towers.py"
 PYTEST = (
-    *("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_gpu.py", "-q"),
-    *("--durations=0", "--junitxml={out}/junit.xml"),
+    *("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--durations=0"),
+    "--junitxml={out}/junit.xml",
 )
+ALONE = "tests/test_gpu_alone.py"
 PHOTOS = "-m", "scripts.gpu_truth.photos", "--output={out}"
 
 
@@ -70,8 +71,8 @@ def _tests(machine: Machine) -> Iterator[Part]:
     several = f"--numprocesses={workers}", "--dist=worksteal"
     yield Part(
         "tests",
-        "pytest -m gpu, without the search for the largest batch",
-        (*PYTEST, *several, "-k", "not largest_batch"),
+        "pytest -m gpu: tests that share a GPU",
+        (*PYTEST, *several, "tests/test_gpu.py"),
         200 if machine.gpus else 1_800,
         True,
         _on_cpu(machine),
@@ -182,6 +183,13 @@ def _timings(machine: Machine) -> Iterator[Part]:
         yield from _parts_of(race, machine)
     yield from (_trace(each, "mlp", SMALL_TOWER_MB) for each in traced)
     yield Part(
+        "alone",
+        "who holds the GPU, memory, utilization, queue, scaling",
+        (*PYTEST, ALONE, "-k", "not largest_batch"),
+        240 if machine.gpus else 900,
+        environ=_on_cpu(machine),
+    )
+    yield Part(
         "photos",
         "ResNet-50 on JPEG files: does the input keep up?",
         (*PHOTOS, *_photos(machine)),
@@ -190,7 +198,7 @@ def _timings(machine: Machine) -> Iterator[Part]:
     yield Part(
         "largest_batch",
         "find_batch_size against out-of-memory",
-        (*PYTEST, "-k", "largest_batch"),
+        (*PYTEST, ALONE, "-k", "largest_batch"),
         240,
         environ=_on_cpu(machine),
     )

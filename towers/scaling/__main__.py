@@ -73,6 +73,7 @@ def scale(settings: Scaling) -> int:
         settings.more_hosts,
         Network(settings.network_delay_ms, settings.network_gbit),
         stopped=bool(code),
+        devices_flag=settings.devices_flag,
     )
     print(json.dumps(report.as_dict()) if settings.json else report)
     if settings.plot:

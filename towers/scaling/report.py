@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from towers.program import words
@@ -33,6 +33,7 @@ class Report:
         more_hosts: Predict the speed of up to so many hosts; `None` for none.
         network: What would connect them.
         stopped: Whether it was stopped before it was over.
+        devices_flag: Returns the flag of towers.train for a number of towers.
     """
 
     tried: Sequence[Trial]
@@ -40,6 +41,7 @@ class Report:
     more_hosts: int | None = None
     network: Network = dataclasses.field(default_factory=Network)
     stopped: bool = False
+    devices_flag: Callable[[int], str] = "--num_gpus={}".format
 
     def __str__(self) -> str:
         note = self.tried[0].note
@@ -89,7 +91,7 @@ class Report:
     def recommendation(self) -> str:
         """Says how many towers to use, and why, in a sentence or two."""
         best, rows = self.best, [each for each in self.rows if each.fits]
-        flags = f"--num_gpus={best.count}"
+        flags = self.devices_flag(best.count)
         if not best.is_even:
             flags += f" --split_ratios={','.join(map(str, best.split_ratios))}"
         said = f"Recommended: {words.count(best.count, 'tower')} ({flags})"

@@ -16,7 +16,7 @@ _SCALING = {"module_name": "Scaling"}
 _HOSTS = {"module_name": "Several hosts (predicted)"}
 
 # What says how many towers there are, or lets others decide it.
-_OF_TOWERS = ("split_ratios", "max_gpus", "share_gpus", "eval_only")
+_OF_TOWERS = ("split_ratios", "max_gpus", "share_gpus", "gpu_split", "eval_only")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,24 @@ class Scaling(Settings):
     network_delay_ms: float = 0.1
     network_gbit: float = 10.0
 
+    def on(self, towers: int) -> Self:
+        """Returns these settings with the devices of so many towers: the first ones."""
+        count = towers * self.stages
+        if self.gpu_indices:
+            return self.but(num_gpus=None, gpu_indices=self.gpu_indices[:count])
+        return self.but(num_gpus=count)
+
+    def devices_flag(self, towers: int) -> str:
+        """Returns the flag of towers.train for so many towers."""
+        return self.on(towers).as_flag(
+            "gpu_indices" if self.gpu_indices else "num_gpus"
+        )
+
     def for_a_trial(
         self, towers: int, split_ratios: Sequence[int] | None, model_dir: str
     ) -> list[str]:
         """Returns the flags of the process that trains on so many towers."""
-        indices, count = self.gpu_indices, towers * self.stages
-        trained: Self = self.but(
-            num_gpus=None if indices else count,
-            gpu_indices=indices and indices[:count],
+        trained = self.on(towers).but(
             split_ratios=split_ratios and tuple(map(str, split_ratios)),
             model_dir=model_dir,
             clean=False,

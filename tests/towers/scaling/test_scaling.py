@@ -204,6 +204,10 @@ def test_a_chart_is_drawn(tmp_path):
     ("flag", "said"),
     [
         ("--split_ratios=1,2", "--split_ratios=1,2; expected none"),
+        (
+            "--gpu_split=2 --gpu_memory_limit_mb=1000",
+            "--gpu_split=2; expected none",
+        ),
         ("--eval_only", "--eval_only; expected none"),
         ("--share_gpus=0.5", "--share_gpus=0.5; expected none"),
         ("--rounds=0", "--rounds=0; expected a whole number of at least 1"),
@@ -211,7 +215,7 @@ def test_a_chart_is_drawn(tmp_path):
     ],
 )
 def test_flags_are_checked(flag, said):
-    done = warm.run(MODULE, flag, timeout_s=TIMEOUT_S)
+    done = warm.run(MODULE, *flag.split(), timeout_s=TIMEOUT_S)
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -278,3 +282,18 @@ def test_the_flags_of_a_trial_are_those_of_the_run():
     said = settings.for_a_trial(2, (1, 2), "/tmp/x")
     assert {"--gpu_indices=3,1", "--split_ratios=1,2", "--seconds=5.0"} <= {*said}
     assert not any(each.startswith("--num_gpus") for each in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({}, "--num_gpus=3"),
+        ({"stages": 2}, "--num_gpus=6"),
+        ({"gpu_indices": ("5", "3", "1", "0")}, "--gpu_indices=5,3,1"),
+    ],
+)
+def test_the_recommended_flag_gives_the_recommended_towers(settings, flag):
+    flag_of = scaling_flags.Scaling(model="mlp", **settings).devices_flag
+    tried = [trial(1, 100.0), trial(3, 290.0)]
+    found = Report(tried, 64, devices_flag=flag_of).recommendation
+    assert found.startswith(f"Recommended: 3 towers ({flag})")
