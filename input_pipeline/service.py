@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.program import command_line, startup
+from towers.program import startup
 from towers.program.commands import fail
+from towers.program.flags import command_line
 
 FLAGS = flags.FLAGS
 _PROGRAM = "towers.input_pipeline.service"

@@ -7,13 +7,13 @@ from absl import flags
 
 from towers.input_pipeline import data_flags, specs
 from towers.input_pipeline.choices import CACHES, RECIPES
-from towers.program import command_line
 from towers.program.commands import (
     check_data_service,
     check_plot,
     read_image_size,
     read_randaugment,
 )
+from towers.program.flags import command_line
 
 FLAGS = flags.FLAGS
 _DATA = {"module_name": "Data"}

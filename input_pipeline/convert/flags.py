@@ -6,8 +6,8 @@ from absl import flags
 
 from towers.input_pipeline import data_flags, specs
 from towers.input_pipeline.choices import BAD_RECORDS, RAW
-from towers.program import command_line
 from towers.program.commands import check_folder, read_image_size
+from towers.program.flags import command_line
 
 
 def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.images import draws
+from towers.program.python_calls import until_exit
 
 
 def in_turn(
@@ -34,6 +35,7 @@ def in_turn(
     """
     epochs = itertools.count(start_epoch)
 
+    @until_exit
     def next_epoch():
         epoch = next(epochs) if training else 0
         start = start_record if epoch == start_epoch else 0

@@ -10,6 +10,7 @@ from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images.decode import is_jpeg
 from towers.input_pipeline.sources.base import IndexedSource, Source
 from towers.input_pipeline.sources.targets import Target, TargetKind
+from towers.program.python_calls import until_exit
 
 
 class RowSource(IndexedSource):
@@ -61,7 +62,9 @@ class RowSource(IndexedSource):
         if self.encoded:
             rows = records
         elif images is None:
-            rows = tf.numpy_function(self._read, [records], self._images.dtype)
+            rows = tf.numpy_function(
+                until_exit(self._read), [records], self._images.dtype
+            )
             rows = tf.ensure_shape(rows, [None, *self.image_shape])
         else:
             rows = tf.nest.map_structure(lambda each: tf.gather(each, records), images)

@@ -23,7 +23,7 @@ from towers.doctor import cluster, devices, host, settings, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
 from towers.doctor.gpus import checks as gpus
 from towers.processes import signals
-from towers.program.arguments import Parser
+from towers.program.flags.arguments import Parser
 
 _PROGRAM = "towers.doctor"
 _WIDTH = 18

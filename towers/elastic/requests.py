@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from towers.program import voice
+from towers.program import voice, whole_file
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
@@ -245,8 +245,5 @@ def _is_whole(request: Request) -> bool:
 
 
 def _write(model_dir: str, name: str, content: Mapping[str, Any]) -> None:
-    path = os.path.join(model_dir, name)
-    unfinished = f"{path}.{os.getpid()}"
-    with open(unfinished, "w") as file:
+    with whole_file.opened(os.path.join(model_dir, name)) as file:
         json.dump(content, file)
-    os.replace(unfinished, path)

@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 
 from towers.predict import arguments
-from towers.program.arguments import Parser
 from towers.program.commands import check_folder
+from towers.program.flags.arguments import Parser
 
 
 def read(argv: Sequence[str], doc: str) -> argparse.Namespace:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.program import command_line
 from towers.program.commands import check_plot
+from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings

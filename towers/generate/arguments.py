@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from towers.predict.arguments import add_model, check_model
-from towers.program.arguments import Parser
+from towers.program.flags.arguments import Parser
 
 
 def read(argv: Sequence[str], doc: str) -> argparse.Namespace:

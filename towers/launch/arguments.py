@@ -16,7 +16,7 @@ from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
 from towers.machine import limits
 from towers.program import voice, words
-from towers.program.arguments import Parser
+from towers.program.flags.arguments import Parser
 from towers.train import checks, flags, settings, tower_flags
 
 _EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"

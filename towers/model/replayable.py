@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from towers.loop import ahead, loop
+from towers.program.python_calls import until_exit
 
 
 class ReplayableBatches:
@@ -51,6 +52,7 @@ class ReplayableBatches:
         Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
         """
 
+        @until_exit
         def components(index):
             return loop.flat(self._batches[int(index)])
 

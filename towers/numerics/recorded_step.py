@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers._deprecated import rename_keys
+from towers.program import whole_file
 
 _DATA = "x", "y", "sample_weight"
 
@@ -73,9 +74,8 @@ def write(file: str, recorded: RecordedStep) -> None:
     about = recorded._replace(data=paths, variables=len(recorded.variables))._asdict()
     arrays["about"] = np.array(json.dumps(about))
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
-    with open(f"{file}.unfinished", "wb") as written:
+    with whole_file.opened(file, "wb") as written:
         np.savez(written, **arrays)
-    os.replace(f"{file}.unfinished", file)
 
 
 def read(file: str | os.PathLike) -> RecordedStep:

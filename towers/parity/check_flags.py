@@ -4,7 +4,8 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-from towers.program import command_line, commands
+from towers.program import commands
+from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings

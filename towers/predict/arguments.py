@@ -7,8 +7,8 @@ import os
 import typing
 from collections.abc import Sequence
 
-from towers.program.arguments import Parser
 from towers.program.commands import check_folder
+from towers.program.flags.arguments import Parser
 from towers.train import checks, flags
 from towers.train.settings import ARCHITECTURE, PREPROCESSING, Settings
 

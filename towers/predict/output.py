@@ -10,6 +10,8 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image
 
+from towers.program import whole_file
+
 
 class Rows:
     """Writes predictions as rows of CSV, and masks as PNG files of class numbers.
@@ -103,24 +105,19 @@ def opened(path: str) -> Iterator[IO]:
     Raises:
         ValueError: It cannot be written.
     """
-    # Links stay, and two processes do not write to one file.
-    whole = os.path.realpath(path)
-    unfinished = f"{whole}.{os.getpid()}.unfinished"
+    whole = os.path.realpath(path)  # Links stay.
     is_named = not path.startswith(("/dev/", "/proc/"))  # as /dev/stdout is not
-    if is_named and (not os.path.exists(path) or os.path.isfile(path)):
-        path = unfinished
-    mode = "w" if path == unfinished else "a"
+    is_file = is_named and (not os.path.exists(path) or os.path.isfile(path))
+    options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-        with open(path, mode, **options) as file:
+        with (
+            whole_file.opened(whole, **options)
+            if is_file
+            else open(path, "a", **options)
+        ) as file:
             yield file
-        if path == unfinished:
-            os.replace(unfinished, whole)
     except OSError as error:
         raise ValueError(
             f"Cannot write {whole}: {error.strerror}; choose another --output."
         ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(unfinished)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
-from towers.program import command_line
 from towers.program.commands import check_folder
+from towers.program.flags import command_line
 from towers.queue import runs
 from towers.queue.runs import Run
 from towers.train import checks

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from towers.elastic import requests
 from towers.processes.strays import Strays
+from towers.program import whole_file
 from towers.program.voice import say, warn
 from towers.queue.runs import Run
 
@@ -69,10 +70,8 @@ class Record:
         self._write()
 
     def _write(self):
-        new = f"{self._path}.new"
-        with open(new, "w") as file:
+        with whole_file.opened(self._path) as file:
             json.dump({"mark": self._mark, "finished": self._finished}, file, indent=2)
-        os.replace(new, self._path)
 
 
 @contextlib.contextmanager

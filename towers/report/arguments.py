@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from towers.program.arguments import Parser
+from towers.program.flags.arguments import Parser
 
 # What the page needs beyond what a run needs.
 _LIBRARIES = ("jinja2", "matplotlib")

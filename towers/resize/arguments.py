@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from towers._deprecated import rename_flags
 from towers.elastic.requests import Request
-from towers.program.arguments import Parser
+from towers.program.flags.arguments import Parser
 from towers.program.voice import warn
 
 _KNOWN = "num_gpus", "gpu_indices", "split_ratios", "wait_seconds"

@@ -13,7 +13,7 @@ from typing import Literal
 from absl import flags
 
 from towers.input_pipeline import data_flags
-from towers.program import command_line
+from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train.settings import Settings
 

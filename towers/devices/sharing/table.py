@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from towers.devices.sharing.division import Run
 from towers.devices.sharing.errors import RegistryError
 from towers.devices.sharing.machine import Machine, file_name
+from towers.program import whole_file
 from towers.program.voice import warn
 
 _TYPES = {
@@ -96,10 +97,8 @@ class Table:
             return None
 
     def _write(self, runs):
-        new = f"{self.path}.new"
-        with open(new, "w") as file:
+        with whole_file.opened(self.path) as file:
             json.dump({"runs": [dataclasses.asdict(run) for run in runs]}, file)
-        os.replace(new, self.path)
 
 
 def _is_at(file, name):

@@ -4,6 +4,8 @@ import json
 import os
 from typing import Any
 
+from towers.program import whole_file
+
 
 def write(file: str, content: dict[str, Any]) -> None:
     """Writes a file, which gets its name once it is whole.
@@ -12,9 +14,8 @@ def write(file: str, content: dict[str, Any]) -> None:
         OSError: It cannot be written.
     """
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
-    with open(f"{file}.unfinished", "w") as written:
+    with whole_file.opened(file) as written:
         written.write(json.dumps(content, indent=2) + "\n")
-    os.replace(f"{file}.unfinished", file)
 
 
 def read(file: str) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 TensorFlow sorts what it records by thread, and each thread works for all towers.
 """
 
-import contextlib
-import os
 import re
 
 from towers.keras_adapter.runtime import XSpace
+from towers.program import whole_file
 
 # Planes of such names are shown besides those of the devices.
 _PLANE = "/device:CUSTOM:towers"
@@ -38,15 +37,8 @@ def add_towers(path: str) -> None:
                     row[1].append((_CALLS.sub("", name[2]), event))
     _add_plane(space, found)
     # Beside it, so that what the profiler has written outlives a full disk.
-    unfinished = f"{path}.unfinished"
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(space.SerializeToString())
-        os.replace(unfinished, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-        raise
+    with whole_file.opened(path, "wb") as file:
+        file.write(space.SerializeToString())
 
 
 def _add_plane(space, rows):

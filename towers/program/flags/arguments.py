@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from towers.program.suggestions import unknown_flag
+from towers.program.flags.suggestions import unknown_flag
 
 _KINDS = {"int": "a whole number", "float": "a number"}
 _BAD_VALUE = re.compile(rf"argument (\S+): invalid ({'|'.join(_KINDS)}) value: '(.*)'")

@@ -1,0 +1,1 @@
+"""How programs read their flags."""

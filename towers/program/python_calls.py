@@ -1,0 +1,64 @@
+"""Python functions that threads of TensorFlow call, until Python ends."""
+
+import atexit
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Threads of TensorFlow call no more once there were no calls for so long.
+_QUIET_S, _AT_MOST_S = 0.1, 10.0
+
+
+class _Calls:
+    """Counts calls, and refuses them while Python ends."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._begun = self._running = 0
+        self._ending = False
+
+    def __enter__(self):
+        with self._lock:
+            self._begun += 1
+            self._running += 1
+        if self._ending:
+            self.__exit__()
+            raise ValueError("Python ends")
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._running -= 1
+
+    def end(self) -> None:
+        """Refuses calls from now on, and waits until there are none."""
+        self._ending, seen = True, 0
+        latest_s = time.monotonic() + _AT_MOST_S
+        while self._begun != seen or self._running:
+            if time.monotonic() > latest_s:
+                return
+            seen = self._begun
+            time.sleep(_QUIET_S)
+
+
+_calls = _Calls()
+atexit.register(_calls.end)
+
+
+def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that may be called in the background, as tf.data does.
+
+    A thread that waits in Python, or calls it, when Python has ended does not return.
+    TensorFlow would wait for it forever, to free an iterator.
+
+    Returns:
+        The function, which raises a ValueError once Python ends.
+    """
+
+    @functools.wraps(function)
+    def called(*arguments):
+        with _calls:
+            return function(*arguments)
+
+    return called
