@@ -255,6 +255,7 @@ def test_a_wrong_flag_is_said_in_a_line(flag, said):
     assert not done.stdout
 
 
+@pytest.mark.slow
 def test_a_short_race(tmp_path):
     path = tmp_path / "results.jsonl"
     done = _run(

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tests import object_store, once, warm
 from tests.input_pipeline.local_store import fill
+from tests.variants import slow
 from towers.input_pipeline import (
     BadRecordError,
     LocalStore,
@@ -122,8 +123,19 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", [600, 10**5])
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [
+        ("folder", 600),
+        ("tfrecord", 10**5),
+        *(
+            slow(kind, block)
+            for kind in KINDS
+            for block in (600, 10**5)
+            if (kind, block) not in (("folder", 600), ("tfrecord", 10**5))
+        ),
+    ],
+)
 def test_the_same_batches_in_the_same_order(
     specs, kind, block, local_store, monkeypatch
 ):
@@ -447,6 +459,7 @@ def entries_in(folder):
     return len(keys)
 
 
+@pytest.mark.slow
 def test_kills_lose_nothing(specs, tmp_path):
     killed_and_filled(specs["folder"], tmp_path, kills=3, delay_ms=400)
 

@@ -8,6 +8,7 @@ import pytest
 from tests import hosts
 from tests.exact import oracle
 from tests.towers.builders import own_rows
+from tests.variants import slow
 from towers import multi_gpu_model
 
 LIMIT = 1e-5
@@ -23,7 +24,7 @@ def check(ours, ratios):
     ("ratios", "update"),
     [
         ((2, 1), "parameter_server"),
-        ((1, 1, 1), "parameter_server"),
+        slow((1, 1, 1), "parameter_server"),
         ((1, 3, 2), "replicated"),
     ],
 )

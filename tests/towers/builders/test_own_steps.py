@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, hosts
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
 
@@ -272,8 +273,8 @@ class _Changes(keras.callbacks.Callback):
         weight.assign(weight + 0.1)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("towers", [1, 2, 3])
+@pytest.mark.parametrize("scaled", [slow(False), True])
+@pytest.mark.parametrize("towers", [slow(1), 2, slow(3)])
 def test_copies_follow_what_is_changed(towers, scaled):
     found = []
     for wrap in (

@@ -244,6 +244,7 @@ def test_a_run_goes_on_with_the_batch_of_its_epoch(stopped, tmp_path, towers):
     assert seen.said == ([said] if towers == 1 else [])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_between_epochs(tmp_path):
     path, sgd = tmp_path / "run", keras.optimizers.SGD
     own = SMOOTH + OWN_OPTIMIZER.format("learning_rate")
@@ -321,6 +322,7 @@ def test_patience_counts_on(tmp_path, dtype):
     assert "has not been better for 3 epochs" in seen.done.stdout
 
 
+@pytest.mark.slow
 def test_parity(tmp_path):
     flags = flags_of(tmp_path / "run", "--num_gpus=3")
     done = warm.run("towers.parity", *runs.QUICKLY, *flags, timeout_s=runs.TIMEOUT_S)

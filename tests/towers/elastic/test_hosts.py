@@ -286,7 +286,7 @@ def fails_by_exception(run, pids, victim):
 @pytest.mark.parametrize(
     ("fails", "victim"),
     [
-        (fails_by_kill, 0),
+        slow(fails_by_kill, 0),
         for_the_report(fails_by_kill, 1),
         for_the_report(fails_by_exception, 0),
         slow(fails_by_exception, 1),
@@ -399,7 +399,7 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.parametrize("victim", [for_the_report(0), 1])
+@pytest.mark.parametrize("victim", [for_the_report(0), slow(1)])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)

@@ -76,9 +76,9 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
     [
         {"variable_update": "parameter_server"},
         for_the_report({"variable_update": "replicated"}),
-        {"variable_update": "replicated", "shard_optimizer_state": True},
+        slow({"variable_update": "replicated", "shard_optimizer_state": True}),
         for_the_report({"variable_update": "parameter_server", "prefetch": 3}),
-        {"variable_update": "replicated", "prefetch": 1},
+        slow({"variable_update": "replicated", "prefetch": 1}),
         slow({"variable_update": "auto"}),
         for_the_report({"variable_update": "parameter_server", "check_numerics": True}),
         for_the_report({"local_parameter_device": "gpu"}),
@@ -207,7 +207,7 @@ def test_devices_that_are_left_keep_no_copies():
     assert oracle.largest_difference(weights, model.get_weights()) > 0
 
 
-@pytest.mark.parametrize("update", ["replicated", "parameter_server"])
+@pytest.mark.parametrize("update", [slow("replicated"), "parameter_server"])
 def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
     expected = parallel(2, variable_update=update)
     fit(expected, epochs=2)

@@ -163,18 +163,20 @@ class OwnStep(keras.Model):
         return {"error": error}
 
 
-def test_a_step_of_the_models_own():
+@pytest.mark.parametrize("update", ["parameter_server", slow("replicated")])
+def test_a_step_of_the_models_own(update):
     inputs = keras.Input((6,))
     model = OwnStep(inputs, layers.Dense(2)(layers.Dense(8, "tanh")(inputs)))
     model.compile("adam")
-    for update in ("parameter_server", "replicated"):
-        parity = check_parity(model, data(11), gpus=3, variable_update=update)
-        assert parity.equal, parity
-        kinds = {row.kind for row in parity.rows}
-        assert kinds == {"metric", "variable", "optimizer", "prediction"}
+    parity = check_parity(model, data(11), gpus=3, variable_update=update)
+    assert parity.equal, parity
+    kinds = {row.kind for row in parity.rows}
+    assert kinds == {"metric", "variable", "optimizer", "prediction"}
 
 
-@pytest.mark.parametrize("name", ["dcgan", for_the_report("wgan_gp"), slow("simclr")])
+@pytest.mark.parametrize(
+    "name", ["accumulate", slow("dcgan"), for_the_report("wgan_gp"), slow("simclr")]
+)
 def test_published_steps(name):
     example = importlib.import_module(f"examples.steps.{name}")
     batch = keras.tree.map_structure(lambda each: each[:7], example.data())
@@ -185,6 +187,7 @@ def test_published_steps(name):
     assert ("Predictions are not compared" in str(parity)) == (name != "simclr")
 
 
+@pytest.mark.slow
 def test_pairs_that_towers_compare_among_their_own_are_not_equal():
     example = importlib.import_module("examples.steps.simclr")
     batch = keras.tree.map_structure(lambda each: each[:7], example.data())
@@ -296,6 +299,7 @@ def test_batch_normalization():
     assert verdicts(parity)["state", "net/norm_0/moving_variance"] == DIFFERS
 
 
+@pytest.mark.slow
 def test_batch_normalization_in_micro_batches():
     model = compiled(layers.BatchNormalization(name="norm"))
     with unchanged(model):

@@ -129,6 +129,7 @@ def _tangents(function, x, variable):
     return [forward.jvp(each) for each in found]
 
 
+@pytest.mark.slow
 def test_an_accumulator_around_it_follows_what_tensorflow_can():
     weights = tf.Variable(RANDOM.normal(size=[4, 3]).astype("float32"))
 

@@ -83,6 +83,7 @@ def weights(model_dir):
     return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
 
 
+@pytest.mark.slow
 def test_a_sweep_and_what_tensorboard_shows_of_it(tmp_path):
     sweep = (
         *("--sweep=clip_norm=1,2", f"--queue_dir={tmp_path}/q"),

@@ -10,6 +10,7 @@ import tensorflow as tf
 import towers
 from tests import hosts
 from tests.towers.sparse import networks, on_hosts
+from tests.variants import slow
 from towers import callbacks
 from towers.keras_adapter.optimizers import slots_of
 from towers.models.block_sparse import BlockSparseDense
@@ -181,7 +182,7 @@ WAYS = {
 
 class TestOnTowers:
     @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "2 towers", "state in shards", often=("stages",))
+        "way", networks.slow_but(WAYS, "2 towers", often=("state in shards", "stages"))
     )
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
@@ -203,6 +204,7 @@ class TestOnTowers:
 
         check_same(trained(WAYS[way], optimizer), trained(optimizer=optimizer))
 
+    @pytest.mark.slow
     def test_asynchronous_towers_move_blocks(self):
         model = trained(on_towers(2, variable_update="asynchronous"), epochs=8)
         first = networks.sparse()
@@ -308,7 +310,7 @@ def in_batches(size):
     [
         pytest.param((X, Y), "last", marks=pytest.mark.slow),
         # The last batch is short, and gradients are traced for any size.
-        (in_batches(7), "first"),
+        slow(in_batches(7), "first"),
     ],
     ids=["batch", "dataset"],
 )
@@ -350,6 +352,7 @@ def test_continues_from_a_checkpoint(tmp_path):
     check_same(run(6, callbacks.Checkpoint(tmp_path)), run(6), 0)
 
 
+@pytest.mark.slow
 def test_takes_data_as_fit_does():
     check_same(trained(data=[X.astype("float64"), Y, None]), _on_one())
 

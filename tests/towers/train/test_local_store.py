@@ -51,6 +51,7 @@ def test_trains_as_without_it(tmp_path, pictures):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_store_with_room_for_little(tmp_path, pictures):
     flags = [f"--local_store={tmp_path}/store", "--local_store_gb=0.00002"]
     _, expected = train(tmp_path, pictures, "plain")

@@ -18,6 +18,7 @@ from tests.towers.train.runs import (
     run_here,
     weights,
 )
+from tests.variants import slow
 from towers.find_batch_size import probe
 from towers.parity import __main__ as parity_program
 from towers.train import callbacks
@@ -278,7 +279,7 @@ def build(input_shape, num_outputs):
 """
 
 
-@pytest.mark.parametrize("update", ["auto", "replicated"])
+@pytest.mark.parametrize("update", ["auto", slow("replicated")])
 def test_a_model_with_a_step_of_its_own(update, tmp_path):
     """By flags and defaults of training; it is stopped, and begun again."""
     path = write(tmp_path, OWN_STEP)
