@@ -12,9 +12,13 @@ All messages stay, in order, for whoever comes later. Each is a name and values:
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+
+from towers.launch.on_ray import cluster
 
 
 @ray.remote(num_cpus=0)
@@ -42,3 +46,34 @@ class Desk:
         """Returns the number of a generation that begins, from 0."""
         self._generations += 1
         return self._generations - 1
+
+
+def fit(run: Callable[[], Any], desk: Any) -> None:
+    """Has Ray Train or Ray Tune run, and leaves the message "done" behind.
+
+    It belongs into a thread: in the main one, Ray would take Ctrl-C.
+
+    Args:
+        run: Their `fit`.
+        desk: A `Desk`.
+    """
+    why = ""
+    try:
+        run()
+    except Exception as error:
+        why = cluster.first_line(error)
+    with contextlib.suppress(ray.exceptions.RayError):  # its cluster has gone
+        ray.get(desk.tell.remote("done", why))
+
+
+def messages(desk: Any) -> Iterator[tuple]:
+    """Yields the messages of a `Desk` as they come, the last of which is "done"."""
+    seen, name = 0, ""
+    while name != "done":
+        try:
+            found = ray.get(desk.after.remote(seen))
+        except ray.exceptions.RayError as error:
+            found = [("done", cluster.first_line(error))]  # its cluster has gone
+        seen += len(found)
+        for name, *values in found:
+            yield name, *values

@@ -21,8 +21,7 @@ from towers.launch.arguments import Options
 from towers.launch.elastic import Launcher
 from towers.launch.elastic.host_file import HostFile
 from towers.launch.generation import Events, Generation, Outcome
-from towers.launch.on_ray import cluster, worker
-from towers.launch.on_ray.desk import Desk
+from towers.launch.on_ray import cluster, desk, worker
 from towers.launch.on_ray.nodes import Nodes
 from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
 from towers.processes import signals
@@ -111,7 +110,7 @@ class Driver:
         here = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        self._desk = Desk.options(scheduling_strategy=here).remote()
+        self._desk = desk.Desk.options(scheduling_strategy=here).remote()
         # Of signals, hosts that have ended, generations that begin, and what Ray says.
         self._events: Events = queue.SimpleQueue()
         self._hosts: list[RemoteHost] = []
@@ -122,7 +121,7 @@ class Driver:
     def run(self) -> int:
         """Returns the exit code."""
         trainer = self._trainer()
-        for target, *args in ((self._listen,), (self._fit, trainer)):
+        for target, *args in ((self._listen,), (desk.fit, trainer.fit, self._desk)):
             threading.Thread(target=target, args=args, daemon=True).start()
         signals.listen(_SIGNALS, lambda number: self._events.put(_SIGNALS[number]))
         outcome = Outcome()
@@ -182,31 +181,13 @@ class Driver:
     def _tell(self, *message):
         ray.get(self._desk.tell.remote(*message))
 
-    def _fit(self, trainer):
-        """Runs Ray Train, in a thread: in the main one, it would take Ctrl-C."""
-        why = ""
-        try:
-            trainer.fit()
-        except Exception as error:
-            why = cluster.first_line(error)
-        with contextlib.suppress(ray.exceptions.RayError):  # its cluster has gone
-            self._tell("done", why)
-
     def _listen(self):
         """Makes events of the messages that are for the launcher."""
         does = {"began": self._began, "ended": self._ended, "lost": self._lost}
-        seen, why = 0, None
-        while why is None:
-            try:
-                messages = ray.get(self._desk.after.remote(seen))
-            except ray.exceptions.RayError as error:
-                messages = [("done", cluster.first_line(error))]  # its cluster has gone
-            seen += len(messages)
-            for name, *values in messages:
-                if name in does:
-                    does[name](*values)
-                elif name == "done":
-                    (why,) = values
+        for name, *values in desk.messages(self._desk):
+            if name in does:
+                does[name](*values)
+        (why,) = values  # of "done", the last one
         self._lose_all()
         self._events.put(why)
 
@@ -239,7 +220,7 @@ class Driver:
             self._events.put(host)
 
     def _trainer(self):
-        options, desk = self._options, self._desk
+        options = self._options
         folder = os.getcwd()
         if ray.get_runtime_context().runtime_env.get("working_dir"):
             folder = None  # Ray has copied it, and workers begin there
@@ -248,7 +229,8 @@ class Driver:
             environ["TOWERS_INTERFACE"] = options.interface
         model_dir = options.log_dir and os.path.abspath(options.log_dir)
         work = worker.Work(
-            *(desk, options.command, sys.executable, folder, environ, model_dir)
+            *(self._desk, options.command, sys.executable),
+            *(folder, environ, model_dir),
         )
         return DataParallelTrainer(
             lambda: worker.run(work),
@@ -261,7 +243,7 @@ class Driver:
             run_config=ray.train.RunConfig(
                 **_storage(model_dir),
                 failure_config=ray.train.FailureConfig(options.max_restarts),
-                callbacks=[_Losses(desk)],
+                callbacks=[_Losses(self._desk)],
             ),
         )
 
@@ -269,8 +251,8 @@ class Driver:
 class _Losses(ray.train.UserCallback):
     """Tells, from Ray's controller, which workers it has lost."""
 
-    def __init__(self, desk):
-        self._desk = desk
+    def __init__(self, of_run):
+        self._desk = of_run
 
     def after_exception(self, run_context, worker_exceptions):
         """Tells it."""

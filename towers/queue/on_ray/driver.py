@@ -16,8 +16,7 @@ from ray import tune
 from ray.tune.logger import JsonLoggerCallback
 
 from towers.launch.gpus import VISIBLE
-from towers.launch.on_ray import cluster
-from towers.launch.on_ray.desk import Desk
+from towers.launch.on_ray import cluster, desk
 from towers.machine.limits import cpu_count
 from towers.queue import entry as states
 from towers.queue.entry import Entry
@@ -70,7 +69,7 @@ class RayQueue:
         self.slots = Slots(devices, options.runs_per_gpu, self._cpus)
         self._each = options.runs_per_gpu
         self._folder = options.queue_dir
-        self._orders, self._news = Desk.remote(), Desk.remote()
+        self._orders, self._news = desk.Desk.remote(), desk.Desk.remote()
 
     def run(self, show: Show) -> None:
         """Runs all, until the last one has ended."""
@@ -86,7 +85,7 @@ class RayQueue:
     def _run(self, show):
         ray.get(self._orders.tell.remote("begin"))
         tuner = self._tuner()
-        for target, *args in ((self._listen,), (self._fit, tuner)):
+        for target, *args in ((self._listen,), (desk.fit, tuner.fit, self._news)):
             threading.Thread(target=target, args=args, daemon=True).start()
         while (event := self._next(show)) is not None:
             if callable(event):
@@ -145,31 +144,16 @@ class RayQueue:
         cpus = max(1, self._cpus * count // self.slots.count)
         return {"CPU": cpus, "GPU": count if count > 1 else 1 / self._each}
 
-    def _fit(self, tuner):
-        """Runs Ray Tune, in a thread: in the main one, it would take Ctrl-C."""
-        why = ""
-        try:
-            tuner.fit()
-        except Exception as error:
-            why = cluster.first_line(error)
-        ray.get(self._news.tell.remote("done", why))
-
     def _listen(self):
         """Makes events of what runs tell."""
-        does = {"began": self._began, "told": self._told, "ended": self._ended}
-        seen, is_done = 0, False
-        while not is_done:
-            try:
-                messages = ray.get(self._news.after.remote(seen))
-            except ray.exceptions.RayError as error:
-                messages = [("done", cluster.first_line(error))]  # its cluster has gone
-            seen += len(messages)
-            for name, *values in messages:
-                if name == "done":
-                    is_done = True
-                    self.events.put(functools.partial(self._done, *values))
-                else:
-                    self.events.put(functools.partial(does[name], *values))
+        does = {
+            "began": self._began,
+            "told": self._told,
+            "ended": self._ended,
+            "done": self._done,
+        }
+        for name, *values in desk.messages(self._news):
+            self.events.put(functools.partial(does[name], *values))
         self.events.put(None)
 
     def _began(self, number, node):
