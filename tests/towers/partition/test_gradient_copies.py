@@ -201,9 +201,10 @@ def test_sums_travel_in_a_ring():
 
     @tf.function(autograph=False)
     def train(x, y):
-        step.apply(optimizer, step(x, y).gradients)
+        with tf.name_scope("train_in_a_ring"):
+            step.apply(optimizer, step(x, y).gradients)
 
-    nodes = executed.run(lambda: train(X, Y), "refresh")
+    nodes = executed.run(lambda: train(X, Y), "train_in_a_ring")
     sent = [each for each in executed.transfers(nodes) if "cond" not in each[-1]]
     counts = collections.Counter(
         (source[-5:], target[-5:])
