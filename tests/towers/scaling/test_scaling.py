@@ -71,6 +71,27 @@ def test_a_fraction_is_none_below_0_or_above_1():
     assert law.fit([(1, 1.0), (2, 1.5)]).serial_fraction == 1.0
 
 
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        # Within two standard errors, what is found may be nothing.
+        ([(1, 64), (1, 90), (2, 64), (2, 45)], "cannot be told"),
+        ([(1, 64), (1, 90), (2, 200), (2, 130)], "cannot be told"),
+        # What is found is small, and sure.
+        ([(1, 64), (1, 64), (2, 128), (2, 128)], "0% (+/- 0%) of a step"),
+        ([(1, 64), (1, 65), (2, 80), (2, 81)], "so the speed-up is at most 1."),
+        # Of two measurements, no error is known.
+        ([(1, 64), (2, 80)], "60% of a step with one tower does not become shorter"),
+    ],
+)
+def test_a_bound_is_named_only_if_it_can_be_told(speeds, said):
+    text = str(Report([trial(*each) for each in speeds], 64))
+    assert said in text
+    unsure = said == "cannot be told"
+    assert ("measure longer (--seconds, --rounds)" in text) == unsure
+    assert not (unsure and "at most 1" in text)
+
+
 # What is tried.
 
 
