@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from tests import warm
 from towers.machine import limits
@@ -239,6 +240,26 @@ def test_flags_are_checked(flag, said):
     done = warm.run(MODULE, *flag.split(), timeout_s=TIMEOUT_S)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--model=mlp --model_dir=x --clean --train_epochs=5 --save_steps=9",
+            "--model_dir=x --clean --save_steps=9 --train_epochs=5",
+        ),
+        ("--model=mlp --nohistograms --max_train_steps=7", "--max_train_steps=7"),
+        # It decides what is kept in memory.
+        ("--train_epochs=1", ""),
+        ("--model=mlp --num_gpus=2 --seconds=3 --save_minutes=10", ""),
+    ],
+)
+def test_flags_without_effect_are_told(flags, said, capsys):
+    with flagsaver.flagsaver():
+        scaling_flags.read([MODULE, *flags.split()], "What it is for.")
+    line = f"{MODULE}: These flags have no effect here: {said}\n"
+    assert capsys.readouterr().err == (line if said else "")
 
 
 # Uneven towers.
