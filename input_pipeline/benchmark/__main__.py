@@ -31,9 +31,10 @@ from absl import flags
 from towers.input_pipeline import data_flags, sources
 from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.cache import cached
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.records.checks import blame_records
-from towers.program import ending, startup
+from towers.program import ending, startup, voice
 from towers.program.commands import read_image_size, read_randaugment
 
 FLAGS = flags.FLAGS
@@ -72,6 +73,7 @@ def set_up() -> tuple[Pipeline, list[str]]:
         data_dir=os.path.expanduser(FLAGS.data_dir),
         seed=FLAGS.seed,
         **data_flags.given(),
+        **_local_store(),
     )
     for note in source.notes:
         print(note, file=sys.stderr)
@@ -116,6 +118,14 @@ def set_up() -> tuple[Pipeline, list[str]]:
         repeat=training,
     )
     return pipeline, towers
+
+
+def _local_store() -> dict[str, LocalStore]:
+    """The store through which remote files are read, if there is one."""
+    if FLAGS.local_store is None:
+        return {}
+    store = LocalStore(FLAGS.local_store, FLAGS.local_store_gb, tell=voice.warn)
+    return {"local_store": store}
 
 
 def configure_devices(towers: int) -> list[str]:

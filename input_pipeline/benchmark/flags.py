@@ -7,6 +7,7 @@ from absl import flags
 
 from towers.input_pipeline import data_flags, specs
 from towers.input_pipeline.choices import CACHES, RECIPES
+from towers.input_pipeline.local_store import store_flags
 from towers.program.commands import (
     check_data_service,
     check_plot,
@@ -73,6 +74,7 @@ flags.DEFINE_enum(
 flags.DEFINE_string(
     "cache_dir", None, "Folder for the files of --cache=disk.", **_INPUT
 )
+store_flags.define(_INPUT)
 flags.DEFINE_integer(
     "shuffle_mb",
     256,
@@ -137,6 +139,7 @@ def read(argv: Sequence[str], doc: str) -> None:
 def check_flags() -> None:
     """Checks the flags that can be checked by themselves."""
     specs.check(FLAGS.dataset)
+    store_flags.check(FLAGS, [FLAGS.dataset])
     read_image_size(FLAGS.image_size)
     read_randaugment(FLAGS.randaugment)
     for step in FLAGS.step_ms or []:

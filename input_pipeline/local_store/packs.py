@@ -60,6 +60,20 @@ class Entry(NamedTuple):
     data: bytes
 
 
+class Taken(NamedTuple):
+    """Bytes of a folder.
+
+    Attributes:
+        ours: of packs of the data sets that are read.
+        others: of what else has to stay.
+        disk: what all files of the folder could take, without a limit.
+    """
+
+    ours: int
+    others: int
+    disk: int
+
+
 class Packs:
     """The packs of a folder.
 
@@ -187,8 +201,18 @@ class Packs:
 
     def room(self) -> int:
         """Bytes that packs of ``tags`` may take, those that are there among them."""
+        taken = self.taken()
+        return max(min(self._limit, taken.disk) - taken.others, 0)
+
+    def taken(self) -> Taken:
+        """What the folder takes now, and could take.
+
+        Raises:
+            OSError: it is gone.
+        """
         with self._lock:
             sizes = self._sizes()
+            ours = sum(size for name, (size, _) in sizes.items() if self._is_ours(name))
             others = sum(
                 size
                 for name, (size, used_s) in sizes.items()
@@ -196,8 +220,7 @@ class Packs:
             )
         disk = os.statvfs(self.folder)
         total = sum(size for size, _ in sizes.values())
-        free = disk.f_bavail * disk.f_frsize + total
-        return max(min(self._limit, free) - others, 0)
+        return Taken(ours, others, disk.f_bavail * disk.f_frsize + total)
 
     def _make_room(self, size: int) -> bool:
         """Removes what nobody has used for long, if that makes room."""

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import tensorflow as tf
 from absl import logging
 
+from towers.input_pipeline.local_store import notes
 from towers.input_pipeline.local_store.ahead import Ahead, Group
 from towers.input_pipeline.local_store.packs import Entry, Key, Packs
-from towers.input_pipeline.local_store.places import block_bytes, is_far
-from towers.program import words
+from towers.input_pipeline.local_store.places import block_bytes
 
 # Enough to hide the time that an object store takes for an answer.
 _THREADS = 32
@@ -34,8 +34,6 @@ _IN_ORDER = Group("in order")
 _PACK_BYTES, _PACK_S = 16 * 2**20, 5.0
 # If the disk is slower than the network, blocks are stored in a later epoch.
 _MOST_UNWRITTEN = 8 * _PACK_BYTES
-# Of what there is, for tables and for files that grow.
-_FILLED = 0.97
 _SAMPLE = 256
 # Files of which size and time are known.
 _MOST_KNOWN = 2**18
@@ -93,6 +91,8 @@ class LocalStore:
         self._unwritten: dict[Key, Entry] = {}
         self._unwritten_bytes = 0
         self._takes_more = True
+        # The largest pack for which there was no room.
+        self._refused_bytes = 0
         self._writer = ThreadPoolExecutor(1, "local_store_writer")
         self._writing: list[Future] = []
         self.remote_bytes = self.remote_blocks = 0
@@ -114,24 +114,11 @@ class LocalStore:
             if tag not in self._packs.tags:
                 self._packs.tags.add(tag)
                 self._total += size
-            room = self._packs.room() * _FILLED
+            room = self._packs.room() * notes.FILLED
             self._fraction = min(room / max(self._total, 1), 1.0)
         ahead = max(_BLOCKS_AHEAD // min(len(paths), _FILES_AT_ONCE), 2)
-        return StoredFiles(self, tag, self._note(name, size, some), ahead)
-
-    def _note(self, name: str, size: int, paths: Sequence[str]) -> str:
-        kept = "all of it"
-        if self._fraction < 1:
-            kept = (
-                f"{100 * self._fraction:.3g}% of it, spread evenly, and what is left "
-                "is read from where it lies in each epoch"
-            )
-        if paths and not any(map(is_far, paths)):
-            kept += (
-                "; its files lie on a local disk, where a store is of no use: leave "
-                "out --local_store (in Python, local_store)"
-            )
-        return f"{name} has {words.size(size)}: {self.folder} keeps {kept}."
+        note = notes.of_data(name, size, self._fraction, self.folder, some)
+        return StoredFiles(self, tag, note, ahead)
 
     def size_and_stamp(self, path: str) -> tuple[int, int]:
         """Bytes of a file, and a number that changes with it; asked for once a run.
@@ -174,12 +161,31 @@ class LocalStore:
             written.result()
 
     def close(self) -> None:
-        """Writes what is to be written, and ends all threads; happens at exit, too."""
+        """Writes what is to be written, and ends all threads; happens at exit, too.
+
+        Says what has found no room.
+        """
         atexit.unregister(self.close)
         self._ahead.close()
         self.flush()
+        if self._takes_more:  # else it is closed, or why it does not is said
+            self._tell_of_limit()
         self._takes_more = False
         self._writer.shutdown()
+
+    def _tell_of_limit(self) -> None:
+        left = int((1 - self._fraction) * self._total)
+        try:
+            taken = self._packs.taken()
+        except OSError:  # the folder is gone
+            return
+        size = self._total
+        if self._refused_bytes:
+            # Others have filled it meanwhile, or the data are more than was thought.
+            left = max(size - taken.ours, self._refused_bytes)
+            size = max(size, taken.ours + left)
+        if left:
+            self._tell(notes.of_limit(self.folder, taken, size, left))
 
     def _fetch(self, block: Block) -> bytes:
         """A block, from the store if it is there, and else from where it lies."""
@@ -254,7 +260,9 @@ class LocalStore:
             self._packs.look()
             missing = [each for each in entries if not self._packs.has(*each[:2])]
             if missing and self._takes_more:
-                self._packs.write(missing, tag)
+                if not self._packs.write(missing, tag):
+                    size = sum(len(each.data) for each in missing)
+                    self._refused_bytes = max(self._refused_bytes, size)
         except OSError as error:
             self._takes_more = False
             self._tell(

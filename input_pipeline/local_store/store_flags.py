@@ -1,14 +1,37 @@
-"""Checks the flags --local_store and --local_store_gb; needs no TensorFlow."""
+"""The flags --local_store and --local_store_gb, and their check, without TensorFlow."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from absl import flags
 
 from towers.input_pipeline import specs
 from towers.input_pipeline.local_store import places
 from towers.program.commands import check_folder
 
 LIMIT_GB = 50.0
+
+HELPS = {
+    "local_store": (
+        "Folder on a disk for what is read of remote files, such as gs://, of "
+        "tfrecord:, folder:, csv: and parquet:. Later epochs and other runs read "
+        "it there; what comes next is read ahead of use."
+    ),
+    "local_store_gb": (
+        "What --local_store may take, in GB. What does not fit is read from where "
+        "it lies, evenly over an epoch."
+    ),
+}
+
+
+def define(group: Mapping[str, str]) -> None:
+    """Defines the flags, for programs without settings.
+
+    They are shown below the heading that `group` has as ``module_name``.
+    """
+    flags.DEFINE_string("local_store", None, HELPS["local_store"], **group)
+    flags.DEFINE_float("local_store_gb", LIMIT_GB, HELPS["local_store_gb"], **group)
 
 
 def check(settings: Any, named: Sequence[str]) -> None:

@@ -119,7 +119,7 @@ def say_gpus(options: argparse.Namespace) -> int:
     """Prints who holds which GPU, of this host or all; returns the exit code.
 
     Raises:
-        ValueError: NVIDIA's driver does not answer, or hosts do not meet.
+        ValueError: There is no NVIDIA driver, it does not answer, or hosts do not meet.
     """
     from towers.doctor.gpus import table  # needs more packages than the doctor itself
 

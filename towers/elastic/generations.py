@@ -18,6 +18,7 @@ class Generation:
         seconds: From the end of the last step before to that of its first one; `None`
             for the first generation.
         steps_lost: Steps before that had to be computed again.
+        split_ratios: The parts of a batch of the towers; empty if unknown.
     """
 
     step: int
@@ -25,16 +26,23 @@ class Generation:
     why: str
     seconds: float | None = None
     steps_lost: int = 0
+    split_ratios: Sequence[int] = dataclasses.field(default_factory=list)
 
     def line(self, before: "Generation") -> str:
         """Says what has changed since the generation before, in a sentence."""
-        was, now = len(before.towers), words.count(len(self.towers), "tower")
-        names = ", ".join(self.towers)
         return (
-            f"Step {self.step:,}: {was} -> {now} ({names}), by {self.why}; "
+            f"Step {self.step:,}: {self._change(before)}, by {self.why}; "
             f"{self.seconds:.2f} s from step to step, "
             f"{words.count(self.steps_lost, 'step')} lost."
         )
+
+    def _change(self, before):
+        was, now = before.split_ratios, self.split_ratios
+        if [*self.towers] == [*before.towers] and was and now and was != now:
+            was, now = (":".join(map(str, each)) for each in (was, now))
+            return f"split ratios {was} -> {now}"
+        now = words.count(len(self.towers), "tower")
+        return f"{len(before.towers)} -> {now} ({', '.join(self.towers)})"
 
 
 class Generations:

@@ -22,6 +22,7 @@ from towers.elastic.wish import Wish
 from towers.layers.variables import steps_done
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
+from towers.monitoring.bottleneck import uneven
 from towers.program import voice
 
 # To look for a file takes microseconds, but milliseconds on a file system far away.
@@ -191,7 +192,9 @@ class Resize(keras.callbacks.Callback):
         if plan.hosts.count > 1:
             by_host = enumerate(plan.replicas_by_host)
             towers = [f"host {k} tower {i}" for k, n in by_host for i in range(n)]
-        return Generation(steps_done(self.model), towers, why)
+            return Generation(steps_done(self.model), towers, why)
+        ratios = uneven.simplest([each.ratio for each in plan.replicas])
+        return Generation(steps_done(self.model), towers, why, split_ratios=[*ratios])
 
     def marks(self) -> list[str]:
         """Returns what has changed since the last call, in sentences."""

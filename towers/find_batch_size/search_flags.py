@@ -10,9 +10,17 @@ from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings
+from towers.train.tower_flags import idle
 
 _SEARCH = {"module_name": "Search"}
 _PROBE = {"module_name": "Each size"}
+
+# An earlier run in --model_dir is read: what it has measured of the data, and found of
+# the towers. Of the data, no example is.
+_IDLE = (
+    *(*idle.OF_A_RUN, "eval_only", "cache", "shuffle_mb", "ram_budget_mb"),
+    *("data_service", "recipe", "randaugment", "group_by_length"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,7 @@ def read(argv: Sequence[str], doc: str) -> Search:
     tower_flags.check_fixed(search, "towers.find_batch_size", finds_free=True)
     tower_flags.check_whole_batch(search, "towers.find_batch_size")
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
+    idle.say(search, _IDLE, "towers.find_batch_size")
     return search
 
 

@@ -93,6 +93,7 @@ class Driver:
 
     Attributes:
         faults: Why a value was left out, by name.
+        absent: Whether this machine has no driver of NVIDIA: its library is not there.
     """
 
     def __init__(self, nvml: Any = None):
@@ -102,6 +103,7 @@ class Driver:
             nvml: What stands in for the module `pynvml` of nvidia-ml-py.
         """
         self.faults: dict[str, str] = {}
+        self.absent = False
         self._refuses = None
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
@@ -115,6 +117,8 @@ class Driver:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
             self._refuses = str(error)
+            missing = getattr(self._nvml, "NVMLError_LibraryNotFound", ())
+            self.absent = isinstance(error, missing)
 
     @property
     def refuses(self) -> str | None:

@@ -12,6 +12,8 @@ from towers.scaling.network import Network
 
 # Fewer towers are recommended if they reach so much of the highest speed.
 _AS_FAST = 0.95
+# A smaller part of a step, shown as 0%, limits nothing.
+_NO_PART = 0.005
 
 _HEAD = ("towers", "batch", "examples/sec", "speed-up", "efficiency")
 _PARTS = {
@@ -189,13 +191,25 @@ class Report:
 
     def _amdahl(self):
         found = self.law
-        said = f"Amdahl's law: {found.serial_fraction:.0%} of a step with one tower"
-        if found.error is not None:
-            said += f" (+/- {found.error:.0%})"
-        said += " does not become shorter with more towers"
-        if found.serial_fraction < 0.005:
+        fraction, error = found.serial_fraction, found.error
+        said = f"{fraction:.0%}"
+        if error is not None:
+            said += f" (+/- {error:.0%})"
+        # Within two standard errors, it may be nothing, and the bound any.
+        if error is not None and 2 * error >= max(fraction, 2 * _NO_PART):
+            return (
+                "Amdahl's law: it cannot be told from these measurements which part "
+                "of a step does not become shorter with more towers, nor how high the "
+                f"speed-up can be (found {said} of a step with one tower); "
+                "measure longer (--seconds, --rounds)."
+            )
+        said = (
+            f"Amdahl's law: {said} of a step with one tower does not become shorter "
+            "with more towers"
+        )
+        if fraction < _NO_PART:
             return f"{said}."
-        return f"{said}, so the speed-up is at most {1 / found.serial_fraction:,.1f}."
+        return f"{said}, so the speed-up is at most {1 / fraction:,.1f}."
 
     def _of_hosts(self):
         predicted = self.predicted()

@@ -33,12 +33,13 @@ from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.cluster.membership import HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.lifecycle.continuing.resume import ResumeError
+from towers.lifecycle.continuing.resume import OtherDataError, ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
 from towers.program import ending, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
+from towers.train import continued
 from towers.train.callbacks import UnknownMonitorError
 from towers.train.job import Job, assemble
 from towers.train.run import run
@@ -83,6 +84,8 @@ def main(settings: Settings) -> int:
         )
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
+    except OtherDataError as error:
+        return fail(continued.with_flags(error, settings), _PROGRAM)
     except _IN_A_SENTENCE as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:

@@ -11,10 +11,30 @@ from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_checkpoint
 from towers.lifecycle.continuing import resume
+from towers.lifecycle.continuing.resume import OtherDataError
 from towers.program import words
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
 from towers.train.settings import DEFAULTS, NAMES, Settings
+
+# The flags that decide what data have to be the same within an epoch; the first one is
+# named even if it is not given.
+_DECIDE = {
+    "dataset": ("dataset",),
+    "files": ("dataset", "data_dir", "eval_dataset"),
+    "split": ("train_split",),
+    "examples": (
+        *("dataset", "train_split", "eval_split", "eval_dataset", "eval_fraction"),
+        *("sequence_length", "packing", "tokenizer"),
+    ),
+    "seed": ("seed",),
+    "kept in memory": ("cache", "cache_dir", "data_service"),
+    "shuffle_mb": ("shuffle_mb",),
+    "grouped by length": ("group_by_length",),
+    "steps_per_epoch": ("steps_per_loop",),
+}
+# The number of towers, which decides the batch where each tower has its own.
+_TOWERS = ("num_gpus", "gpu_indices", "gpu_split", "stages", "share_gpus")
 
 # What a target has, if a run has to go on with the same.
 _NOUNS = {
@@ -129,6 +149,36 @@ def check_classes(folder: str, setup: Setup) -> None:
         now = [*target.names] if target.names else target.size
         before = (about.get("data") or {}).get("classes")
         return resume.check_classes(path, before, now, _NOUNS[target.kind])
+
+
+def with_flags(error: OtherDataError, settings: Settings) -> OtherDataError:
+    """Names the flags by which data are others than those that a run has begun with.
+
+    Args:
+        error: Says what of the data is another.
+        settings: As they were given.
+    """
+    changes, causes = error.changes, {}
+    for name in changes:
+        if name == "steps_per_epoch" and len(changes) > 1:
+            continue  # follows from the others
+        flags = _batch_flags(settings) if name == "batch size" else _DECIDE.get(name)
+        given = [
+            settings.as_flag(flag)
+            for flag in flags or ()
+            if getattr(settings, flag) != getattr(DEFAULTS, flag)
+        ]
+        if flags and (given or settings.dataset is not None):
+            causes[name] = ", ".join(given or [f"--{flags[0]}"])
+    return OtherDataError(error.run, changes, causes)
+
+
+def _batch_flags(settings):
+    if settings.batch_size_per_tower is not None:
+        return "batch_size_per_tower", *_TOWERS
+    if settings.batch_per_tower:
+        return "batch_size", "elastic_batch", *_TOWERS
+    return ("batch_size",)
 
 
 def text(settings: Settings, checkpoint: Checkpoint, model: keras.Model) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Literal
 from absl import flags
 
 from towers.input_pipeline import data_flags
+from towers.input_pipeline.local_store import store_flags
 from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train.settings import Settings
@@ -104,15 +105,7 @@ HELPS = {
             "epoch only). Other images are kept as encoded files, in memory."
         ),
         "cache_dir": "Folder for the files of --cache=disk.",
-        "local_store": (
-            "Folder on a disk for what is read of remote files, such as gs://, of "
-            "tfrecord:, folder:, csv: and parquet:. Later epochs and other runs read "
-            "it there; what comes next is read ahead of use."
-        ),
-        "local_store_gb": (
-            "What --local_store may take, in GB. What does not fit is read from where "
-            "it lies, evenly over an epoch."
-        ),
+        **store_flags.HELPS,
         "shuffle_mb": (
             "Memory of the shuffle buffer, in MB; at most a quarter of what a "
             "container may take."

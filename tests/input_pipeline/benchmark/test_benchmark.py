@@ -237,6 +237,8 @@ def test_what_a_stage_adds():
         ("--data_service=localhost:5050", "such as grpc://localhost:5050"),
         ("--plot=stages.gif", "Received --plot=stages.gif; expected a PNG file"),
         ("--plot=no/folder.png", "in a folder that exists"),
+        ("--local_store=x", "Received --local_store=x for synthetic:8x8x3:4:100; expe"),
+        ("--local_store_gb=9", "Received --local_store_gb=9 without --local_store; "),
         ("digits", "Received the argument 'digits'; expected flags only"),
         ("--dataset=digit", "unknown data set 'digit': did you mean digits?"),
         ("--split=valid", "has no split 'valid', only train, test"),
@@ -245,6 +247,15 @@ def test_what_a_stage_adds():
 def test_bad_flags(flag, words):
     message = error(SYNTHETIC, flag)
     assert message.startswith("towers.input_pipeline.benchmark: ") and words in message
+
+
+def test_it_reads_through_a_local_store(pictures, tmp_path):
+    flags = f"--dataset=folder:{pictures}", "--image_size=8", "--cache=none"
+    # Each block is written at once, as nothing is done at exit here.
+    changed = {"towers.input_pipeline.local_store.store._PACK_BYTES": 1, **ONCE}
+    done = run(*flags, f"--local_store={tmp_path / 'store'}", changed=changed)
+    assert f"{tmp_path / 'store'} keeps all of it" in done.stderr
+    assert any(path.suffix == ".pack" for path in (tmp_path / "store").iterdir())
 
 
 def test_the_tricks_of_a_data_service_are_not_here():

@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from towers.input_pipeline import (
     open_source,
     scan_labels,
 )
-from towers.input_pipeline.local_store import packs, places, store
+from towers.input_pipeline.local_store import notes, packs, places, store
 
 FILL = "tests.input_pipeline.local_store.fill"
 KINDS = "tfrecord", "folder", "masks", "csv", "parquet", "pictures"
@@ -292,6 +293,46 @@ def test_a_full_disk_is_said_once_and_nothing_else(specs, local_store, monkeypat
         "device); what is not there is read from where it lies."
     )
     assert not os.listdir(opened.folder)
+
+
+@pytest.mark.parametrize("others_fill_it", [True, False])
+def test_says_once_at_the_end_what_has_found_no_room(
+    specs, local_store, monkeypatch, others_fill_it
+):
+    folder = pathlib.Path(specs["folder"].partition(":")[2])
+    size = sum(map(os.path.getsize, folder.rglob("*.png")))
+    opened = local_store(limit_gb=(1 if others_fill_it else 0.5) * 1.2 * size / 2**30)
+    source = open_source(specs["folder"], local_store=opened)
+    if others_fill_it:
+        # After this run has begun, so all of it was expected to fit.
+        assert "keeps all of it" in source.notes[-1]
+        with open(os.path.join(opened.folder, "theirs"), "wb") as file:
+            file.write(bytes(size // 2))
+    assert_same(batches(source), batches(open_source(specs["folder"])))
+    opened.flush()
+    assert not opened.said
+    opened.close()
+    opened.close()
+    (line,) = opened.said
+    assert line.startswith(f"The local store {opened.folder} is full: ")
+    left = float(re.search(r" \((\d+)%\) stay remote, ", line)[1])
+    assert 20 < left < 80
+    assert "; --local_store_gb=0.1 (in Python, limit_gb) would hold all." in line
+    # So it is: nothing is to be said then.
+    larger = local_store(limit_gb=0.1)
+    batches(open_source(specs["folder"], local_store=larger), epochs=1)
+    larger.close()
+    assert not larger.said
+
+
+def test_a_disk_that_is_too_small_is_no_matter_of_the_limit():
+    taken = packs.Taken(ours=2**30, others=2**30, disk=3 * 2**30)
+    line = notes.of_limit("/store", taken, 5 * 2**30, 4 * 2**30)
+    assert line == (
+        "The local store /store is full: 4,096.0 MB of 5,120.0 MB (80%) stay remote, "
+        "and are read from where they lie in each epoch; a disk with 6.2 GB for it "
+        "would hold all."
+    )
 
 
 def test_a_folder_that_vanishes_is_no_error(specs, local_store):

@@ -159,6 +159,25 @@ def test_a_driver_that_hangs(monkeypatch, capsys):
     assert "tells nothing of GPUs (it has not answered within 0.01 s)" in said.err
 
 
+@pytest.mark.parametrize(
+    ("code", "begins"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "No NVIDIA driver was found on this "),
+        (
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            "NVIDIA's driver tells nothing of GPUs (Driver Not Loaded); ",
+        ),
+    ],
+)
+def test_no_driver_is_another_matter_than_one_that_is_silent(
+    code, begins, monkeypatch, capsys
+):
+    silent = Nvml(Init=pynvml.NVMLError(code))
+    monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(silent))
+    assert doctor.main(["--gpus"]) == 1
+    assert capsys.readouterr().err.startswith(f"towers.doctor: {begins}")
+
+
 def test_all_kinds_of_processes():
     (card,) = cards(
         DeviceGetComputeRunningProcesses=[held(ME, 700)],

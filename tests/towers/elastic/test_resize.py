@@ -341,6 +341,13 @@ def test_the_callback_refuses(tmp_path):
     assert parallel.builder.plan.count == 2
 
 
+def test_only_other_ratios_are_told_as_that(tmp_path):
+    fit(tmp_path, {2: {"num_gpus": 2, "split_ratios": (1, 3)}})
+    assert answers(tmp_path)["done"].startswith(
+        "Step 3: split ratios 1:1 -> 1:3, by towers resize; "
+    )
+
+
 def test_the_same_towers(tmp_path):
     fit(tmp_path, {2: {"num_gpus": 2}})
     assert "has these towers already" in answers(tmp_path)["done"]

@@ -395,6 +395,15 @@ def test_bad_flags(flag, expected):
         read(flag)
 
 
+def test_flags_without_effect_are_told(capsys):
+    read("--model_dir=x", "--clean", "--train_epochs=1", "--cache=none", "--ema=0.9")
+    assert capsys.readouterr().err == (
+        f"{MODULE}: These flags have no effect here: --train_epochs=1 --cache=none\n"
+    )
+    read("--model=mlp", "--batch_size=8", "--train_epochs=30")
+    assert not capsys.readouterr().err
+
+
 def test_a_probe_reads_what_the_search_was_given(tmp_path):
     given = f"--model_dir={tmp_path}", "--probe_steps=2", "--split_ratios=2,3"
     asked = read("--nostrict", "--learning_rate=1e-5", f"--data_dir={tmp_path}", *given)

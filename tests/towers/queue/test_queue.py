@@ -136,6 +136,11 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
         ("--sweep seed=1 --devices=0", "--devices=0; expected a whole number of at"),
         ("--sweep seed=1 --queue_dir=/proc/x", "Cannot write to the queue_dir /proc/x"),
         ("none.flags", "none: Unable to open flagfile"),
+        (
+            "model.flags",
+            "model: Received --flagfile=model.flags, which is no text; exp",
+        ),
+        ("names.flags", "names: .*=names.flags, which names a file that is no text; e"),
         ("a.flags b.flags", "two runs, a and b, whose model_dir is .*/same; expected"),
         ("queue.flags", "queue: Received --sweep in a file; expected flags of towers"),
     ],
@@ -144,6 +149,8 @@ def test_what_is_wrong_is_told_before_anything_starts(read, tmp_path, argv, said
     for name in ("a", "b"):
         (tmp_path / f"{name}.flags").write_text("--model=mlp\n--model_dir=same\n")
     (tmp_path / "queue.flags").write_text("--sweep=seed=1\n")
+    (tmp_path / "model.flags").write_bytes(b"PK\x03\x04\xff\xfe")
+    (tmp_path / "names.flags").write_text("--flagfile=model.flags\n")
     with pytest.raises(ValueError, match=said):
         read(*argv.split())
 

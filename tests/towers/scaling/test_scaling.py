@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from tests import warm
 from towers.machine import limits
@@ -69,6 +70,27 @@ def test_two_measurements_tell_no_error():
 def test_a_fraction_is_none_below_0_or_above_1():
     assert law.fit([(1, 1.0), (2, 0.4)]).serial_fraction == 0.0
     assert law.fit([(1, 1.0), (2, 1.5)]).serial_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        # Within two standard errors, what is found may be nothing.
+        ([(1, 64), (1, 90), (2, 64), (2, 45)], "cannot be told"),
+        ([(1, 64), (1, 90), (2, 200), (2, 130)], "cannot be told"),
+        # What is found is small, and sure.
+        ([(1, 64), (1, 64), (2, 128), (2, 128)], "0% (+/- 0%) of a step"),
+        ([(1, 64), (1, 65), (2, 80), (2, 81)], "so the speed-up is at most 1."),
+        # Of two measurements, no error is known.
+        ([(1, 64), (2, 80)], "60% of a step with one tower does not become shorter"),
+    ],
+)
+def test_a_bound_is_named_only_if_it_can_be_told(speeds, said):
+    text = str(Report([trial(*each) for each in speeds], 64))
+    assert said in text
+    unsure = said == "cannot be told"
+    assert ("measure longer (--seconds, --rounds)" in text) == unsure
+    assert not (unsure and "at most 1" in text)
 
 
 # What is tried.
@@ -218,6 +240,26 @@ def test_flags_are_checked(flag, said):
     done = warm.run(MODULE, *flag.split(), timeout_s=TIMEOUT_S)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--model=mlp --model_dir=x --clean --train_epochs=5 --save_steps=9",
+            "--model_dir=x --clean --save_steps=9 --train_epochs=5",
+        ),
+        ("--model=mlp --nohistograms --max_train_steps=7", "--max_train_steps=7"),
+        # It decides what is kept in memory.
+        ("--train_epochs=1", ""),
+        ("--model=mlp --num_gpus=2 --seconds=3 --save_minutes=10", ""),
+    ],
+)
+def test_flags_without_effect_are_told(flags, said, capsys):
+    with flagsaver.flagsaver():
+        scaling_flags.read([MODULE, *flags.split()], "What it is for.")
+    line = f"{MODULE}: These flags have no effect here: {said}\n"
+    assert capsys.readouterr().err == (line if said else "")
 
 
 # Uneven towers.

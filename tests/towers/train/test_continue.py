@@ -274,6 +274,34 @@ def test_another_batch_size_in_the_middle_of_an_epoch(killed, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--batch_size_per_tower=16", "--num_gpus=3"],
+            "batch size 64, but received 48 (by --batch_size_per_tower=16, "
+            "--num_gpus=3); steps_per_epoch 23, but received 31; expected",
+        ),
+        (["--batch_size=32"], "batch size 64, but received 32 (by --batch_size=32); "),
+        (["--seed=4"], "seed 3, but received 4 (by --seed=4)"),
+        (
+            ["--dataset=synthetic:4x4x1:3:1408"],
+            "examples 1472, but received 1408 (by --dataset=synthetic:4x4x1:3:1408)",
+        ),
+    ],
+)
+def test_other_data_in_the_middle_of_an_epoch_are_told_by_flags(
+    killed, tmp_path, flags, said
+):
+    path = tmp_path / "run"
+    shutil.copytree(killed.path, path)
+    for between_epochs in path.glob("checkpoints/ckpt-*-0"):
+        shutil.rmtree(between_epochs)
+    done = main_here(f"--model_dir={path}", *REPEATABLE, *flags)
+    assert done.returncode == 1
+    assert said in ours(done)[-1]
+
+
 def test_one_run_at_a_time(tmp_path):
     flags = *TWO_STEPS, f"--model_dir={tmp_path}"
     with open(tmp_path / "lock", "w") as lock:

@@ -91,9 +91,14 @@ def cards(
         environ: The environment of programs that would use them.
 
     Raises:
-        ValueError: The driver does not answer.
+        ValueError: There is no driver, or it does not answer.
     """
     driver = driver or Driver()
+    if driver.absent:
+        raise ValueError(
+            "No NVIDIA driver was found on this machine; expected one, so install it "
+            "if there is a GPU, or leave out --gpus."
+        )
     count = driver.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
     found = [_card(driver, index, environ) for index in range(count)]
     if driver.refuses:  # before, or meanwhile

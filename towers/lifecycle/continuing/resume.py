@@ -11,6 +11,29 @@ from towers.program import words
 from towers.program.voice import say
 
 
+class OtherDataError(ResumeError):
+    """A run goes on in the middle of an epoch, and the data are others.
+
+    Attributes:
+        run: What to call the run.
+        changes: By name, what data were and what they are, where the two differ.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        changes: Mapping[str, tuple[Any, Any]],
+        causes: Mapping[str, str] | None = None,
+    ):
+        """Takes what has changed, and by what, if that is known."""
+        super().__init__(
+            f"The run {run} goes on in the middle of an epoch, but the data are "
+            f"others: {_listed(changes, '{}, but received {}', causes)}; "
+            "expected the same."
+        )
+        self.run, self.changes = run, changes
+
+
 def start(
     run: str,
     about: Mapping[str, Any],
@@ -39,10 +62,7 @@ def start(
     if changes and position.batch:
         if [*changes] == ["steps_per_epoch"]:
             _check_batches(position.batch, steps)
-        raise ResumeError(
-            f"The run {run} goes on in the middle of an epoch, but the data are "
-            f"others: {_listed(changes, '{}, but received {}')}; expected the same."
-        )
+        raise OtherDataError(run, changes)
     if position.batch:
         _check_batches(position.batch, steps)
     if changes:
@@ -129,9 +149,10 @@ def check_classes(
     )
 
 
-def _listed(changes, text):
+def _listed(changes, text, causes=None):
     return "; ".join(
         f"{name} {text.format(*('unknown' if each is None else each for each in both))}"
+        + (f" (by {causes[name]})" if causes and name in causes else "")
         for name, both in changes.items()
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import textwrap
@@ -95,7 +96,7 @@ def read(
 
     Raises:
         ValueError: A flag is unknown, or has a value of another form; or there is
-            anything but flags.
+            anything but flags, or a file of flags is no text.
         SystemExit: The help was asked for.
     """
     asked = {
@@ -115,6 +116,8 @@ def read(
         for note in notes:
             voice.say(note)
         rest = values([argv[0], *arguments])
+    except UnicodeDecodeError as error:
+        raise ValueError(_no_text(argv)) from error
     except flags.UnrecognizedFlagError as error:
         raise ValueError(unknown_flag(error.flagname, list(values))) from error
     except flags.IllegalFlagValueError as error:
@@ -128,6 +131,28 @@ def read(
             f"{example} (see --help)."
         )
     return rest
+
+
+def _no_text(argv):
+    """Says which file of flags is no text."""
+    files = re.findall(r"^--?flagfile[=\n](.*)$", "\n".join(argv), re.M)
+    file = next((each for each in files if not _is_text(each)), None)
+    what = f"--flagfile={file}, which is no text"
+    if file is None:
+        what = f"--flagfile={files[-1]}, which names a file that is no text"
+    return f"Received {what}; expected one flag in each line, such as --seed=1."
+
+
+def _is_text(path):
+    try:
+        with open(os.path.expanduser(path)) as file:
+            for _ in file:
+                pass
+    except UnicodeDecodeError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def settings(kind: type[T], values: flags.FlagValues = flags.FLAGS) -> T:

@@ -1,0 +1,58 @@
+"""What a local store says of the data that it keeps, and of those that it does not."""
+
+import math
+from collections.abc import Sequence
+
+from towers.input_pipeline.local_store.packs import Taken
+from towers.input_pipeline.local_store.places import is_far
+from towers.program import words
+
+# Of what there is, for tables and for files that grow.
+FILLED = 0.97
+
+
+def of_data(
+    name: str, size: int, fraction: float, folder: str, paths: Sequence[str]
+) -> str:
+    """Says how much of a data set is kept, before it is read.
+
+    Args:
+        name: of the data set.
+        size: its bytes.
+        fraction: the part of it that is kept.
+        folder: where.
+        paths: some of its files.
+    """
+    kept = "all of it"
+    if fraction < 1:
+        kept = (
+            f"{100 * fraction:.3g}% of it, spread evenly, and what is left "
+            "is read from where it lies in each epoch"
+        )
+    if paths and not any(map(is_far, paths)):
+        kept += (
+            "; its files lie on a local disk, where a store is of no use: leave "
+            "out --local_store (in Python, local_store)"
+        )
+    return f"{name} has {words.size(size)}: {folder} keeps {kept}."
+
+
+def of_limit(folder: str, taken: Taken, size: int, left: int) -> str:
+    """Says what has found no room, once all is read.
+
+    Args:
+        folder: of the store.
+        taken: what its folder takes now.
+        size: bytes of all data that were read through it.
+        left: those of them that have found no room.
+    """
+    needed = taken.others + size / FILLED
+    gb = math.ceil(10 * needed / 2**30) / 10
+    more = f"--local_store_gb={gb:g} (in Python, limit_gb) would hold all"
+    if needed > taken.disk:
+        more = f"a disk with {gb:g} GB for it would hold all"
+    return (
+        f"The local store {folder} is full: {words.size(left)} of {words.size(size)} "
+        f"({left / size:.0%}) stay remote, and are read from where they lie in each "
+        f"epoch; {more}."
+    )
