@@ -5,12 +5,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework.dataset_metadata_pb2 import Metadata
 from tensorflow.core.framework.model_pb2 import ModelProto, NodeClass
+from tensorflow.python.ops import script_ops
 
 __all__ = [
     "Metadata",
@@ -19,6 +20,7 @@ __all__ = [
     "dataset_of",
     "free_aside",
     "functions_of",
+    "guard_python",
     "inputs_of",
     "metadata_of",
 ]
@@ -65,6 +67,23 @@ def _free():
         # Whoever freed the iterator lets go of it a moment later, and must not be last.
         time.sleep(_MOMENT_S)
         del behind
+
+
+def guard_python(wrap: Callable[[Callable], Callable]) -> None:
+    """Wraps what calls all functions of `tf.numpy_function` and `tf.py_function`.
+
+    `Dataset.from_generator`, and so Keras's own data sets, are made of these.
+    """
+    registry = script_ops.FuncRegistry
+    call, wrapped = registry.__call__, wrap(registry.__call__)
+
+    @functools.wraps(call)
+    def called(self, token, *arguments):
+        # A generator that is refused ends, which TensorFlow reports if it cannot.
+        ends = getattr(self.get(token), "__name__", "") == "finalize_py_func"
+        return (call if ends else wrapped)(self, token, *arguments)
+
+    registry.__call__ = called
 
 
 def dataset_of(iterator: tf.data.Iterator) -> tf.data.Dataset | None:

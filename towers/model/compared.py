@@ -10,6 +10,7 @@ from towers.builders.builder import Builder
 from towers.devices import HOST
 from towers.keras_adapter.datasets import free_aside
 from towers.model.replayable import ReplayableBatches
+from towers.program import python_calls
 from towers.tower.compare import BatchWanted
 
 
@@ -38,6 +39,7 @@ def compared(
         is_list, batches = isinstance(data, list), None
         if isinstance(data, tf.data.Iterator):
             free_aside(data)
+            python_calls.guard_all()
         if not isinstance(data, list | tf.data.Iterator):
             batches = ReplayableBatches(data, steps)
         wanted = set()

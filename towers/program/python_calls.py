@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from towers.keras_adapter.datasets import guard_python
+
 # Threads of TensorFlow call no more once there were no calls for so long.
 _QUIET_S, _AT_MOST_S = 0.1, 10.0
 
@@ -25,7 +27,8 @@ class _Calls:
             self._running += 1
         if self._ending:
             self.__exit__()
-            raise ValueError("Python ends")
+            # The one error of which TensorFlow does not log the stack.
+            raise StopIteration
 
     def __exit__(self, *_):
         with self._lock:
@@ -53,7 +56,7 @@ def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
     TensorFlow would wait for it forever, to free an iterator.
 
     Returns:
-        The function, which raises a ValueError once Python ends.
+        The function, which raises a StopIteration once Python ends.
     """
 
     @functools.wraps(function)
@@ -62,3 +65,13 @@ def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return called
+
+
+@functools.cache
+def guard_all() -> None:
+    """Does the same to all functions that TensorFlow calls, as a user's data set does.
+
+    Whoever keeps a user's iterator beyond its use has to: Keras frees it while Python
+    is there.
+    """
+    guard_python(until_exit)

@@ -22,6 +22,7 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
     Raises:
         OSError: It cannot be written.
     """
+    path = os.path.realpath(path)  # Links stay.
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
         with open(unfinished, mode, **options) as file:

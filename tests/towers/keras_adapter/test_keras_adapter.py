@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
+from tensorflow.python.ops import script_ops
 
 from towers.keras_adapter import (
     datasets,
@@ -1011,6 +1012,33 @@ def _():
     (function,) = datasets.functions_of(_dataset())
     assert b"doubled" in function.function.name
     assert graphs.function_definition(function.function.name.decode())
+
+
+@contract(
+    "tensorflow.python.ops.script_ops.FuncRegistry",
+    "guard_python",
+    "calls all Python functions of graphs; a generator's last is finalize_py_func",
+)
+def _():
+    registry, begun = script_ops.FuncRegistry, []
+
+    def wrap(call):
+        def wrapped(self, token, *arguments):
+            begun.append(self.get(token).__name__)
+            return call(self, token, *arguments)
+
+        return wrapped
+
+    kept = registry.__call__
+    try:
+        datasets.guard_python(wrap)
+        spec = tf.TensorSpec([], tf.int64)
+        data = tf.data.Dataset.from_generator(lambda: iter([1]), output_signature=spec)
+        assert [*data.as_numpy_iterator()] == [1]
+    finally:
+        registry.__call__ = kept
+    assert "generator_py_func" in begun
+    assert "finalize_py_func" not in begun
 
 
 @contract("_inputs", "inputs_of", "lists the data sets that a transformation reads")

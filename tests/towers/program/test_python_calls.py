@@ -1,5 +1,6 @@
 """Python ends while threads of TensorFlow call Python functions."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,63 @@ iterator = iter(make_dataset(source, "train", 64, repeat=True))
 next(iterator)
 raise SystemExit(7)
 """
+# A data set that has far more to read ahead than it has time for.
+READS_ON = """
+import time
+import towers
+
+towers.configure(num_gpus=2)
+import tensorflow as tf
+from towers.program.python_calls import until_exit
+
+def later(number):
+    time.sleep(0.002)
+    return number
+
+data = tf.data.Dataset.range(100_000)
+called = until_exit(later)
+data = data.map(lambda number: tf.numpy_function(called, [number], tf.int64))
+iterator = iter(data.prefetch(1_000))
+next(iterator)
+raise SystemExit(7)
+"""
+# A user's data set, whose batches take a moment; of a fit that ends in the middle.
+FITS = """
+import time
+import towers
+
+towers.configure(num_gpus=2)
+import keras
+import numpy as np
+
+class Slow(keras.utils.PyDataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return np.zeros((8, 4), "float32"), np.zeros((8, 1), "float32")
+
+def end(batch, logs):
+    if batch == 3:
+        raise SystemExit(7)
+
+callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+parallel = towers.multi_gpu_model(model)
+parallel.compile("sgd", "mse")
+parallel.fit(Slow(), verbose=0, callbacks=[callback])
+"""
 
 
-def test_python_ends_with_its_exit_code(tmp_path):
-    command = [sys.executable, "-c", READS, str(tmp_path / "images.npy")]
-    done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True)
+@pytest.mark.parametrize("script", [READS, READS_ON, FITS])
+def test_python_ends_with_its_exit_code(tmp_path, script):
+    command = [sys.executable, "-c", script, str(tmp_path / "images.npy")]
+    # What TensorFlow logs is to be seen, whatever the tests' own setting.
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, timeout=TIMEOUT_S, capture_output=True
+    )
     assert done.returncode == 7, done.stderr.decode()
     assert b"Traceback" not in done.stderr
 

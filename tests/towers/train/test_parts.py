@@ -152,8 +152,15 @@ def test_a_report_that_looks_at_the_lock_keeps_no_run_away(tmp_path, monkeypatch
 
 
 def test_clean_removes_only_what_a_run_wrote(tmp_path):
-    mine = ["notes.txt", "other.keras", "train/cat/1.png", "checkpoints/mine.h5"]
+    mine = [
+        "notes.txt",
+        "notes.txt.123.unfinished",
+        "other.keras",
+        "train/cat/1.png",
+        "checkpoints/mine.h5",
+    ]
     written = ["model.keras", "summary.json", "flags.txt", "unfinished.keras"]
+    written += ["not_finite.npz.123.unfinished", "bad_records.json.unfinished"]
     written += ["checkpoints/ckpt-1-0/variables.index"]
     written += ["checkpoints/.unfinished/variables.index"]
     written += [f"{r}/events.out.tfevents.1.v2" for r in ("train", "validation")]

@@ -130,7 +130,9 @@ def remove_run(model_dir: str) -> None:
         NOT_FINITE,
         *requests.FILES,
     ):
-        for path in glob.glob(os.path.join(glob.escape(model_dir), pattern)):
+        written = os.path.join(glob.escape(model_dir), pattern)
+        # Beside it, what a process that was killed leaves; see `whole_file`.
+        for path in {*glob.glob(written), *glob.glob(f"{written}.*unfinished")}:
             # A trace is one, and so is a save that was killed.
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     for name in ("checkpoints", "train/plugins", "train", "validation"):
