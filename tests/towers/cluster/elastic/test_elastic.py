@@ -173,12 +173,12 @@ def test_others_are_wanted(run):
 
 
 def test_too_few_remain(run):
-    run = run(least=2, most=2, join_seconds=2)
+    run = run(least=2, most=2, join_seconds=8)
     run.start(0, 1)
     run.begin(0, 1)
     run.kill(1)
     over = run.event(Over, failed=True)
-    assert over.why.endswith(") after 2 s; expected 2 at least.")
+    assert over.why.endswith(") after 8 s; expected 2 at least.")
     code, said = run.end(0)
     assert (code, said["error"]) == (ANOTHER_FAILED, over.why)
 
