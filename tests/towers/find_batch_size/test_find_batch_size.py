@@ -398,7 +398,7 @@ def test_bad_flags(flag, expected):
 def test_flags_without_effect_are_told(capsys):
     read("--model_dir=x", "--clean", "--train_epochs=1", "--cache=none", "--ema=0.9")
     assert capsys.readouterr().err == (
-        f"{MODULE}: These flags have no effect here: --train_epochs=1 --cache=none\n"
+        f"{MODULE}: These flags have no effect here: --train_epochs=1 --cache=none.\n"
     )
     read("--model=mlp", "--batch_size=8", "--train_epochs=30")
     assert not capsys.readouterr().err

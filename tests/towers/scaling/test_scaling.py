@@ -258,7 +258,7 @@ def test_flags_are_checked(flag, said):
 def test_flags_without_effect_are_told(flags, said, capsys):
     with flagsaver.flagsaver():
         scaling_flags.read([MODULE, *flags.split()], "What it is for.")
-    line = f"{MODULE}: These flags have no effect here: {said}\n"
+    line = f"{MODULE}: These flags have no effect here: {said}.\n"
     assert capsys.readouterr().err == (line if said else "")
 
 

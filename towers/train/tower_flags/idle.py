@@ -29,6 +29,6 @@ def say(settings: Settings, names: Sequence[str], program: str) -> None:
     ]
     if given:
         print(
-            f"{program}: These flags have no effect here: {' '.join(given)}",
+            f"{program}: These flags have no effect here: {' '.join(given)}.",
             file=sys.stderr,
         )
