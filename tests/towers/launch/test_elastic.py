@@ -151,6 +151,8 @@ def test_one_is_killed_and_another_one_takes_its_place(run, victim):
 def test_all_are_killed(run):
     run.start("2:3", "--max_restarts=1")
     before = run.begin(0, 1, 2)
+    # First they stand still: else the last ones may go on before they are killed.
+    kill(*before.values(), number=signal.SIGSTOP)
     kill(*before.values())
     after = run.begin(0, 1, 2)
     assert not {*pids(after).values()} & {*pids(before).values()}

@@ -230,4 +230,9 @@ def test_nothing_grows_with_the_changes(run):
         run.kill(slots[1])
         run.begin(slots[0])
         run.start(change + 2)
-    assert opened == opened[:1] * 8
+    # A change that is under way may hold a file more for a moment.
+    before, after = (
+        [min(each) for each in zip(*half, strict=True)]
+        for half in (opened[:4], opened[4:])
+    )
+    assert after == before, opened
