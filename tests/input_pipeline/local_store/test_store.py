@@ -1,6 +1,7 @@
 """A store changes nothing but where data are read, whatever becomes of it."""
 
 import concurrent.futures
+import dataclasses
 import os
 import pathlib
 import random
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from tests import object_store, once, warm
 from tests.input_pipeline.local_store import fill
+from tests.input_pipeline.pipeline.test_rows import check as check_rows
 from tests.variants import slow
 from towers.input_pipeline import (
     BadRecordError,
@@ -26,6 +28,7 @@ from towers.input_pipeline import (
     scan_labels,
 )
 from towers.input_pipeline.local_store import notes, packs, places, store
+from towers.input_pipeline.pipeline import Pipeline
 
 FILL = "tests.input_pipeline.local_store.fill"
 KINDS = "tfrecord", "folder", "masks", "csv", "parquet", "pictures"
@@ -155,6 +158,18 @@ def test_the_same_batches_in_the_same_order(
         # The second one has read nothing from where the data lie.
         assert (opened.remote_blocks > 0) == fills
         assert not opened.said
+
+
+@pytest.mark.parametrize("kind", ["folder", "tfrecord", slow("csv"), slow("parquet")])
+def test_hosts_read_their_rows_through_one_store(specs, local_store, kind):
+    opened = local_store()
+    source = open_source(specs[kind], local_store=opened)
+    shape = (8, 8, 3) if source.input_kind == "image" else None
+    made = Pipeline(source, "train", batch_size=16, image_shape=shape, seed=1)
+    # In two epochs: from where the data lie, and from the store.
+    for start in (0, 1):
+        check_rows(dataclasses.replace(made, start_epoch=start), (1, 2), (1, 1))
+    assert not opened.said
 
 
 def test_reads_each_block_once(specs, local_store):
