@@ -69,9 +69,9 @@ def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def guard_all() -> None:
-    """Does the same to all functions that TensorFlow calls, as a user's data set does.
+    """Does the same to all functions that TensorFlow calls: a user's data set has some.
 
-    Whoever keeps a user's iterator beyond its use has to: Keras frees it while Python
-    is there.
+    Who keeps a user's iterator beyond its use has to call this. Keras alone would free
+    it while Python is there.
     """
     guard_python(until_exit)
