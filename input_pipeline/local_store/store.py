@@ -168,7 +168,8 @@ class LocalStore:
         atexit.unregister(self.close)
         self._ahead.close()
         self.flush()
-        if self._takes_more:  # else it is closed, or why it does not is said
+        # Else it is closed, or why it takes nothing is said; or nothing was remote.
+        if self._takes_more and self.remote_blocks:
             self._tell_of_limit()
         self._takes_more = False
         self._writer.shutdown()

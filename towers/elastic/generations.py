@@ -18,7 +18,8 @@ class Generation:
         seconds: From the end of the last step before to that of its first one; `None`
             for the first generation.
         steps_lost: Steps before that had to be computed again.
-        split_ratios: The parts of a batch of the towers; empty if unknown.
+        split_ratios: The parts of a batch that the towers get; empty on several hosts,
+            and in runs of earlier versions.
     """
 
     step: int

@@ -15,8 +15,8 @@ from towers.train.tower_flags import idle
 _SEARCH = {"module_name": "Search"}
 _PROBE = {"module_name": "Each size"}
 
-# An earlier run in --model_dir is read: what it has measured of the data, and found of
-# the towers. Of the data, no example is.
+# No example is read. But --model_dir is: what an earlier run there has measured of the
+# data, and found of the towers.
 _IDLE = (
     *(*idle.OF_A_RUN, "eval_only", "cache", "shuffle_mb", "ram_budget_mb"),
     *("data_service", "recipe", "randaugment", "group_by_length"),

@@ -79,7 +79,7 @@ def guard_python(wrap: Callable[[Callable], Callable]) -> None:
 
     @functools.wraps(call)
     def called(self, token, *arguments):
-        # A generator that is refused ends, which TensorFlow reports if it cannot.
+        # Generators may end at any time; TensorFlow reports those that could not.
         ends = getattr(self.get(token), "__name__", "") == "finalize_py_func"
         return (call if ends else wrapped)(self, token, *arguments)
 

@@ -21,14 +21,12 @@ class _Calls:
         self._begun = self._running = 0
         self._ending = False
 
-    def __enter__(self):
+    def __enter__(self) -> bool:
+        """Tells whether the call may be."""
         with self._lock:
             self._begun += 1
             self._running += 1
-        if self._ending:
-            self.__exit__()
-            # The one error of which TensorFlow does not log the stack.
-            raise StopIteration
+        return not self._ending
 
     def __exit__(self, *_):
         with self._lock:
@@ -56,22 +54,24 @@ def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
     TensorFlow would wait for it forever, to free an iterator.
 
     Returns:
-        The function, which raises a StopIteration once Python ends.
+        The function, which returns no values once Python ends. TensorFlow makes an
+        error of that, without a stack trace. A StopIteration would be the end of the
+        data, of which `Dataset.cache` would keep the part as the whole.
     """
 
     @functools.wraps(function)
     def called(*arguments):
-        with _calls:
-            return function(*arguments)
+        with _calls as allowed:
+            return function(*arguments) if allowed else []
 
     return called
 
 
 @functools.cache
 def guard_all() -> None:
-    """Does the same to all functions that TensorFlow calls, as a user's data set does.
+    """Does the same to all functions that TensorFlow calls: a user's data set has some.
 
-    Whoever keeps a user's iterator beyond its use has to: Keras frees it while Python
-    is there.
+    Who keeps a user's iterator beyond its use has to call this. Keras alone would free
+    it while Python is there.
     """
     guard_python(until_exit)

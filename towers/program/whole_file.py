@@ -10,9 +10,10 @@ from typing import IO, Any
 def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
     """Opens a file to write to.
 
-    Whoever reads it sees all of it, or what was there before. Processes that write to
-    the same one do so under different names, and the last one to end wins. If writing
-    fails, nothing is left; a process that is killed leaves PATH.PID.unfinished.
+    Whoever reads it sees all of it, or what was there before. Processes of a machine
+    that write to the same one use different names, and the last one to end wins. If
+    writing fails, nothing is left; a process that is killed leaves
+    PATH.PID.unfinished.
 
     Args:
         path: Its name. The folder has to be there.

@@ -17,8 +17,8 @@ from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
 from towers.train.settings import DEFAULTS, NAMES, Settings
 
-# The flags that decide what data have to be the same within an epoch; the first one is
-# named even if it is not given.
+# What has to stay the same within an epoch, and the flags that decide it; the first one
+# is named even if it is not given.
 _DECIDE = {
     "dataset": ("dataset",),
     "files": ("dataset", "data_dir", "eval_dataset"),

@@ -19,9 +19,10 @@ def call(
     ``ValueError`` becomes an InvalidArgumentError here.
     """
 
+    @until_exit
     def run(*arguments):
         try:
-            return b"", *until_exit(function)(*arguments)
+            return b"", *function(*arguments)
         except ValueError as error:
             nothing = (np.empty([0], kind.as_numpy_dtype) for kind in types)
             return str(error).encode(), *nothing

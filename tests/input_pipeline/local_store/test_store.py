@@ -340,6 +340,13 @@ def test_says_once_at_the_end_what_has_found_no_room(
     assert not larger.said
 
 
+def test_a_store_of_which_nothing_was_read_says_nothing_at_the_end(specs, local_store):
+    opened = local_store(limit_gb=1e-6)
+    open_source(specs["folder"], local_store=opened)
+    opened.close()
+    assert not opened.said
+
+
 def test_a_disk_that_is_too_small_is_no_matter_of_the_limit():
     taken = packs.Taken(ours=2**30, others=2**30, disk=3 * 2**30)
     line = notes.of_limit("/store", taken, 5 * 2**30, 4 * 2**30)

@@ -69,9 +69,35 @@ parallel = towers.multi_gpu_model(model)
 parallel.compile("sgd", "mse")
 parallel.fit(Slow(), verbose=0, callbacks=[callback])
 """
+# A user's data set that TensorFlow caches in a file; of a fit that ends in the middle.
+CACHES = """
+import sys, time
+import towers
+
+towers.configure(num_gpus=2)
+import keras
+import tensorflow as tf
+
+def rows():
+    for _ in range(100_000):
+        time.sleep(0.002)
+        yield tf.zeros([8, 4]).numpy(), tf.zeros([8, 1]).numpy()
+
+def end(batch, logs):
+    if batch == 3:
+        raise SystemExit(7)
+
+spec = tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1])
+data = tf.data.Dataset.from_generator(rows, output_signature=spec)
+callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+parallel = towers.multi_gpu_model(model)
+parallel.compile("sgd", "mse")
+parallel.fit(data.cache(sys.argv[1]).prefetch(50), verbose=0, callbacks=[callback])
+"""
 
 
-@pytest.mark.parametrize("script", [READS, READS_ON, FITS])
+@pytest.mark.parametrize("script", [READS, READS_ON, FITS, CACHES])
 def test_python_ends_with_its_exit_code(tmp_path, script):
     command = [sys.executable, "-c", script, str(tmp_path / "images.npy")]
     # What TensorFlow logs is to be seen, whatever the tests' own setting.
@@ -81,6 +107,8 @@ def test_python_ends_with_its_exit_code(tmp_path, script):
     )
     assert done.returncode == 7, done.stderr.decode()
     assert b"Traceback" not in done.stderr
+    # A part of the data is no whole cache.
+    assert not [*tmp_path.glob("*.index")]
 
 
 def _that_call_python():

@@ -75,5 +75,6 @@ def messages(desk: Any) -> Iterator[tuple]:
         except ray.exceptions.RayError as error:
             found = [("done", cluster.first_line(error))]  # its cluster has gone
         seen += len(found)
-        for name, *values in found:
+        # A worker's last message may come after it.
+        for name, *values in sorted(found, key=lambda each: each[0] == "done"):
             yield name, *values
