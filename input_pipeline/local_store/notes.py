@@ -52,7 +52,7 @@ def of_limit(folder: str, taken: Taken, size: int, left: int) -> str:
     if needed > taken.disk:
         more = f"a disk with {gb:g} GB for it would hold all"
     return (
-        f"The local store {folder} is full: {words.size(left)} of {words.size(size)} "
-        f"({left / size:.0%}) stay remote, and are read from where they lie in each "
-        f"epoch; {more}."
+        f"The local store {folder} has no room for {words.size(left)} of "
+        f"{words.size(size)} ({left / size:.0%}), which are read from where they lie "
+        f"in each epoch; {more}."
     )

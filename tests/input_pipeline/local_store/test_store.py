@@ -329,8 +329,8 @@ def test_says_once_at_the_end_what_has_found_no_room(
     opened.close()
     opened.close()
     (line,) = opened.said
-    assert line.startswith(f"The local store {opened.folder} is full: ")
-    left = float(re.search(r" \((\d+)%\) stay remote, ", line)[1])
+    assert line.startswith(f"The local store {opened.folder} has no room for ")
+    left = float(re.search(r" \((\d+)%\), which are read ", line)[1])
     assert 20 < left < 80
     assert "; --local_store_gb=0.1 (in Python, limit_gb) would hold all." in line
     # So it is: nothing is to be said then.
@@ -351,9 +351,9 @@ def test_a_disk_that_is_too_small_is_no_matter_of_the_limit():
     taken = packs.Taken(ours=2**30, others=2**30, disk=3 * 2**30)
     line = notes.of_limit("/store", taken, 5 * 2**30, 4 * 2**30)
     assert line == (
-        "The local store /store is full: 4,096.0 MB of 5,120.0 MB (80%) stay remote, "
-        "and are read from where they lie in each epoch; a disk with 6.2 GB for it "
-        "would hold all."
+        "The local store /store has no room for 4,096.0 MB of 5,120.0 MB (80%), which "
+        "are read from where they lie in each epoch; a disk with 6.2 GB for it would "
+        "hold all."
     )
 
 

@@ -132,7 +132,8 @@ def remove_run(model_dir: str) -> None:
     ):
         written = os.path.join(glob.escape(model_dir), pattern)
         # Beside it, what a process that was killed leaves; see `whole_file`.
-        for path in {*glob.glob(written), *glob.glob(f"{written}.*unfinished")}:
+        ends = "", ".unfinished", ".[0-9]*.unfinished"
+        for path in {path for end in ends for path in glob.glob(written + end)}:
             # A trace is one, and so is a save that was killed.
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     for name in ("checkpoints", "train/plugins", "train", "validation"):
