@@ -88,6 +88,7 @@ def test_a_run_that_has_ended_says_nothing(stopped, capsys):
 def test_a_damaged_model_is_a_sentence(stopped, tmp_path, place):
     shutil.copytree(stopped.model_dir, tmp_path / "run")
     path = tmp_path / "run" / "model.keras"
+    stopped.model.save(path)  # In this process, the run may not have ended.
     content = bytearray(path.read_bytes())
     first = {"begin": 0, "middle": len(content) // 2, "end": len(content) - 64}[place]
     content[first : first + 64] = bytes(64)
