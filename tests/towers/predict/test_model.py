@@ -1,5 +1,6 @@
 """The model of a run that has not ended is that of its newest checkpoint."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -74,10 +75,16 @@ def test_a_damaged_checkpoint_is_a_sentence(stopped, tmp_path):
         towers.load_model(tmp_path)
 
 
-# It ends the run; so those that need its end come after it.
-def test_a_run_that_has_ended_says_nothing(stopped, capsys):
-    files.end(stopped, summary.summarise(stopped, run.evaluate(stopped), None))
-    before = weights(stopped.model_dir)
+def ended(job, folder):
+    """Makes a copy of a run, as its end leaves it."""
+    shutil.copytree(job.model_dir, folder)
+    copy = dataclasses.replace(job, settings=job.settings.but(model_dir=str(folder)))
+    files.end(copy, summary.summarise(copy, run.evaluate(copy), None))
+
+
+def test_a_run_that_has_ended_says_nothing(stopped, tmp_path, capsys):
+    ended(stopped, tmp_path / "run")
+    before = weights(tmp_path / "run")
     assert "has not ended" not in capsys.readouterr().err
     with averaged(stopped.settings, stopped.model):
         for a, b in zip(before, stopped.model.get_weights(), strict=True):
@@ -86,9 +93,8 @@ def test_a_run_that_has_ended_says_nothing(stopped, capsys):
 
 @pytest.mark.parametrize("place", ("begin", "middle", "end"))
 def test_a_damaged_model_is_a_sentence(stopped, tmp_path, place):
-    shutil.copytree(stopped.model_dir, tmp_path / "run")
+    ended(stopped, tmp_path / "run")
     path = tmp_path / "run" / "model.keras"
-    stopped.model.save(path)  # In this process, the run may not have ended.
     content = bytearray(path.read_bytes())
     first = {"begin": 0, "middle": len(content) // 2, "end": len(content) - 64}[place]
     content[first : first + 64] = bytes(64)
