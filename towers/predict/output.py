@@ -105,19 +105,19 @@ def opened(path: str) -> Iterator[IO]:
     Raises:
         ValueError: It cannot be written.
     """
-    whole = os.path.realpath(path)  # Links stay.
     is_named = not path.startswith(("/dev/", "/proc/"))  # as /dev/stdout is not
     is_file = is_named and (not os.path.exists(path) or os.path.isfile(path))
     options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with (
-            whole_file.opened(whole, **options)
+            whole_file.opened(path, **options)
             if is_file
             else open(path, "a", **options)
         ) as file:
             yield file
     except OSError as error:
         raise ValueError(
-            f"Cannot write {whole}: {error.strerror}; choose another --output."
+            f"Cannot write {os.path.realpath(path)}: {error.strerror}; choose another "
+            "--output."
         ) from error
