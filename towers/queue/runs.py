@@ -9,7 +9,7 @@ from pathlib import Path
 
 from towers.program.flags.suggestions import unknown_flag
 from towers.train import tower_flags
-from towers.train.settings import DEFAULTS, NAMES, Settings
+from towers.train.settings import NAMES, Settings, is_given
 
 # What a queue decides for each run, or what it would do each time it is started.
 _OF_THE_QUEUE = {
@@ -114,7 +114,7 @@ def of(source: Source, settings: Settings, queue_dir: str) -> Run:
         ValueError: A flag is not for a queue, or --split_ratios are not for its towers.
     """
     for name, why in _OF_THE_QUEUE.items():
-        if getattr(settings, name) != getattr(DEFAULTS, name):
+        if is_given(settings, name):
             raise ValueError(
                 f"Received {settings.as_flag(name)} for a queue; expected none, as "
                 f"{why}."

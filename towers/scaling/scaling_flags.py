@@ -10,7 +10,7 @@ from towers.program.commands import check_plot
 from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import Settings, is_given
 from towers.train.tower_flags import idle
 
 _SCALING = {"module_name": "Scaling"}
@@ -110,7 +110,7 @@ def read(argv: Sequence[str], doc: str) -> Scaling:
     tower_flags.check_fixed(scaling, "towers.scaling", finds_free=True)
     tower_flags.check_whole_batch(scaling, "towers.scaling")
     for name in _OF_TOWERS:
-        if getattr(scaling, name) != getattr(DEFAULTS, name):
+        if is_given(scaling, name):
             raise ValueError(
                 f"Received {scaling.as_flag(name)}; expected none, as towers.scaling "
                 "tries different towers itself. Leave it out, and give --num_gpus for "

@@ -16,7 +16,7 @@ from towers.program.commands import (
 )
 from towers.train import tower_flags
 from towers.train.parts import metrics
-from towers.train.settings import DEFAULT_DATA, DEFAULTS, Settings
+from towers.train.settings import DEFAULT_DATA, Settings, is_given
 
 MOST_PROFILED_STEPS = 200
 
@@ -153,7 +153,7 @@ def _with_data_set(settings: Settings) -> Settings:
     }
     for name, flags in idle.items():
         for flag in flags if name in defined else ():
-            if getattr(settings, flag) != getattr(DEFAULTS, flag):
+            if is_given(settings, flag):
                 raise ValueError(
                     f"Received {settings.as_flag(flag)}, but {file} defines {name}, "
                     f"for which it says nothing; expected one of the two, so leave "
@@ -207,7 +207,7 @@ def check_not_mixed(settings: Settings) -> Settings:
             "examples and so never equal one device; leave them out."
         )
     for name in ("label_smoothing", "class_weight"):
-        if getattr(settings, name) != getattr(DEFAULTS, name):
+        if is_given(settings, name):
             raise ValueError(
                 f"Received {settings.as_flag(name)}; expected the task's own loss of "
                 "plain labels, whose steps towers.parity compares, so leave it out."

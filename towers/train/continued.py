@@ -15,7 +15,7 @@ from towers.lifecycle.continuing.resume import OtherDataError
 from towers.program import words
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
-from towers.train.settings import DEFAULTS, NAMES, Settings
+from towers.train.settings import DEFAULTS, NAMES, Settings, is_given
 
 # What has to stay the same within an epoch, and the flags that decide it; the first one
 # is named even if it is not given.
@@ -164,9 +164,7 @@ def with_flags(error: OtherDataError, settings: Settings) -> OtherDataError:
             continue  # follows from the others
         flags = _batch_flags(settings) if name == "batch size" else _DECIDE.get(name)
         given = [
-            settings.as_flag(flag)
-            for flag in flags or ()
-            if getattr(settings, flag) != getattr(DEFAULTS, flag)
+            settings.as_flag(flag) for flag in flags or () if is_given(settings, flag)
         ]
         if flags and (given or settings.dataset is not None):
             causes[name] = ", ".join(given or [f"--{flags[0]}"])

@@ -344,6 +344,11 @@ NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 DEFAULTS = Settings()
 
 
+def is_given(settings: Settings, name: str) -> bool:
+    """Tells whether a flag has another value than its default."""
+    return getattr(settings, name) != getattr(DEFAULTS, name)
+
+
 def _canonical(asked, names, flag, what):
     """Returns the name of a class as Keras spells it."""
     known = {name.lower(): name for name in names}

@@ -8,7 +8,7 @@ from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import files, model_size
 from towers.train.parts.task import described
-from towers.train.settings import DEFAULTS, OWN_NAMES
+from towers.train.settings import OWN_NAMES, is_given
 
 
 def text(job: Job) -> str:
@@ -111,7 +111,7 @@ def _idle_notes(job):
     notes = [
         f"Note: {settings.as_flag(name)} changes nothing, as {why}."
         for name, why in idle
-        if getattr(settings, name) != getattr(DEFAULTS, name)
+        if is_given(settings, name)
     ]
     folder = settings.cache_dir and os.path.expanduser(settings.cache_dir)
     if folder and not source.note.endswith(f"kept in {folder}"):

@@ -19,7 +19,7 @@ from towers.train.parts.task import described
 from towers.train.parts.training import objective
 from towers.train.parts.training.objective import is_one_hot
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
-from towers.train.settings import DEFAULTS
+from towers.train.settings import is_given
 
 NOT_FINITE = "not_finite.npz"
 
@@ -234,7 +234,7 @@ def _check_learning_rate(setup):
     if setup.mine.asks("optimizer", "learning_rate"):
         return
     for name in ("learning_rate", "lr_schedule", "warmup_steps"):
-        if getattr(setup.settings, name) != getattr(DEFAULTS, name):
+        if is_given(setup.settings, name):
             raise ValueError(
                 f"Received {setup.settings.as_flag(name)}, but optimizer of "
                 f"{str(setup.mine.path)!r} does not ask for learning_rate; expected a "

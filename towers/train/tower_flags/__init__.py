@@ -2,7 +2,7 @@
 
 import re
 
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import DEFAULTS, Settings, is_given
 from towers.train.tower_flags import devices
 from towers.train.tower_flags.devices import check_fixed, check_ratios, read_shares
 
@@ -170,7 +170,7 @@ def _check_batch_per_tower(settings: Settings) -> None:
         "split_ratios": "which gives towers unequal parts; expected --batch_size, the "
         "examples of all towers",
     }.items():
-        if getattr(settings, name) != getattr(DEFAULTS, name):
+        if is_given(settings, name):
             raise ValueError(
                 f"Received --batch_size_per_tower={size} and "
                 f"{settings.as_flag(name)}, {why}."
@@ -223,7 +223,7 @@ def _check_stages(settings: Settings) -> None:
     wanted = [
         name
         for name in ("stages", "micro_batches", "recompute")
-        if getattr(settings, name) != getattr(DEFAULTS, name)
+        if is_given(settings, name)
     ]
     for flag, refused in (
         ("variable_update", settings.asynchronous),

@@ -4,7 +4,7 @@ import math
 
 from towers.program import words
 from towers.program.startup import MOST_DEVICES
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import Settings, is_given
 
 
 def check(settings: Settings) -> None:
@@ -26,7 +26,7 @@ def _check_count(settings: Settings) -> None:
     _check_most(settings)
     _check_sharing(settings)
     for name in ("gpu_indices", "gpu_split"):
-        if settings.finds_count and getattr(settings, name) != getattr(DEFAULTS, name):
+        if settings.finds_count and is_given(settings, name):
             raise ValueError(
                 f"Received --num_gpus=auto and {settings.as_flag(name)}; expected one "
                 "of them, as auto tries the first GPUs, each as a whole."
@@ -158,7 +158,7 @@ def _check_sharing(settings: Settings) -> None:
     if read_shares(settings) is None:
         return
     for name in ("num_gpus", "split_ratios", "stages"):
-        if getattr(settings, name) != getattr(DEFAULTS, name):
+        if is_given(settings, name):
             raise ValueError(
                 f"Received {settings.as_flag(name)} and "
                 f"{settings.as_flag('share_gpus')}, by which towers come and go one by "

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import Settings, is_given
 
 OF_A_RUN = (
     *("checkpoint", "monitor", "monitor_mode", "early_stopping", "log_csv"),
@@ -22,11 +22,7 @@ def say(settings: Settings, names: Sequence[str], program: str) -> None:
         names: Those that have no effect.
         program: What to call the program.
     """
-    given = [
-        settings.as_flag(name)
-        for name in names
-        if getattr(settings, name) != getattr(DEFAULTS, name)
-    ]
+    given = [settings.as_flag(name) for name in names if is_given(settings, name)]
     if given:
         print(
             f"{program}: These flags have no effect here: {' '.join(given)}.",

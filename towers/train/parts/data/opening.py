@@ -11,7 +11,7 @@ from towers.program.commands import read_image_size
 from towers.train.checks import DATA_FLAGS
 from towers.train.parts.data import scale
 from towers.train.parts.task import TASKS, described
-from towers.train.settings import DEFAULTS, Settings
+from towers.train.settings import Settings, is_given
 
 
 def open_sources(
@@ -138,7 +138,7 @@ def choose_image_shape(
         what = what.get(source.input_kind, "tokens")
         mixing = () if source.input_kind == "row" else ("mixup_alpha", "cutmix_alpha")
         for name in ("image_size", "recipe", "randaugment", *mixing):
-            if getattr(settings, name) != getattr(DEFAULTS, name):
+            if is_given(settings, name):
                 raise ValueError(
                     f"Received {settings.as_flag(name)}, but {source.name} has rows "
                     f"of {what}; expected images, so leave it out."
