@@ -34,7 +34,7 @@ COMMANDS = {
         "Serve batches to training on other machines.",
     ),
 }
-_HELP = f"""Trains Keras models on several devices of one machine, as on one big device.
+_HELP = f"""Trains Keras models on several devices, of one machine or of several.
 
     towers COMMAND [FLAGS]
 

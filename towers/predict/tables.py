@@ -10,6 +10,7 @@ import numpy as np
 
 from towers.input_pipeline.sources.tables.row_groups import is_text
 from towers.program import words
+from towers.program.extras import install_command
 from towers.train.outputs.preprocessing import Preprocessing
 
 _PARQUET = (".parquet", ".pq")
@@ -137,7 +138,7 @@ def _parquet(file, columns, empty):
     except ImportError as error:
         raise ValueError(
             f"{file} needs the package pyarrow, which is not installed; expected it, "
-            "so pip install 'keras-towers[parquet]'."
+            f"so run: {install_command('parquet')}"
         ) from error
     try:
         table = parquet.ParquetFile(file)

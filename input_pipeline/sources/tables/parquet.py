@@ -19,6 +19,7 @@ from towers.input_pipeline.sources.tables import (
     table_targets,
 )
 from towers.input_pipeline.sources.targets import Target, TargetKind
+from towers.program.extras import install_command
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16
@@ -77,7 +78,7 @@ class ParquetSource(FileSource, StreamSource):
         except ImportError as error:
             raise ValueError(
                 f"'parquet:{pattern}' needs the package pyarrow, which is not "
-                "installed: pip install 'keras-towers[parquet]'"
+                f"installed: {install_command('parquet')}"
             ) from error
         super().__init__(pattern, num_classes, **options)
         self._groups = row_groups.RowGroups(self._all_files(), self._stored)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.tables import columns, row_groups
+from towers.program.extras import install_command
 
 
 class Row(NamedTuple):
@@ -113,8 +114,8 @@ class Parquet:
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"{paths[0]} needs the package pyarrow, which is not installed: pip "
-                "install 'keras-towers[parquet]'"
+                f"{paths[0]} needs the package pyarrow, which is not installed: "
+                f"{install_command('parquet')}"
             ) from error
         self._groups = row_groups.RowGroups(paths)
 
