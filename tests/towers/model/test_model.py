@@ -312,12 +312,12 @@ def test_weights_save_and_export(tmp_path):
 class Custom(keras.Model):
     def __init__(self):
         super().__init__()
-        self.dense = keras.layers.Dense(3, activation="softmax")
         self.dropout = keras.layers.Dropout(0.9)
+        self.classes = keras.layers.Dense(3, activation="softmax")
 
     def call(self, x, training=False):
         # Passes `training` on to nobody: Keras's call context does.
-        return self.dense(self.dropout(x))
+        return self.classes(self.dropout(x))
 
 
 def test_a_subclassed_model_is_built_and_trains():
@@ -509,7 +509,7 @@ class _Unreadable(keras.layers.Layer):
 def test_doubts_and_placement_are_said_once(caplog):
     data = _batches()
     model = Custom()
-    model.dense = keras.Sequential([_Unreadable(), model.dense])
+    model.classes = keras.Sequential([_Unreadable(), model.classes])
     parallel = _compiled(model)
     parallel.fit(data, epochs=2, shuffle=False, verbose=0)
     parallel.evaluate(data, verbose=0)
