@@ -204,7 +204,7 @@ def _fault_of_text(tokenizer, text):
 def _lines(trained, file):
     try:
         if trained.preprocessing.task == "tagging":
-            yield from ((*found, "") for found in sentences.read(trained, file))
+            yield from sentences.read(trained, file)
             return
         with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):

@@ -144,6 +144,18 @@ def test_the_end_of_each_of_few_files_is_held_out(tmp_path):
     assert source.files("train") == source.files("test")
 
 
+def test_files_are_held_out_of_those_that_are_good(tmp_path):
+    _write(tmp_path, *["one two three"] * 9, b"\xff", "three " * 9)
+    options = {"eval_fraction": None, "tokenizer": _WORDS, "skip_bad": True}
+    source = _open(tmp_path, 2, **options)
+    assert source.files("test") == [f"{tmp_path}/10.txt"]
+    # Bad ones are none of the ten of which one can be held out.
+    (tmp_path / "08.txt").write_bytes(b"\xff")
+    source = _open(tmp_path, 2, **options)
+    assert source.files("test") == source.files("train")
+    assert "text, at the end of each file" in source.notes[0]
+
+
 def test_files_are_held_out_by_their_names(tmp_path):
     _write(tmp_path, "train " * 9, name="a.txt")
     _write(tmp_path, "valid " * 9, name="valid.txt")
