@@ -273,17 +273,17 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):
         pattern = os.path.join(pattern, "*")
+    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     paths = sorted(
         path
         for path in _glob(pattern)
-        if not os.path.basename(path).startswith(".")
+        if not _is_hidden(path, fixed)
         # TFDS and the converter describe their files beside them.
         and not path.endswith(".json")
         and not tf.io.gfile.isdir(path)
     )
     if not paths:
         raise no_files(kind, pattern)
-    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     groups: dict[str, list[str]] = {}
     for path in paths:
         words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
@@ -293,6 +293,12 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     test = held_out(groups)
     found = {"train": groups.get("train"), "test": groups.get(test)}
     return {split: paths for split, paths in found.items() if paths}
+
+
+def _is_hidden(path: str, fixed: str) -> bool:
+    """Whether a file is hidden, or in a hidden folder below the one that is named."""
+    names = os.path.relpath(path, fixed or ".").split(os.sep)
+    return any(name.startswith(".") for name in names)
 
 
 def _glob(pattern: str) -> set[str]:

@@ -87,7 +87,7 @@ def test_what_is_left_out_is_said(tmp_path):
     left, unknown, cut = source.notes
     assert left == (
         "2 files left out: 1 .feat, 1 .txt beside the class folders; files are read if "
-        "they are .txt of class folders."
+        "they are .txt files."
     )
     assert "test has no class 'unsup', but" in unknown
     assert "5 texts of 8 are cut off after 4 tokens" in cut
