@@ -75,10 +75,14 @@ class FileSource(Source):
             self._fraction = 0
         self._stored = None
         if local_store is not None:
-            self._stored = local_store.open(self.name, self._all_files())
-            self.in_graph, self.notes = False, (*self.notes, self._stored.note)
+            self._store(local_store)
         # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf
+
+    def _store(self, local_store: LocalStore) -> None:
+        """Reads all files through a store from now on."""
+        self._stored = local_store.open(self.name, self._all_files())
+        self.in_graph, self.notes = False, (*self.notes, self._stored.note)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files, sorted; two splits may have parts of the same."""
