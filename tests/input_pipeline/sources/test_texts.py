@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tensorflow.data.experimental import service
 
+from tests.input_pipeline.damages import DAMAGES
 from tests.variants import slow
 from towers import input_pipeline
 from towers.input_pipeline import text
@@ -92,6 +93,22 @@ def test_tokens_on_the_disk_are_made_once(tmp_path, monkeypatch, tokenizer):
     _write(tmp_path, "other text")
     with pytest.raises(TypeError):
         _open(tmp_path, **options, cache_dir=folder)
+
+
+@pytest.mark.parametrize("end", [".ids", ".json"])
+def test_damaged_tokens_are_made_anew(tmp_path, capsys, end):
+    _write(tmp_path, *[f"one two three {k}\n" * 9 for k in range(20)])
+    folder = tmp_path / "cache"
+    wanted = _rows(_open(tmp_path, cache_dir=folder))
+    (path,) = folder.glob(f"*{end}")
+    for damage in DAMAGES:
+        path.write_bytes(damage(path.read_bytes()))
+        capsys.readouterr()
+        assert _rows(_open(tmp_path, cache_dir=folder)) == wanted
+        said = capsys.readouterr().err
+        assert f"{path.name} has another checksum: the cache is made anew." in said
+        assert _rows(_open(tmp_path, cache_dir=folder)) == wanted
+        assert not capsys.readouterr().err
 
 
 def test_a_tokenizer_makes_the_tokens(tmp_path):
