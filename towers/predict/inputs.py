@@ -51,11 +51,9 @@ def batches(
             "a text; expected another task, so use towers generate, which continues it."
         )
     if kind == "image":
-        files = _inside(files, pictures.SUFFIXES, "picture")
-        return _pictures(trained, files, size, say_bad)
+        return _pictures(trained, inside(files), size, say_bad)
     if kind == "tokens" and not trained.preprocessing.features:
-        files = _inside(files, TEXTS, f"{TEXTS} file")
-        return _whole_texts(trained, files, size, say_bad)
+        return _whole_texts(trained, inside(files, texts=True), size, say_bad)
     for folder in filter(os.path.isdir, files):
         raise ValueError(
             f"Received the folder {folder}; expected files, so name those in it."
@@ -67,22 +65,27 @@ def batches(
     return _tables(trained, files, size, say_bad)
 
 
-def _inside(files, suffixes, what):
-    """Files, and in the place of folders what they have."""
-    found = []
+def inside(files: Sequence[str], texts: bool = False) -> list[str]:
+    """Files, and in the place of folders what training would read of them.
+
+    A line says how many files of the folders are left out.
+
+    Args:
+        files: Paths of files and folders.
+        texts: Whether texts are looked for; else pictures.
+
+    Raises:
+        ValueError: A folder has none.
+    """
+    found, chosen = [], pictures.Sorted(texts)
     for file in files:
-        if os.path.isdir(file):
-            inside = [
-                os.path.join(folder, name)
-                for folder, _, names in sorted(os.walk(file))
-                for name in sorted(names)
-                if name.lower().endswith(suffixes)
-            ]
-            if not inside:
-                raise ValueError(f"The folder {file} has no {what}; name another.")
-            found += inside
-        else:
-            found.append(file)
+        some = chosen.walk(file) if os.path.isdir(file) else [file]
+        if not some:
+            what = f"{TEXTS} file" if texts else "picture"
+            raise ValueError(f"The folder {file} has no {what}; name another.")
+        found += some
+    for note in chosen.notes():
+        say(note)
     return found
 
 
@@ -204,7 +207,7 @@ def _fault_of_text(tokenizer, text):
 def _lines(trained, file):
     try:
         if trained.preprocessing.task == "tagging":
-            yield from ((*found, "") for found in sentences.read(trained, file))
+            yield from sentences.read(trained, file)
             return
         with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):

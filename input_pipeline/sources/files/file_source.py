@@ -75,10 +75,14 @@ class FileSource(Source):
             self._fraction = 0
         self._stored = None
         if local_store is not None:
-            self._stored = local_store.open(self.name, self._all_files())
-            self.in_graph, self.notes = False, (*self.notes, self._stored.note)
+            self._store(local_store)
         # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf
+
+    def _store(self, local_store: LocalStore) -> None:
+        """Reads all files through a store from now on."""
+        self._stored = local_store.open(self.name, self._all_files())
+        self.in_graph, self.notes = False, (*self.notes, self._stored.note)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files, sorted; two splits may have parts of the same."""
@@ -273,17 +277,17 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):
         pattern = os.path.join(pattern, "*")
+    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     paths = sorted(
         path
         for path in _glob(pattern)
-        if not os.path.basename(path).startswith(".")
+        if not _is_hidden(path, fixed)
         # TFDS and the converter describe their files beside them.
         and not path.endswith(".json")
         and not tf.io.gfile.isdir(path)
     )
     if not paths:
         raise no_files(kind, pattern)
-    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     groups: dict[str, list[str]] = {}
     for path in paths:
         words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
@@ -293,6 +297,12 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     test = held_out(groups)
     found = {"train": groups.get("train"), "test": groups.get(test)}
     return {split: paths for split, paths in found.items() if paths}
+
+
+def _is_hidden(path: str, fixed: str) -> bool:
+    """Whether a file is hidden, or in a hidden folder below the one that is named."""
+    names = os.path.relpath(path, fixed or ".").split(os.sep)
+    return any(name.startswith(".") for name in names)
 
 
 def _glob(pattern: str) -> set[str]:

@@ -716,6 +716,22 @@ def test_any_depth_of_folders(tmp_path, image_example, grey, write_tfrecord):
     assert open_source(f"tfrecord:{tmp_path}/b/**/f").files("train") == wanted[2:]
 
 
+def test_hidden_folders_of_globs_are_not_read(tmp_path, image_example, grey):
+    for name in ("1/a", ".2/a", "1/.3/a", ".2/3/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(image_example(grey(0), 0))
+
+    def read(pattern):
+        paths = open_source(f"tfrecord:{tmp_path}/{pattern}").files("train")
+        return [os.path.relpath(path, tmp_path) for path in paths]
+
+    assert read("**/a") == read("*/a") == ["1/a"]
+    # A folder that is named is meant.
+    assert read(".2/**/a") == [".2/3/a", ".2/a"]
+    assert read(".2/*") == [".2/a"]
+
+
 # --- parts of TFDS's splits
 
 

@@ -180,7 +180,7 @@ def test_folders_of_texts(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_words_are_tagged(tmp_path):
+def test_words_are_tagged(tmp_path, capsys):
     sentences = ["Ann PER\nsings O\n", "Bo PER\nsees O\nAnn PER\nagain O\n"]
     (tmp_path / "a.txt").write_text("\n".join(sentences * 6))
     flags = f"--dataset=conll:{tmp_path}/a.txt", "--sequence_length=3", "--layers=1"
@@ -215,6 +215,12 @@ def test_words_are_tagged(tmp_path):
     found = [[tag.decode() for tag in row if tag] for row in served["class"].numpy()]
     assert [" ".join(row) for row in found] == wanted
     assert (served["label"].numpy() == -1).sum() == 3
+    # Which of its columns a line has lost, nobody knows.
+    (tmp_path / "bad.conll").write_text("Ann PER\nO\n\nBo PER\nsees O\n")
+    (row,) = predicted(tmp_path, tmp_path / "bad.conll", code=1)
+    assert row["row"] == "4"
+    wanted = "bad.conll: line 2: has 1 column, expected 2, divided by spaces or tabs"
+    assert wanted in capsys.readouterr().err
 
 
 def test_what_is_told_depends_on_the_task(tmp_path):
