@@ -19,7 +19,7 @@ from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
-from towers.machine import limits
+from towers.machine import heap, limits
 from towers.numerics.not_finite import NotFinite
 from towers.program import words
 from towers.program.voice import say, warn
@@ -240,6 +240,8 @@ class CheckpointManager:
     def _begin_to_write(self, position, contents, values):
         contents = Contents({**values, **contents.values}, contents.about)
         self._saving = self._writer.submit(self._write, position, contents)
+        # Once it has ended, which frees the copy.
+        self._writer.submit(heap.trim)
 
     def _has_room_for_copy(self, model):
         """Whether training may go on while the state is written from a copy."""

@@ -38,6 +38,11 @@ _ABOUT = "about"
 _FORMAT = 1
 # The most bytes of a piece; a checkpoint says it. Older ones have each value in one.
 _PIECE_BYTES, _PIECES_OF = 2**25, "piece bytes"
+# The types of which TensorFlow can join slices; others are always in one piece.
+_CAN_BE_CUT = (
+    *(tf.float32, tf.float64, tf.bfloat16, tf.complex64, tf.complex128, tf.bool),
+    *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8),
+)
 # Where Linux has the folders that a process has opened.
 _OPENED = "/proc/self/fd"
 
@@ -360,7 +365,7 @@ def pieces_of(name: str, value: Any) -> Iterator[tuple[_Piece, tf.Tensor]]:
 def _cut(whole, most_bytes):
     """Cuts a value into slices of at most so many bytes, or of one row."""
     axis = next((k for k, size in enumerate(whole.shape) if size > 1), None)
-    if axis is None or whole.nbytes <= most_bytes:
+    if axis is None or whole.nbytes <= most_bytes or whole.dtype not in _CAN_BE_CUT:
         return [whole]
     rows = range(whole.shape[axis])
     step = max(1, int(len(rows) * most_bytes // whole.nbytes))
@@ -449,4 +454,4 @@ def is_finite(value: Any) -> bool:
     dtype = tf.as_dtype(value.dtype)
     if not dtype.is_floating and not dtype.is_complex:
         return True
-    return all(np.isfinite(piece).all() for _, piece in pieces_of("", value))
+    return all(np.isfinite(piece.numpy()).all() for _, piece in pieces_of("", value))
