@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -176,6 +177,36 @@ def test_there_is_a_whole_one_whatever_call_fails(tmp_path, monkeypatch, killed,
             break
     assert len(made) <= number and number > 10
     assert seen == {1, 2}
+
+
+def test_no_call_has_more_than_a_piece_in_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_PIECE_BYTES", 64)
+    sizes = {"SaveV2": [], "RestoreV2": []}
+
+    def note(name, call):
+        def instead(**options):
+            found = call(**options)
+            tensors = options.get("tensors", found)
+            pairs = zip(options["tensor_names"], tensors, strict=True)
+            sizes[name].append(sum(len(bytes(t.numpy())) for n, t in pairs if "/" in n))
+            return found
+
+        monkeypatch.setattr(tf.raw_ops, name, instead)
+
+    for name in sizes:
+        note(name, getattr(tf.raw_ops, name))
+    alive = weakref.WeakSet()
+
+    def make(number):
+        assert len(alive) <= 1  # The one before, at most.
+        value = tf.fill([40, 2], float(number))
+        alive.add(value)
+        return value
+
+    values = store.OnDemand(make, range(20))
+    store.save(str(tmp_path), Position(1), Contents({"model": values}, {}))
+    for of_call in sizes.values():
+        assert max(of_call) == 64 and sum(of_call) == 20 * 40 * 2 * 4
 
 
 def test_what_was_discarded_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
