@@ -72,12 +72,13 @@ class RunState:
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
         path, found = self.checkpoints.load(model, which)
-        self._known_of, self.known, self._saved = model, found, None
+        self._known_of, self.known, self._saved = model, None, None
         self.position, self.past = Position(0), None
         if path is None:
             return False
-        self.position, self.past = store.position(path), found.about.get("past")
         saved_model.assign(model, found.values)
+        self.known = _without_variables(found)
+        self.position, self.past = store.position(path), found.about.get("past")
         return True
 
     @contextlib.contextmanager
@@ -182,6 +183,7 @@ class RunState:
     def begin_epoch(self, epoch: int) -> None:
         """Saves what the epoch before has come to."""
         model = self._fit.call.model
+        self._fit.values_at_end = None  # It was not the end.
         for callback in states.averaging(self._fit.others):
             callback.on_epoch_begin(epoch)  # puts weights back; twice does no harm
         if self.known is None:
@@ -235,7 +237,7 @@ class RunState:
         """Keeps weights before Keras, as `fit` ends, puts averages in their place."""
         model = self._fit.call.model
         if saved_model.averages(model.optimizer):
-            self._fit.values_at_end = saved_model.values(model)
+            self._fit.values_at_end = self.checkpoints.values(model)
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], steps: int | None) -> None:
         """Notes how good the epoch was, unless later callbacks should not see it."""
@@ -304,22 +306,26 @@ class RunState:
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
-        """Begins to save `values`, or the variables', unless that was done here."""
+        """Saves `values`, or the variables', unless that was done here."""
         if self.position in (self._fit.begun, self._saved):
             return
         self.checkpoints.wait()
         self._saved = self.position
-        found = self._contents()
-        values = values or self.checkpoints.values(self._fit.call.model)
         self.save_points.count_from(self._fit.step)
-        self.checkpoints.save(
-            self.position, Contents(values | found.values, found.about)
-        )
+        model = self._fit.call.model
+        self.checkpoints.save(self.position, self._contents(), model, values)
 
     def _contents(self):
         """All that is saved, but for the variables."""
         parts = self._fit, self._epoch, self.position, self.past
         return contents.contents(*parts, self.checkpoints.monitor)
+
+
+def _without_variables(found):
+    """What a checkpoint holds besides the variables, which a model has now."""
+    rest = found.values.keys() - found.about["variables"].keys()
+    values = {part: [value.numpy() for value in found.values[part]] for part in rest}
+    return Contents(values, found.about)
 
 
 def _restore(run, call, elastic):
