@@ -23,14 +23,14 @@ from towers.input_pipeline.sources.targets import Target, TargetKind
 
 # How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
-_NO_NUMBER = "is not a valid float"
+_NO_NUMBER = "is not a valid number"
 _NO_LABEL = "is not a valid int64"
 
 
 class CSVSource(StreamFiles):
     """CSV files with the same columns in each.
 
-    "Images" are rows: float32 [F], the columns of features. A row is a line that is not
+    "Images" are rows: float64 [F], the columns of features. A row is a line that is not
     blank: line breaks in quotes are not understood.
 
     Args:
@@ -89,7 +89,7 @@ class CSVSource(StreamFiles):
         # What is not used may be anything. Nothing stands in for what is missing.
         self._defaults = [tf.constant([""])] * len(names)
         for place in self._features:
-            self._defaults[place] = tf.constant([], tf.float32)
+            self._defaults[place] = tf.constant([], tf.float64)
         found = {name: texts[name] for name in labels}
         self._look_at_labels(first, found, target, class_names or num_classes)
         self.reads = (self.label_field, *self.image_fields, self._fraction)
@@ -146,6 +146,7 @@ class CSVSource(StreamFiles):
 
     def explain(self, fault: str) -> str:
         """See ``Source.explain``."""
+        fault = fault.replace("is not a valid double", _NO_NUMBER)
         fault = re.sub(r" in record \d+!?", "", fault)
         fault = re.sub(r"(: .{60}).+", r"\1...", fault)  # a field may be of any length
         fault = re.sub(r"^Field (\d+)", lambda at: self._columns[int(at[1])], fault)
@@ -236,7 +237,7 @@ class CSVSource(StreamFiles):
         dtype = tf.int64
         if kind != "class":
             self._take_target(Target(kind, len(texts), tuple(texts)))
-            dtype = tf.float32
+            dtype = tf.float64
         elif found[0].form == "text":
             (labels,) = texts.values()
             columns.check_classes(path, self.label_field, labels)

@@ -39,7 +39,7 @@ class ParquetSource(FileSource, StreamSource):
     Args:
         pattern: see ``FileSource``.
         image_key: column of JPEG or PNG bytes, or of structs with a field ``bytes``;
-            None takes ``image``. Where there is none, rows are float32 [F], as in
+            None takes ``image``. Where there is none, rows are float64 [F], as in
             ``csv:``.
         label_column: see ``CSVSource``.
         target: see ``CSVSource``.
@@ -303,7 +303,8 @@ class ParquetSource(FileSource, StreamSource):
 
         target = self.target
         texts = [tf.string] * bool(self._columns.texts)
-        types = [tf.string if self.encoded else tf.float32, *texts, target.dtype]
+        of_targets = target.dtype if target.kind == "class" else tf.float64
+        types = [tf.string if self.encoded else tf.float64, *texts, of_targets]
         found = in_python.call(load, [file, group], [*map(tf.as_dtype, types)])
         shape = [] if self.encoded else self.image_shape
         shapes = shape, *[[len(self._columns.texts)] for _ in texts], target.row_shape

@@ -192,8 +192,8 @@ def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
 
 
 def numbers_in(found: Sequence[Column], rows: int, count: int) -> np.ndarray:
-    """float32 [rows, count] of columns of numbers; zeros where fewer were read."""
-    numbers = np.zeros([rows, count], np.float32)
+    """float64 [rows, count] of columns of numbers; zeros where fewer were read."""
+    numbers = np.zeros([rows, count], np.float64)
     for place, column in enumerate(found):
         numbers[:, place] = filled(column).to_numpy(zero_copy_only=False)
     return numbers

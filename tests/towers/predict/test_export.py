@@ -160,11 +160,11 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     assert [row["row"] for row in found[:2]] == ["1", "3"] and len(found) == 22
     # Keras's own, of what is computed here by hand.
     numbers = np.array(
-        [[3, 3001], [5, 5002], *([i, 1000 * i + i % 3] for i in range(20))], np.float32
+        [[3, 3001], [5, 5002], *([i, 1000 * i + i % 3] for i in range(20))]
     )
     moods = [2, 0, *(1 if i % 4 else 2 for i in range(20))]
     scaling = job.data.scaling
-    dense = (numbers - np.float32(scaling.mean)) / np.float32(scaling.std)
+    dense = np.float32((numbers - scaling.mean) / scaling.std)
     scores = job.model.predict({"dense": dense, "mood": np.array(moods)}, verbose=0)
     expected = tf.nn.softmax(scores).numpy()
     chances = [float(row["probability"]) for row in found]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,7 +13,8 @@ from tests.towers.predict.runs import finished, predicted
 from towers import input_pipeline
 from towers.export import arguments as export_arguments
 from towers.export import saved_model
-from towers.predict import arguments, output
+from towers.predict import arguments, inputs, output
+from towers.predict.preprocessor import Preprocessor
 from towers.predict.trained import Trained, load_model
 from towers.train.outputs.preprocessing import Preprocessing
 
@@ -279,3 +281,27 @@ def test_arguments_of_export(pictures, tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ValueError, match="is there already and no SavedModel"):
         export_arguments.read([model_dir, str(tmp_path)], "")
+
+
+def test_large_numbers_are_told_apart_by_prediction_and_export(tmp_path):
+    times = 1_700_000_000 + np.arange(4)
+    scaling = input_pipeline.Scaling(("time",), (1_700_000_000.0,), (1.0,))
+    # As the run's folder has it.
+    Preprocessing(
+        *("regression", False, "row", (1,)), features=("time",), scaling=scaling
+    ).save(str(tmp_path))
+    known = Preprocessing.load(str(tmp_path))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Activation("linear")])
+    trained = Trained(model, known, Preprocessor(known))
+    (tmp_path / "a.csv").write_text("\n".join(["time", *map(str, times)]))
+    ((_, of_file),) = inputs.batches(trained, [str(tmp_path / "a.csv")], 4, print)
+    saved_model.write(trained, str(tmp_path / "exported"))
+    served = tf.saved_model.load(str(tmp_path / "exported"))
+    for found in (
+        trained.prepare({"time": times}),
+        trained.prepare(times[:, None]),
+        of_file,
+        served.serve([[float(time)] for time in times])["values"],
+        served.serve_columns(times.astype(float).tolist())["values"],
+    ):
+        np.testing.assert_array_equal(found, [[0], [1], [2], [3]])
