@@ -269,21 +269,34 @@ def shuffle_all(
 
 
 def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
-    """Sorts the files of a glob into "train" and "test"."""
+    """Sorts the files of a glob, or a folder, into "train" and "test".
+
+    What is there by that name is taken as it is, whatever signs are in the name.
+    """
     pattern = os.path.expanduser(pattern)
+    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     if tf.io.gfile.isdir(pattern):
-        pattern = os.path.join(pattern, "*")
+        fixed = pattern
+        names = [name.rstrip("/") for name in tf.io.gfile.listdir(pattern)]
+        paths = [os.path.join(pattern, name) for name in names if not _is_hidden(name)]
+    elif tf.io.gfile.exists(pattern):
+        fixed, paths = os.path.dirname(pattern), [pattern]
+    else:
+        wanted = os.path.basename(pattern)
+        paths = [
+            path
+            for path in _glob(pattern)
+            # Unless they are asked for, as a shell has it.
+            if not _is_hidden(os.path.basename(path)) or _is_hidden(wanted)
+        ]
     paths = sorted(
         path
-        for path in _glob(pattern)
-        if not os.path.basename(path).startswith(".")
+        for path in paths
         # TFDS and the converter describe their files beside them.
-        and not path.endswith(".json")
-        and not tf.io.gfile.isdir(path)
+        if not path.endswith(".json") and not tf.io.gfile.isdir(path)
     )
     if not paths:
         raise no_files(kind, pattern)
-    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     groups: dict[str, list[str]] = {}
     for path in paths:
         words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
@@ -293,6 +306,11 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     test = held_out(groups)
     found = {"train": groups.get("train"), "test": groups.get(test)}
     return {split: paths for split, paths in found.items() if paths}
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file says something of its folder, as Spark's _SUCCESS does."""
+    return name.startswith((".", "_"))
 
 
 def _glob(pattern: str) -> set[str]:
