@@ -56,7 +56,9 @@ def read_columns(source: Source) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """All columns, by their names, and the targets."""
     parts = []
     for split in _in_order(source):
-        data = Pipeline(source, split, batch_size=_BATCH, training=False).dataset()
+        data = Pipeline(
+            source, split, batch_size=_BATCH, training=False, exact=True
+        ).dataset()
         parts += data.as_numpy_iterator()
     return tf.nest.map_structure(lambda *some: np.concatenate(some), *parts)
 
@@ -129,6 +131,7 @@ def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
             batch_size=at_once(images.shape[1:]),
             image_shape=images.shape[1:],
             training=False,
+            exact=True,
         ).dataset()
         for some, of_them, *_ in data.as_numpy_iterator():
             images[row : row + len(some)] = some

@@ -64,6 +64,8 @@ class Pipeline:
         recipe: how to augment images; see ``recipes.find``.
         randaugment: number of operations and magnitude of RandAugment, or None.
         scaling: how rows of numbers are scaled; None leaves them as they are.
+        exact: whether rows of numbers stay as the source has them, such as float64;
+            else they become float32, once they are scaled.
         seed: seed of order and augmentation, at least 0. ``tf.random.set_seed`` has no
             influence.
         deterministic: True gives the same order for the same seed. False may return
@@ -104,6 +106,7 @@ class Pipeline:
     recipe: str = "none"
     randaugment: tuple[int, int] | None = None
     scaling: Scaling | None = None
+    exact: bool = False
     seed: int = 0
     deterministic: bool = True
     shuffle_mb: int = 256
@@ -260,6 +263,7 @@ class Pipeline:
             recipe,
             self.tricks,
             self.scaling,
+            self.exact,
         )
         return stages.behind(raw)
 

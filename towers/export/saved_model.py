@@ -81,7 +81,7 @@ def _takes(trained):
     if known.input == OWN:
         return arrays.specs(known)
     if known.input == "row":
-        return tf.TensorSpec([None, *known.shape], tf.float32, name="rows")
+        return tf.TensorSpec([None, *known.shape], tf.float64, name="rows")
     if known.input == "columns":
         return tf.TensorSpec([None, len(known.columns)], tf.string, name="rows")
     name = {"image": "pictures", "tokens": "texts"}[known.input]
@@ -111,7 +111,7 @@ def _serve_columns(trained, specs):
 def _dtype(known, column):
     if known.is_text(column):
         return tf.string
-    return tf.int64 if column in known.tables else tf.float32
+    return tf.int64 if column in known.tables else tf.float64
 
 
 def _serve(trained: Trained) -> Callable[[Any], Mapping[str, tf.Tensor]]:

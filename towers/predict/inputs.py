@@ -31,7 +31,11 @@ class Batch(NamedTuple):
 
 
 def batches(
-    trained: Trained, files: Sequence[str], size: int, say_bad: Callable[[str], None]
+    trained: Trained,
+    files: Sequence[str],
+    size: int,
+    say_bad: Callable[[str], None],
+    kept: Sequence[str] = (),
 ) -> Iterator[Batch]:
     """Reads files, and yields them by the batch.
 
@@ -40,6 +44,7 @@ def batches(
         files: Pictures or folders of these, tables, texts, or arrays.
         size: Examples in a batch.
         say_bad: Is called with a sentence for each example that is left out.
+        kept: Columns of tables, which `Batch.names` are to have, too.
 
     Raises:
         ValueError: A file is not of the kind that the model takes.
@@ -50,6 +55,16 @@ def batches(
             "Received a run with --task=language_model, which predicts nothing about "
             "a text; expected another task, so use towers generate, which continues it."
         )
+    of_tables = kind in ("row", "columns") or (
+        kind == "tokens"
+        and trained.preprocessing.features
+        and all(file.lower().endswith(tables.SUFFIXES) for file in files)
+    )
+    if kept and not of_tables:
+        raise ValueError(
+            f"Received --keep_columns={','.join(kept)}; expected CSV or Parquet files "
+            "to copy columns of, so leave it out."
+        )
     if kind == "image":
         return _pictures(trained, inside(files), size, say_bad)
     if kind == "tokens" and not trained.preprocessing.features:
@@ -59,10 +74,10 @@ def batches(
             f"Received the folder {folder}; expected files, so name those in it."
         )
     if kind == "tokens":
-        return _texts(trained, files, size, say_bad)
+        return _texts(trained, files, size, say_bad, kept)
     if kind == OWN:
         return _arrays(trained, files, size)
-    return _tables(trained, files, size, say_bad)
+    return _tables(trained, files, size, say_bad, kept)
 
 
 def inside(files: Sequence[str], texts: bool = False) -> list[str]:
@@ -120,14 +135,14 @@ def _fault(file, trained):
     return f"{file}: it could not be read, and now it can; run again."
 
 
-def _tables(trained, files, size, say_bad):
+def _tables(trained, files, size, say_bad, kept):
     known = trained.preprocessing
     seen = {name: {*texts, ""} for name, texts in known.vocabularies.items()}
     unseen = collections.Counter()
 
     def rows():
         for file in files:
-            found = _whole(file, tables.rows(file, known.columns, ""))
+            found = _whole(file, tables.rows(file, known.columns, "", kept))
             for number, row in enumerate(found, 1):
                 try:
                     cells = tables.cells(known, row)
@@ -136,7 +151,8 @@ def _tables(trained, files, size, say_bad):
                 else:
                     for name, text in zip(known.columns, cells, strict=True):
                         unseen[name] += name in seen and text.strip() not in seen[name]
-                    yield {"file": file, "row": number}, cells
+                    copied = dict(zip(kept, row.kept, strict=True))
+                    yield {"file": file, "row": number, **copied}, cells
 
     for some in _batched(rows(), size):
         names, cells = zip(*some, strict=True)
@@ -180,18 +196,18 @@ def _whole_texts(trained, files, size, say_bad):
         yield Batch([*names], trained.prepare(np.array(strings, object)))
 
 
-def _texts(trained, files, size, say_bad):
+def _texts(trained, files, size, say_bad, kept):
     def texts():
         for file in files:
             is_table = file.lower().endswith(tables.SUFFIXES)
             word = "row" if is_table else "line"
-            read = _column if is_table else _lines
-            for number, text, fault in _whole(file, read(trained, file)):
+            read = _column(trained, file, kept) if is_table else _lines(trained, file)
+            for number, text, fault, copied in _whole(file, read):
                 fault = fault or _fault_of_text(trained.tokenizer, text)
                 if fault:
                     say_bad(f"{file}: {word} {number}: {fault}.")
                 else:
-                    yield {"file": file, "row": number}, text
+                    yield {"file": file, "row": number, **copied}, text
 
     for some in _batched(texts(), size):
         names, strings = zip(*some, strict=True)
@@ -207,23 +223,24 @@ def _fault_of_text(tokenizer, text):
 def _lines(trained, file):
     try:
         if trained.preprocessing.task == "tagging":
-            yield from sentences.read(trained, file)
+            for number, words, fault in sentences.read(trained, file):
+                yield number, words, fault, {}
             return
         with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip():
-                    yield number, text, ""
+                    yield number, text, "", {}
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
 
 
-def _column(trained, file):
+def _column(trained, file, kept):
     features = trained.preprocessing.features
-    for number, row in enumerate(tables.rows(file, features), 1):
+    for number, row in enumerate(tables.rows(file, features, kept=kept), 1):
         (text,) = row.cells or [None]
         # As training takes them.
         text = str(text) if isinstance(text, int | float) else text
-        yield number, text, row.fault
+        yield number, text, row.fault, dict(zip(kept, row.kept, strict=False))
 
 
 def _whole(file, found):

@@ -273,18 +273,31 @@ def shuffle_all(
 
 
 def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
-    """Sorts the files of a glob into "train" and "test"."""
+    """Sorts the files of a glob, or a folder, into "train" and "test".
+
+    What is there by that name is taken as it is, whatever signs are in the name.
+    """
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):
-        pattern = os.path.join(pattern, "*")
-    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
+        fixed = pattern
+        names = [name.rstrip("/") for name in tf.io.gfile.listdir(pattern)]
+        paths = [os.path.join(pattern, name) for name in names if not _is_hidden(name)]
+    elif tf.io.gfile.exists(pattern):
+        fixed, paths = os.path.dirname(pattern), [pattern]
+    else:
+        fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
+        wanted = os.path.basename(pattern)
+        paths = [
+            path
+            for path in _glob(pattern)
+            # Unless they are asked for, as a shell has it.
+            if not _is_hidden(os.path.relpath(path, fixed or ".")) or _is_hidden(wanted)
+        ]
     paths = sorted(
         path
-        for path in _glob(pattern)
-        if not _is_hidden(path, fixed)
+        for path in paths
         # TFDS and the converter describe their files beside them.
-        and not path.endswith(".json")
-        and not tf.io.gfile.isdir(path)
+        if not path.endswith(".json") and not tf.io.gfile.isdir(path)
     )
     if not paths:
         raise no_files(kind, pattern)
@@ -299,10 +312,9 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     return {split: paths for split, paths in found.items() if paths}
 
 
-def _is_hidden(path: str, fixed: str) -> bool:
-    """Whether a file is hidden, or in a hidden folder below the one that is named."""
-    names = os.path.relpath(path, fixed or ".").split(os.sep)
-    return any(name.startswith(".") for name in names)
+def _is_hidden(path: str) -> bool:
+    """Whether a file, or a folder on the way to it, is hidden, or Spark's _SUCCESS."""
+    return any(name.startswith((".", "_")) for name in path.split(os.sep))
 
 
 def _glob(pattern: str) -> set[str]:

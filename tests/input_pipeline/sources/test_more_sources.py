@@ -264,7 +264,7 @@ def test_rows_of_numbers(rows):
     found = sorted((row.tolist(), label) for row, label in _read(source, "train"))
     assert found == [([-2, 1000], 1), ([0.5, 1], 0), ([7, 8], 2)]
     ((row, label),) = _read(source, "test")
-    assert (row.dtype, row.tolist(), label) == (np.float32, [3, 4], 0)
+    assert (row.dtype, row.tolist(), label) == (np.float64, [3, 4], 0)
     assert find_bad_record(source, "train") is None
     scan_labels(source, "train")
     assert open_source(f"csv:{rows}/*.csv", num_classes=5).splits["train"] is None
@@ -330,7 +330,7 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
     ("row", "message"),
     [
         ("1", "Expect 3 fields but have 1"),
-        ("1,0,x", "b is not a valid float: x"),
+        ("1,0,x", "b is not a valid number: x"),
         ("1,0,", "b is required but missing, expected a number: write one, or leave"),
         ("1,9,1", "label 9 is outside"),
         ("nan,0,1", "a is nan, expected a number"),
