@@ -2,11 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import typing
 from collections.abc import Sequence
+from typing import Any
 
+from towers.program import small_file
 from towers.program.commands import check_folder
 from towers.program.flags.arguments import Parser
 from towers.train import checks, flags
@@ -53,7 +54,10 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_model(options)
     _check_files(options.files)
-    if options.output is None and _task(options.model_dir) == "segmentation":
+    if (
+        options.output is None
+        and preprocessing_of(options.model_dir).get("task") == "segmentation"
+    ):
         raise ValueError(
             "This run's model makes masks, which are files; expected --output, such as "
             "--output=masks.csv, which names them and the folder masks."
@@ -104,13 +108,12 @@ def _kind(annotation, name):
     return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
 
 
-def _task(model_dir):
-    """The task of a run; `None` if it cannot be read, which is said later."""
+def preprocessing_of(model_dir: str) -> dict[str, Any]:
+    """Returns what preprocessing.json has; nothing if that is said later to be bad."""
     try:
-        with open(os.path.join(model_dir, PREPROCESSING), encoding="utf-8") as file:
-            return json.load(file)["task"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return small_file.read_json(os.path.join(model_dir, PREPROCESSING), dict)
+    except (FileNotFoundError, small_file.FileError):
+        return {}
 
 
 def _check_files(files):
