@@ -7,6 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from towers.models import spec
 from towers.program import small_file
 from towers.program.commands import check_folder
 from towers.program.flags.arguments import Parser
@@ -79,14 +80,28 @@ def add_model(parser: Parser) -> None:
         help="Which model of the run: last is model.keras, or the newest checkpoint of "
         "a run that has not ended; best is best.keras. Default: last.",
     )
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="The Python file of the run's --model, as FILE.py or FILE.py:FUNCTION. It "
+        "is needed if it defines preprocess, or classes of the model. A run folder "
+        "names it, but never has it run.",
+    )
 
 
 def check_model(options: argparse.Namespace) -> None:
-    """Checks that the model is there.
+    """Checks that the model is there, and the file that --model names.
 
     Raises:
         ValueError: If it is not.
     """
+    if options.model is not None:
+        if not spec.is_user_file(options.model):
+            raise ValueError(
+                f"Received --model={options.model}; expected the Python file that the "
+                "run was trained with, such as --model=my_model.py."
+            )
+        spec.check(options.model)
     names = [FILES[options.checkpoint]]
     if options.checkpoint == "last":
         names.append(ARCHITECTURE)

@@ -38,7 +38,8 @@ def read(model_dir: str, checkpoint: str) -> keras.Model:
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(
             f"Cannot load {path}: {' '.join(str(error).split())}; expected a model of "
-            "Keras's layers, or of classes in the file of --model."
+            "Keras's layers, or of classes in a file that --model names (in Python, "
+            "model)."
         ) from error
 
 
