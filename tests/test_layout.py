@@ -29,7 +29,15 @@ SHARED = ("_deprecated", "program", "machine", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
-    *("choices", "specs", "tokenizer_specs", "data_flags", "service", "text"),
+    *(
+        "choices",
+        "json_file",
+        "specs",
+        "tokenizer_specs",
+        "data_flags",
+        "service",
+        "text",
+    ),
     *("images", "local_store", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.input_pipeline import json_file
 from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
@@ -119,8 +120,14 @@ def prepare(
             "folder"
         )
     if names and not overwrite:
-        with tf.io.gfile.GFile(path) as file:
-            _check_same(folder, json.load(file), manifest)
+        try:
+            before = json_file.read(path, dict)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}): choose another folder, or "
+                "--overwrite it"
+            ) from error
+        _check_same(folder, before, manifest)
     ours = {name for name in names if name.endswith(".tfrecord")} | {
         INFO,
         _MANIFEST,

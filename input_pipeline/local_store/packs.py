@@ -8,6 +8,7 @@ a folder without a lock or a server. A pack ends with the table of its entries.
 import contextlib
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -373,6 +374,9 @@ def _read_end(path: str) -> tuple[int, np.ndarray]:
         OSError: it cannot be read.
         ValueError: it is no pack, or damaged.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        # A pipe would be waited for.
+        raise ValueError("it is no regular file")
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _FOOTER.size, 0))

@@ -16,7 +16,7 @@ from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.input_pipeline.sources.files.bad_records import check_records
 from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, Record
 from towers.machine import limits
-from towers.program import voice
+from towers.program import small_file, voice
 
 _AT_ONCE = 256
 
@@ -133,9 +133,11 @@ def write(found: Sequence[Quarantine], path: str) -> None:
 def read(path: str) -> list[Quarantine]:
     """Reads what was found earlier; nothing if the file is not there, or not ours."""
     try:
-        with open(path) as file:
-            return [_from_json(found) for found in json.load(file)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return [_from_json(found) for found in small_file.read_json(path, list)]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        voice.warn(f"{path} cannot be read ({error}), so all records are read again.")
         return []
 
 

@@ -1,12 +1,11 @@
 """Opens tokenizers: by a spec, or from the folder of a run."""
 
-import json
 import os
 import posixpath
 
 import tensorflow as tf
 
-from towers.input_pipeline import tokenizer_specs
+from towers.input_pipeline import json_file, tokenizer_specs
 from towers.input_pipeline.text.tokenizer import (
     FILE,
     ByteTokenizer,
@@ -27,8 +26,14 @@ def open_tokenizer(spec: str) -> Tokenizer:
     kind, path = tokenizer_specs.check(spec)
     if kind == "bytes":
         return ByteTokenizer()
+    path = os.path.expanduser(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A pipe would be waited for.
+        raise ValueError(
+            f"the vocabulary of the tokenizer {spec!r} is no regular file: expected one"
+        )
     try:
-        with tf.io.gfile.GFile(os.path.expanduser(path), "rb") as file:
+        with tf.io.gfile.GFile(path, "rb") as file:
             content = file.read()
     except tf.errors.OpError as error:
         raise ValueError(
@@ -53,12 +58,15 @@ def load(folder: str) -> Tokenizer:
     """
     path = posixpath.join(folder, FILE)
     try:
-        with tf.io.gfile.GFile(path, "r") as file:
-            found = json.load(file)
-        kind, name = found["tokenizer"], found["file"]
-    except (tf.errors.OpError, ValueError, KeyError, TypeError) as error:
+        saved = json_file.read(path, dict)
+        kind, name = str(saved["tokenizer"]), str(saved["file"])
+        # Whoever has made the folder must not have us read what lies elsewhere.
+        if name != posixpath.basename(name) or name in (".", ".."):
+            raise ValueError(f"it names {name!r}, which is no file beside it")
+    except (tf.errors.OpError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read: expected the tokenizer that a run has saved"
+            f"{path} cannot be read ({error}): expected the tokenizer that a run has "
+            "saved"
         ) from error
     return open_tokenizer(f"{kind}:{posixpath.join(folder, name)}" if name else kind)
 

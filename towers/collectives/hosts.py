@@ -239,15 +239,21 @@ class Cluster(OneHost):
 
     def send_files(self, folder: str | None, to: str) -> str | None:
         """See `OneHost`."""
-        names = sorted(os.listdir(folder)) if self.index == 0 and folder else []
-        sizes = [os.path.getsize(os.path.join(folder, name)) for name in names]
-        told = self.broadcast([folder and os.path.basename(folder), names, sizes])
-        if told[0] is None:
+        own = None
+        if self.index == 0 and folder:
+            sizes = {
+                name: os.path.getsize(os.path.join(folder, name))
+                for name in sorted(os.listdir(folder))
+                if os.path.isfile(os.path.join(folder, name))
+            }
+            own = [os.path.basename(folder), sizes]
+        if (told := self.broadcast(own)) is None:
             return None
+        name, sizes = _checked_files(told)
         if self.index > 0:
-            folder = os.path.join(to, told[0])
+            folder = os.path.join(to, name)
             os.makedirs(folder, exist_ok=True)
-        for name, size in zip(*told[1:], strict=True):
+        for name, size in sizes.items():
             path = os.path.join(folder, name)
             mode, access = ("rb", mmap.ACCESS_READ), ("w+b", mmap.ACCESS_WRITE)
             mode, access = mode if self.index == 0 else access
@@ -341,6 +347,30 @@ class Cluster(OneHost):
         )
         self._order.assign(tf.ensure_shape(order, []))
         return results
+
+
+def _checked_files(told: Any) -> tuple[str, dict[str, int]]:
+    """Returns a folder's name and the sizes of its files, as the first host tells them.
+
+    Raises:
+        ValueError: A name would lead out of the folder, or nobody of ours says this.
+    """
+    try:
+        folder, sizes = told
+        names = [folder, *sizes]
+        good = all(type(size) is int and size >= 0 for size in sizes.values())
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError("The first host sends something else than files.") from error
+    for name in names:
+        plain = isinstance(name, str) and name not in ("", ".", "..")
+        if not plain or name != os.path.basename(name) or "\0" in name:
+            raise ValueError(
+                f"The first host sends a file by the name {name!r}; expected one "
+                "without a folder, so nothing of it is written."
+            )
+    if not good:
+        raise ValueError("The first host sends files of no size.")
+    return folder, sizes
 
 
 def _as_bytes(array):

@@ -14,13 +14,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from towers.program import voice, whole_file
+from towers.program import small_file, voice, whole_file
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
 """What may be left in a model_dir."""
 # The run looks between two calls of training, and the first call may take minutes.
 _LOOK_S = 0.05
+# A request names a number for each GPU at most.
+_MOST_BYTES = 2**20
 # The folders that this process has locked.
 _held: set[str] = set()
 
@@ -213,11 +215,9 @@ class Inbox:
 
 def _read(model_dir: str, name: str) -> dict[str, Any] | None:
     try:
-        with open(os.path.join(model_dir, name)) as file:
-            found = json.load(file)
-    except (OSError, ValueError, RecursionError):
+        return small_file.read_json(os.path.join(model_dir, name), dict, _MOST_BYTES)
+    except (FileNotFoundError, small_file.FileError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _request(found: dict[str, Any] | None) -> Request | None:

@@ -36,7 +36,7 @@ def export(options: argparse.Namespace) -> None:
     Raises:
         ValueError: If the model cannot be loaded.
     """
-    trained = load_model(options.model_dir, options.checkpoint)
+    trained = load_model(options.model_dir, options.checkpoint, options.model)
     takes, returns = saved_model.write(trained, options.output)
     known = trained.preprocessing
     for signature, names in takes.items():

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: If the model is not as expected.
     """
     text = generate(
-        load_model(options.model_dir, options.checkpoint),
+        load_model(options.model_dir, options.checkpoint, options.model),
         options.prompt,
         max_tokens=options.max_tokens,
         temperature=options.temperature,

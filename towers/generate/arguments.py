@@ -1,12 +1,10 @@
 """The arguments of towers.generate."""
 
 import argparse
-import json
 import math
-import os
 from collections.abc import Sequence
 
-from towers.predict.arguments import add_model, check_model
+from towers.predict.arguments import add_model, check_model, preprocessing_of
 from towers.program.flags.arguments import Parser
 
 
@@ -75,13 +73,7 @@ def _check_numbers(options):
 
 def _check_task(model_dir):
     """Checks that it is a language model's run; what cannot be read is said later."""
-    try:
-        with open(
-            os.path.join(model_dir, "preprocessing.json"), encoding="utf-8"
-        ) as file:
-            task = json.load(file)["task"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    task = preprocessing_of(model_dir).get("task", "language_model")
     if task != "language_model":
         raise ValueError(
             f"Received {model_dir}, a run with --task={task}; expected one with "

@@ -40,7 +40,7 @@ def predict(options: argparse.Namespace) -> int:
         ValueError: If the model or a file is not as expected.
     """
     devices = configure_devices(options.settings)
-    trained = load_model(options.model_dir, options.checkpoint)
+    trained = load_model(options.model_dir, options.checkpoint, options.model)
     bad = []
 
     def say_bad(line):

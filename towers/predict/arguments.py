@@ -3,11 +3,13 @@
 import argparse
 import csv
 import dataclasses
-import json
 import os
 import typing
 from collections.abc import Sequence
+from typing import Any
 
+from towers.models import spec
+from towers.program import small_file
 from towers.program.commands import check_folder
 from towers.program.flags.arguments import Parser
 from towers.train import checks, flags
@@ -67,7 +69,10 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_model(options)
     _check_files(options.files)
-    if options.output is None and _task(options.model_dir) == "segmentation":
+    if (
+        options.output is None
+        and preprocessing_of(options.model_dir).get("task") == "segmentation"
+    ):
         raise ValueError(
             "This run's model makes masks, which are files; expected --output, such as "
             "--output=masks.csv, which names them and the folder masks."
@@ -90,14 +95,28 @@ def add_model(parser: Parser) -> None:
         help="Which model of the run: last is model.keras, or the newest checkpoint of "
         "a run that has not ended; best is best.keras. Default: last.",
     )
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="The Python file of the run's --model, as FILE.py or FILE.py:FUNCTION. It "
+        "is needed if it defines preprocess, or classes of the model. A run folder "
+        "names it, but never has it run.",
+    )
 
 
 def check_model(options: argparse.Namespace) -> None:
-    """Checks that the model is there.
+    """Checks that the model is there, and the file that --model names.
 
     Raises:
         ValueError: If it is not.
     """
+    if options.model is not None:
+        if not spec.is_user_file(options.model):
+            raise ValueError(
+                f"Received --model={options.model}; expected the Python file that the "
+                "run was trained with, such as --model=my_model.py."
+            )
+        spec.check(options.model)
     names = [FILES[options.checkpoint]]
     if options.checkpoint == "last":
         names.append(ARCHITECTURE)
@@ -124,13 +143,12 @@ def _kind(annotation, name):
     return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
 
 
-def _task(model_dir):
-    """The task of a run; `None` if it cannot be read, which is said later."""
+def preprocessing_of(model_dir: str) -> dict[str, Any]:
+    """Returns what preprocessing.json has; nothing if that is said later to be bad."""
     try:
-        with open(os.path.join(model_dir, PREPROCESSING), encoding="utf-8") as file:
-            return json.load(file)["task"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return small_file.read_json(os.path.join(model_dir, PREPROCESSING), dict)
+    except (FileNotFoundError, small_file.FileError):
+        return {}
 
 
 def _check_kept(names):

@@ -8,6 +8,7 @@ import keras
 
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.predict.arguments import FILES
+from towers.program import small_file
 from towers.program.voice import say
 from towers.train.settings import ARCHITECTURE
 
@@ -37,18 +38,21 @@ def read(model_dir: str, checkpoint: str) -> keras.Model:
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(
             f"Cannot load {path}: {' '.join(str(error).split())}; expected a model of "
-            "Keras's layers, or of classes in the file of --model."
+            "Keras's layers, or of classes in a file that --model names (in Python, "
+            "model)."
         ) from error
 
 
 def _has_ended(model_dir, newest):
     """Whether model.keras is of the newest checkpoint, wherever that lies by now."""
     try:
-        with open(os.path.join(model_dir, "summary.json"), encoding="utf-8") as file:
-            saved = json.load(file)["checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
+        path = os.path.join(model_dir, "summary.json")
+        saved = small_file.read_json(path, dict).get("checkpoint")
+    except (FileNotFoundError, small_file.FileError):
         return False
-    return os.path.basename(saved or "") == os.path.basename(newest)
+    return isinstance(saved, str) and os.path.basename(saved) == os.path.basename(
+        newest
+    )
 
 
 def _of_end(path, _):
@@ -57,12 +61,14 @@ def _of_end(path, _):
 
 def _check(path):
     """Finds damage, of which Keras says that the file is not there, or nothing good."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no file; expected the file that the run wrote.")
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip() is not None
     except FileNotFoundError:
         return
-    except (OSError, zipfile.BadZipFile):
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         damaged = True
     if damaged:
         raise ValueError(
@@ -73,8 +79,8 @@ def _check(path):
 
 def _of_checkpoint(_, model_dir):
     """The model as the newest good checkpoint has it; with --ema, its averages."""
-    with open(os.path.join(model_dir, ARCHITECTURE), encoding="utf-8") as file:
-        model = keras.models.model_from_json(file.read())
+    architecture = small_file.read_json(os.path.join(model_dir, ARCHITECTURE), dict)
+    model = keras.models.model_from_json(json.dumps(architecture))
     folder = os.path.join(model_dir, "checkpoints")
     path, found = saved_model.newest_good(folder, store.load, model)
     for variable, value in zip(model.variables, found.values["model"], strict=True):

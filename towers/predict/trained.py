@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from towers.input_pipeline import text
 
 # With the registry come the layers of its models, which model.keras names.
-from towers.models import registry, user_file  # noqa: F401
+from towers.models import registry, spec, user_file  # noqa: F401
 from towers.predict.arguments import FILES
 from towers.predict.examples import as_tensors
 from towers.predict.model import read as read_model
@@ -82,13 +81,20 @@ class Trained:
         return found
 
 
-def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
+def load_model(
+    model_dir: str, checkpoint: str = "last", model: str | None = None
+) -> Trained:
     """Loads a model that towers.train has trained, with its preprocessing.
+
+    A model_dir is data, which may come from anybody. No code runs that it names, but
+    only that of `model`.
 
     Args:
         model_dir: Of the run.
         checkpoint: "last" for model.keras, or for the newest checkpoint of a run that
             has not ended; "best" for best.keras.
+        model: The Python file of the run's --model, which is run. It is needed if it
+            defines `preprocess`, or classes of the model.
 
     Raises:
         ValueError: It is not there, or cannot be loaded.
@@ -99,18 +105,24 @@ def load_model(model_dir: str, checkpoint: str = "last") -> Trained:
         )
     known = Preprocessing.load(model_dir)
     own = None
-    if known.model is not None:
+    if model is not None:
         # It may have layers of its own.
-        file = pathlib.Path(known.model)
+        file, _ = spec.split_user_file(model)
         mine = MyModel(file, user_file.load(file))
         own = mine.preprocess(**known.known) if known.preprocess else None
+    elif known.preprocess:
+        raise ValueError(
+            f"The run in {model_dir} needs preprocess of {known.model}, and no code "
+            "runs that only a run names; read that file, and name it by --model (in "
+            "Python, model)."
+        )
     folder = os.path.join(model_dir, model_files.TOKENIZER)
     tokenizer = text.load(folder) if os.path.isdir(folder) else None
     classes = model_files.read_classes(model_dir)
-    model = read_model(model_dir, checkpoint)
+    trained = read_model(model_dir, checkpoint)
     _check_whole(model_dir, known, classes, tokenizer)
     preprocessor = Preprocessor(known, tokenizer, own)
-    return Trained(model, known, preprocessor, classes, tokenizer)
+    return Trained(trained, known, preprocessor, classes, tokenizer)
 
 
 def _check_whole(model_dir, known, classes, tokenizer):

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any
 
+from towers.program import small_file
+
 # What programs work with, and what else Keras knows.
 _OURS = {
     "floatx": ("float32", ("float16", "float64")),
@@ -104,9 +106,8 @@ def _read() -> tuple[str, dict[str, Any]]:
         home = os.path.join(user if os.access(user, os.W_OK) else "/tmp", ".keras")
     path = os.path.expanduser(os.path.join(home, "keras.json"))
     try:
-        with open(path) as file:
-            settings = json.load(file)
-    except (OSError, ValueError):
+        settings = small_file.read_json(path)
+    except (FileNotFoundError, small_file.FileError):
         return path, {}  # as Keras takes it
     if not isinstance(settings, dict):
         raise ValueError(

@@ -1,12 +1,12 @@
 """A run in the queue, and how far it is."""
 
 import dataclasses
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from towers.program import small_file
 from towers.queue.runs import Run
 from towers.queue.slots import Device
 
@@ -53,7 +53,6 @@ class Entry:
         """Returns what the run has summed up; nothing if that cannot be read."""
         path = os.path.join(self.run.model_dir, "summary.json")
         try:
-            with open(path) as file:
-                return json.load(file)
-        except (OSError, ValueError):
+            return small_file.read_json(path, dict)
+        except (FileNotFoundError, small_file.FileError):
             return {}

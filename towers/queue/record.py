@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from towers.elastic import requests
 from towers.processes.strays import Strays
-from towers.program import whole_file
+from towers.program import small_file, whole_file
 from towers.program.voice import say, warn
 from towers.queue.runs import Run
 
@@ -30,13 +30,12 @@ class Record:
         self._finished: dict[str, str] = {}
         self._mark: str | None = None
         try:
-            with open(self._path) as file:
-                found = json.load(file)
+            found = small_file.read_json(self._path, dict)
             self._finished = {**found["finished"]}
             self._mark = found["mark"]
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             warn(
                 f"{self._path} cannot be read ({error}), so all runs start again; "
                 "those that have ended find nothing left to train."

@@ -133,7 +133,7 @@ class Slots:
         if settings.gpu_memory_limit_mb is None and None not in limits:
             each = min(limits) // settings.gpu_split
             settings = settings.but(gpu_memory_limit_mb=each)
-        return settings.as_text().splitlines()
+        return settings.as_lines()
 
     def environ(
         self, taken: Sequence[Device], environ: Mapping[str, str]

@@ -15,6 +15,8 @@ from tensorboard.util import tensor_util
 
 from towers._deprecated import rename_keys, rename_tag
 from towers.elastic import requests
+from towers.program import small_file
+from towers.program.voice import warn
 
 RUNS = ("train", "validation")
 # Of what summary.json holds.
@@ -130,7 +132,7 @@ def read(model_dir: str) -> Run:
         model_dir,
         train,
         validation,
-        _read_text(model_dir, "flags.txt"),
+        _read_flags(model_dir),
         {} if went_on else summary,
         summary["steps"] if went_on else None,
         requests.is_running(model_dir),
@@ -138,10 +140,9 @@ def read(model_dir: str) -> Run:
 
 
 def _read_summary(model_dir):
+    path = os.path.join(model_dir, "summary.json")
     try:
-        summary = json.loads(_read_text(model_dir, "summary.json") or "{}")
-        if not isinstance(summary, dict):
-            raise ValueError("no object")
+        summary = small_file.read_json(path, dict)
         # Runs of earlier versions call validation a test.
         summary = {
             re.sub("^test_", "val_", name): each
@@ -149,10 +150,12 @@ def _read_summary(model_dir):
         }
         _check(summary)
         return summary
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
         raise ValueError(
-            f"{os.path.join(model_dir, 'summary.json')} is not as towers.train writes "
-            f"it ({error}); remove it, and there is a report without it."
+            f"{path} is not as towers.train writes it ({error}); remove it, and there "
+            "is a report without it."
         ) from error
 
 
@@ -172,18 +175,22 @@ def _check(summary):
         raise ValueError(f'"best" is {json.dumps(best)}')
 
 
-def _read_text(model_dir, name):
+def _read_flags(model_dir):
+    path = os.path.join(model_dir, "flags.txt")
     try:
-        with open(os.path.join(model_dir, name)) as file:
-            return file.read()
+        # A path among them need not be UTF-8.
+        return small_file.read_text(path, errors="replace")
     except FileNotFoundError:
+        return ""
+    except small_file.FileError as error:
+        warn(f"{path} cannot be read ({error}), so the report has no flags.")
         return ""
 
 
 def _read_events(folder):
     events, points = Events(), collections.defaultdict(list)
     pattern = os.path.join(glob.escape(folder), "events.out.tfevents.*")
-    for path in sorted(glob.glob(pattern), key=_made):
+    for path in sorted(filter(os.path.isfile, glob.glob(pattern)), key=_made):
         _read_file(path, events, points)
     events.scalars = {tag: _join(found) for tag, found in points.items()}
     for tag, series in events.scalars.items():

@@ -120,7 +120,19 @@ def check(settings: Settings) -> Settings:
     read_randaugment(settings.randaugment)
     read_profile_steps(settings)
     check_data_service(settings.data_service)
+    _check_line_breaks(settings)
     return settings
+
+
+def _check_line_breaks(settings):
+    """Checks that flags.txt, which has a flag in each line, gives back what it gets."""
+    for line in settings.as_lines():
+        if len(line.splitlines()) > 1:
+            flag, _, value = line.partition("=")
+            raise ValueError(
+                f"Received {flag}={value!r}, which has a line break; expected none, as "
+                "flags.txt would read what follows as another flag, so rename it."
+            )
 
 
 def _check_metrics(settings):

@@ -324,6 +324,10 @@ class Settings:
 
     def as_text(self) -> str:
         """Returns the flags of the run as --flagfile reads them, from any folder."""
+        return "".join(f"{line}\n" for line in self.as_lines())
+
+    def as_lines(self) -> list[str]:
+        """Returns the lines of `as_text`, without their ends."""
         lines = []
         for name in NAMES:
             value = getattr(self, name)
@@ -336,8 +340,8 @@ class Settings:
             if name == "batch_size" and self.batch_size_per_tower is not None:
                 continue
             path = with_absolute_path(name, value)
-            lines.append(f"--{name}={path}\n" if path else f"{self.as_flag(name)}\n")
-        return "".join(lines)
+            lines.append(f"--{name}={path}" if path else self.as_flag(name))
+        return lines
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline import json_file
 from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import Places
 from towers.input_pipeline.sources.examples import (
@@ -228,8 +228,7 @@ def _read_info(paths: list[str]) -> dict[str, Any] | None:
     if others or not tf.io.gfile.exists(path):
         return None
     try:
-        with tf.io.gfile.GFile(path) as file:
-            info = json.load(file)
+        info = json_file.read(path, dict)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; convert again") from error
     # TFDS writes a file of this name too.

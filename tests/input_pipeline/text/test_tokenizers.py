@@ -214,7 +214,9 @@ def test_what_is_no_vocabulary_is_said(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not UTF-8: expected a word in each line"):
         text.open_tokenizer(f"words:{file}")
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: expected"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json cannot be read \(.*\): expected"
+    ):
         text.load(str(tmp_path))
     pytest.importorskip("tensorflow_text")
     with pytest.raises(ValueError, match=r"expected the \.model file that"):

@@ -1,6 +1,7 @@
 """What hosts send one another; they are threads here."""
 
 import threading
+import types
 
 import keras
 import numpy as np
@@ -238,6 +239,32 @@ def test_files_are_sent(tmp_path):
         files = (tmp_path / str(k) / "checkpoint").iterdir()
         assert {each.name: each.read_bytes() for each in files} == content
     assert _together(lambda place: place.send_files(None, "")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["ckpt-1-0", {"../outside": 3}],
+        ["ckpt-1-0", {"/tmp/outside": 3}],
+        ["ckpt-1-0", {"in/side": 3}],
+        ["ckpt-1-0", {"..": 3}],
+        ["ckpt-1-0", {"": 3}],
+        ["ckpt-1-0", {"a\0b": 3}],
+        ["../ckpt-1-0", {"file": 3}],
+        ["/tmp/ckpt-1-0", {"file": 3}],
+        [None, {"file": 3}],
+        ["ckpt-1-0", {"file": -1}],
+        ["ckpt-1-0", {"file": "3"}],
+        ["ckpt-1-0", ["file"]],
+        ["ckpt-1-0"],
+        3,
+    ],
+)
+def test_files_stay_in_the_folder_that_they_are_sent_to(tmp_path, told):
+    place = types.SimpleNamespace(index=1, broadcast=lambda value: told)
+    with pytest.raises(ValueError, match="The first host sends"):
+        hosts.Cluster.send_files(place, None, str(tmp_path / "received"))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_asynchronous_is_for_one_host():

@@ -21,6 +21,7 @@ from tests.towers.lifecycle.runs import (
     plain,
     values,
 )
+from towers.keras_adapter.randomness import random_states
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -551,6 +552,48 @@ def test_what_callbacks_knew_in_older_checkpoints():
     found = states._from_json(saved, [np.ones(2)])
     assert found["wait"] == 1 and found["more"] == {}
     np.testing.assert_array_equal(found["weights"][0], np.ones(2))
+
+
+KERAS = {
+    "EarlyStopping": lambda: keras.callbacks.EarlyStopping("loss"),
+    "ReduceLROnPlateau": lambda: keras.callbacks.ReduceLROnPlateau("loss"),
+    "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint("here.keras"),
+    "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore("here"),
+    "TensorBoard": lambda: keras.callbacks.TensorBoard("here"),
+    "CSVLogger": lambda: keras.callbacks.CSVLogger("here.csv"),
+    "LambdaCallback": keras.callbacks.LambdaCallback,
+}
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_a_checkpoint_sets_no_more_of_a_callback_than_its_numbers(capsys, name):
+    callback = KERAS[name]()
+    before = {**vars(callback)}
+    known = states._state(callback) or {}
+    good = {known: 0.25 for known in known}
+    forged = dict.fromkeys(
+        [
+            *before,
+            *("filepath", "backup_dir", "_training_state_path", "log_dir", "filename"),
+            *("__class__", "on_epoch_end", "new"),
+        ],
+        "/tmp/elsewhere",
+    )
+    about = {
+        "history": {"epoch": [], "history": {}},
+        "callbacks": [[name, states._to_json(forged | good, [])]],
+        "random": random_states(),
+    }
+    states.give_back(keras.Sequential(), [callback], about, [])
+    assert vars(callback) == before | good
+    assert type(callback).__name__ == name
+    said = capsys.readouterr().err
+    assert f"The checkpoint's {name} has " in said and "filepath" in said
+    if good:
+        # The names are known, and the values are paths.
+        states._set_known(callback, dict.fromkeys(good, "/tmp/elsewhere"))
+        states._set_known(callback, {key: ["/tmp/elsewhere"] for key in good})
+        assert vars(callback) == before | good
 
 
 @pytest.mark.parametrize("value", [{1}, b"x", np.array([object()])])

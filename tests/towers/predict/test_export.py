@@ -238,12 +238,13 @@ def test_arrays_of_the_users_own(tmp_path):
     np.savez(tmp_path / "new.npz", **x)
     prepared = {"size": np.float32([[0.3], [0.5]]), "rooms": np.float32([1, 2])}
     expected = job.model.predict(prepared, verbose=0)
-    found = predicted(tmp_path, tmp_path / "new.npz")
+    mine = tmp_path / "mine.py"
+    found = predicted(tmp_path, tmp_path / "new.npz", f"--model={mine}")
     assert [row["row"] for row in found] == ["1", "2"]
     for name in ("price", "pair"):
         values = [[*map(float, row[name].split())] for row in found]
         np.testing.assert_allclose(values, expected[name], rtol=1e-5)
-    trained = load_model(str(tmp_path))
+    trained = load_model(str(tmp_path), model=str(mine))
     saved_model.write(trained, str(tmp_path / "exported"))
     serve = tf.saved_model.load(str(tmp_path / "exported")).signatures["serve"]
     given = {
@@ -263,7 +264,7 @@ def test_arrays_of_the_users_own(tmp_path):
     with pytest.raises(
         ValueError, match=said + r", size \[B, 1\] of float32, rooms \[B"
     ):
-        predicted(tmp_path, tmp_path / "new.csv")
+        predicted(tmp_path, tmp_path / "new.csv", f"--model={mine}")
 
 
 ONE = """
@@ -289,17 +290,17 @@ def test_an_array_and_what_needs_a_target(tmp_path):
     job = finished(*flags, model_dir=tmp_path)
     x = np.float32([[1, 1], [2, 1], [3, 1], [4, 1], [5, 1]])
     np.save(tmp_path / "x.npy", x)
-    found = predicted(tmp_path, tmp_path / "x.npy")
+    found = predicted(tmp_path, tmp_path / "x.npy", f"--model={file}")
     expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy()
     chances = [float(row["probability_1"]) for row in found]
     np.testing.assert_allclose(chances, expected[:, 1], rtol=1e-5)
     assert [int(row["class"]) for row in found] == expected.argmax(axis=1).tolist()
-    trained = load_model(str(tmp_path))
+    trained = load_model(str(tmp_path), model=str(file))
     with pytest.raises(ValueError, match=r"\[2, 3\] of float64; expected .* \[B, 2\]"):
         trained.predict(np.ones([2, 3]))
     file.write_text(ONE)
     with pytest.raises(ValueError, match=r"raised TypeError .* with y=None; expected"):
-        load_model(str(tmp_path)).predict(x)
+        load_model(str(tmp_path), model=str(file)).predict(x)
 
 
 @pytest.mark.slow
@@ -319,12 +320,13 @@ def test_pictures_that_the_users_file_prepares(tmp_path):
         Image.fromarray(pixels).save(root / name / "0.png")
     flags = f"--dataset=folder:{root}", "--eval_fraction=0", "--image_size=4"
     job = finished(*flags, f"--model={tmp_path}/mine.py", model_dir=tmp_path)
-    (row,) = predicted(tmp_path, root / "bee" / "0.png")
+    mine = f"{tmp_path}/mine.py"
+    (row,) = predicted(tmp_path, root / "bee" / "0.png", f"--model={mine}")
     scores = tf.nn.softmax(job.model(pixels[None] / np.float32(255))).numpy()
     assert row["class"] == ("ant", "bee")[scores.argmax()]
     found = float(row["probability_bee"])
     np.testing.assert_allclose(found, scores[0, 1], rtol=1e-5)
-    trained = load_model(str(tmp_path))
+    trained = load_model(str(tmp_path), model=mine)
     assert trained.predict(pixels[None])[0]["class"] == row["class"]
 
 

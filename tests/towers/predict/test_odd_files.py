@@ -207,9 +207,9 @@ def run(tmp_path_factory):
         (
             "classes.json",
             "{",
-            r"classes\.json has no list of names of classes; expected",
+            r"classes\.json \(it is no JSON: .*\); expected the names",
         ),
-        ("classes.json", '{"a": 1}', r"classes\.json has no list of names of classes"),
+        ("classes.json", '{"a": 1}', r"classes\.json \(it holds no list\); expected"),
         ("preprocessing.json", {"task": "x"}, r"Cannot read .* \(task is 'x'\); expec"),
         ("preprocessing.json", {"input": "tokens"}, r"has no tokenizer; expected all"),
     ],

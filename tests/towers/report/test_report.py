@@ -471,8 +471,8 @@ def test_what_does_not_fit(tmp_path, capsys, arguments, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "Expecting property name"),
-        ("[1]", "no object"),
+        ("{", "it is no JSON: Expecting property name"),
+        ("[1]", "it holds no object"),
         ('{"a": 1}', '"epochs" is missing'),
         (json.dumps(SUMMARY | {"steps": None}), '"steps" is null'),
         (json.dumps(SUMMARY | {"waiting": "no"}), '"waiting" is "no"'),

@@ -362,3 +362,27 @@ def test_unwritable_model_dir(made, model_dir):
     assert model_dir in str(caught.value)
     assert os.path.dirname(model_dir) in str(caught.value)
     assert not os.path.exists(model_dir)
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\r\n", "\x0b", "\x0c", "\u2028"])
+@pytest.mark.parametrize(
+    "name", ("data_dir", "model_dir", "monitor", "feature_columns", "label_column")
+)
+def test_a_value_cannot_become_a_flag_of_its_own(name, line_break):
+    value = f"da ta{line_break}--clean"
+    value = (value, "b") if name == "feature_columns" else value
+    asked = Settings(**{name: value}, dataset="digits")
+    with pytest.raises(ValueError, match=rf"Received --{name}=.*has a line break"):
+        checks._check_line_breaks(asked)
+
+
+def test_flags_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"Received --data_dir='.*has a line break"):
+        checks.check(Settings(dataset="digits", data_dir="a\n--clean"))
+    folder = tmp_path / "cwd\n--clean"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"Received --data_dir='.*cwd.*a line break"):
+        checks.check(Settings(dataset="digits", model_dir="run"))
+    assert not [*folder.iterdir()] and [*tmp_path.iterdir()] == [folder]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from towers.devices.sharing.division import Run
 from towers.devices.sharing.errors import RegistryError
 from towers.devices.sharing.machine import Machine, file_name
-from towers.program import whole_file
+from towers.program import small_file, whole_file
 from towers.program.voice import warn
 
 _TYPES = {
@@ -79,8 +79,8 @@ class Table:
     def _read(self) -> list[Run] | None:
         """Reads the file; `None` if it is torn."""
         try:
-            with open(self.path) as file:
-                return [_run(entry) for entry in json.load(file)["runs"]]
+            content = small_file.read_json(self.path, dict)
+            return [_run(entry) for entry in content["runs"]]
         except FileNotFoundError:
             return []
         except (
@@ -88,7 +88,6 @@ class Table:
             LookupError,
             TypeError,
             AttributeError,
-            RecursionError,
         ) as error:
             warn(
                 f"{self.path} cannot be understood ({error}), so it is begun anew; the "

@@ -10,8 +10,11 @@ import tensorflow as tf
 
 from towers._deprecated import rename_keys
 from towers.keras_adapter.randomness import random_states, set_random_states
+from towers.program.voice import warn
 
-# What Keras's own callbacks know of earlier epochs; others have a `state_dict()`.
+# What Keras's own callbacks know of earlier epochs; others have a `state_dict()`. A
+# checkpoint may come from anybody, so these are all that it can set: numbers, and no
+# path by which a callback writes.
 _KNOWN = {
     keras.callbacks.EarlyStopping: (
         *("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
@@ -82,8 +85,33 @@ def give_back(
         if hasattr(callback, "load_state_dict"):
             callback.load_state_dict(state)
         else:
-            vars(callback).update(state)
+            _set_known(callback, state)
     set_random_states(states["random"])
+
+
+def _set_known(callback, state):
+    """Sets what a callback of Keras's knows; anything else is said and left out."""
+    known = [
+        name
+        for name in _known_names(callback) or ()
+        if name in state and _is_numeric(state[name])
+    ]
+    for name in known:
+        setattr(callback, name, state[name])
+    if left := [str(name) for name in state if name not in known]:
+        warn(
+            f"The checkpoint's {type(callback).__name__} has {', '.join(left)}, which "
+            "no checkpoint of ours has; it is left as it is."
+        )
+
+
+def _is_numeric(value):
+    """Whether there are only numbers, arrays of them and `None`, in a list or not."""
+    if isinstance(value, list):
+        return all(map(_is_numeric, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind not in "OSUV"
+    return value is None or isinstance(value, bool | int | float)
 
 
 def state_of(states: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -132,9 +160,15 @@ def _saved_state(callback, arrays):
 def _state(callback):
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
+    names = _known_names(callback)
+    return names and {name: getattr(callback, name, None) for name in names}
+
+
+def _known_names(callback):
+    """Names of what a callback of Keras's knows; `None` of any other one."""
     for kind, names in _KNOWN.items():
         if isinstance(callback, kind):
-            return {name: getattr(callback, name, None) for name in names}
+            return names
     return None
 
 

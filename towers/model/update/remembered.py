@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from towers.program import whole_file
+from towers.program import small_file, voice, whole_file
 
 
 def write(file: str, content: dict[str, Any]) -> None:
@@ -21,8 +21,9 @@ def write(file: str, content: dict[str, Any]) -> None:
 def read(file: str) -> dict[str, Any]:
     """Reads it; nothing where it is not there, or somebody else has written it."""
     try:
-        with open(file) as written:
-            found = json.load(written)
-    except (OSError, ValueError, RecursionError):
-        return {}  # it is measured again
-    return found if isinstance(found, dict) else {}
+        return small_file.read_json(file, dict)
+    except FileNotFoundError:
+        return {}
+    except small_file.FileError as error:
+        voice.warn(f"{file} cannot be read ({error}), so it is measured again.")
+        return {}

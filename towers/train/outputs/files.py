@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import glob
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from towers.elastic import balance, requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
+from towers.program import small_file
+from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import model_files
 from towers.train.parts.model import NOT_FINITE
@@ -64,18 +67,33 @@ def describe(job: Job) -> None:
 
 def log_columns(path: str) -> list[str] | None:
     """Returns the columns of a log beside the epoch; `None` if there is none yet."""
-    if not os.path.exists(path):
-        return None
-    with open(path, newline="") as file:
-        return next(csv.reader(file), [""])[1:] or None
+    return (_rows(path) or [[""]])[0][1:] or None
+
+
+def _rows(path: str) -> list[list[str]]:
+    """Reads the rows of a log, its head first; none if there is no log.
+
+    Raises:
+        SaveError: It is none of ours, so nothing can be added to it.
+    """
+    try:
+        text = small_file.read_text(path)
+        rows = [*csv.reader(io.StringIO(text, newline=""))]
+        if not all(row and row[0].isdecimal() for row in rows[1:]):
+            raise small_file.FileError("it has a line that begins with no epoch")
+        return rows
+    except FileNotFoundError:
+        return []
+    except (small_file.FileError, csv.Error) as error:
+        raise SaveError(
+            f"Cannot go on with {path} ({error}); expected a log as --log_csv writes "
+            "it, so move it away."
+        ) from error
 
 
 def _forget_epochs_after(path, epochs):
     """Leaves out what a log says of epochs that are trained again."""
-    if not os.path.exists(path):
-        return
-    with open(path, newline="") as file:
-        header, *rows = [*csv.reader(file)] or [[]]
+    header, *rows = _rows(path) or [[]]
     kept = [row for row in rows if int(row[0]) < epochs]
     if kept != rows:
         with open(path, "w", newline="") as file:
@@ -100,9 +118,11 @@ def read(job: Job, name: str) -> str | None:
     """Reads a file in model_dir; `None` if there is none."""
     path = os.path.join(job.model_dir, name)
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except (OSError, ValueError):
+        return small_file.read_text(path, errors="surrogateescape")
+    except FileNotFoundError:
+        return None
+    except small_file.FileError as error:
+        warn(f"{path} cannot be read ({error}), so nothing is compared with it.")
         return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from towers.program import small_file
 from towers.train.outputs.preprocessing import OWN, Preprocessing, write_json
 from towers.train.parts.data import Data
 from towers.train.settings import ARCHITECTURE
@@ -39,22 +40,17 @@ def read_classes(folder: str) -> list[str] | None:
     """
     path = os.path.join(folder, CLASSES)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        found = small_file.read_json(path, list)
+        if not all(isinstance(each, str) for each in found):
+            raise small_file.FileError("it holds something that is no name")
+        return found
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise _no_names(path) from error
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise _no_names(path)
-    return found
-
-
-def _no_names(path):
-    return ValueError(
-        f"{path} has no list of names of classes; expected the file as the run wrote "
-        "it, so copy it again, or train again."
-    )
+    except small_file.FileError as error:
+        raise ValueError(
+            f"Cannot read {path} ({error}); expected the names of classes as the run "
+            "wrote them, so copy the file again, or train again."
+        ) from error
 
 
 def _preprocessing(job):

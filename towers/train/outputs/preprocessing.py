@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from towers import input_pipeline
 from towers.input_pipeline.images import recipes
+from towers.program import small_file
 from towers.train.parts.task import TASKS, Task
 from towers.train.settings import PREPROCESSING
 
@@ -79,8 +80,7 @@ class Preprocessing:
         """
         path = os.path.join(folder, PREPROCESSING)
         try:
-            with open(path, encoding="utf-8") as file:
-                found = json.load(file)
+            found = small_file.read_json(path, dict)
             for name in ("range", "features", "outputs"):
                 found[name] = found[name] and tuple(found[name])
             found["shape"] = _shapes(found["shape"])
@@ -92,7 +92,7 @@ class Preprocessing:
             if found["task"] not in (None, *TASKS):
                 raise ValueError(f"task is {found['task']!r}")
             return cls(**found)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"Cannot read {path} ({error}); expected the model_dir of a run of "
                 "this version of Towers, so train again."

@@ -1,6 +1,5 @@
 """The figures of a run, for summary.json and its last lines."""
 
-import json
 import os
 import shlex
 import textwrap
@@ -8,7 +7,8 @@ from typing import Any
 
 from towers._deprecated import rename_keys
 from towers.monitoring.watch import Watch
-from towers.program import words
+from towers.program import small_file, words
+from towers.program.voice import warn
 from towers.train.job import Job
 
 
@@ -69,12 +69,15 @@ def measured(watch: Watch) -> dict:
 
 def measured_before(model_dir: str) -> dict:
     """Returns what the last run that has trained here had measured, if it is known."""
+    summary = {}
     try:
-        with open(os.path.join(model_dir, "summary.json")) as file:
-            summary = json.load(file)
-    except (OSError, ValueError):
-        summary = None
-    known = rename_keys(summary) if isinstance(summary, dict) else {}
+        path = os.path.join(model_dir, "summary.json")
+        summary = small_file.read_json(path, dict)
+    except FileNotFoundError:
+        pass
+    except small_file.FileError as error:
+        warn(f"{path} cannot be read ({error}); what it has measured is not known.")
+    known = rename_keys(summary)
     names = "examples_per_sec", "tokens_per_sec", "step_ms", "waiting", "utilization"
     return {name: known.get(name) for name in (*names, "verdict", "measured")}
 

@@ -1,11 +1,11 @@
 """What a run makes of columns: as it began, or by its training data."""
 
-import json
 import os
 
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
+from towers.program import small_file
 from towers.train.settings import PREPROCESSING, Settings
 
 _TABLES = ("csv", "parquet")
@@ -117,8 +117,7 @@ def _read(model_dir):
     """The scaling of a run, `None` if it has none, and its vocabularies."""
     path = os.path.join(model_dir, PREPROCESSING)
     try:
-        with open(path) as file:
-            found = json.load(file)
+        found = small_file.read_json(path, dict)
         scaling = found.get("scaling")
         return scaling and Scaling.from_json(scaling), found.get("vocabularies")
     except FileNotFoundError:

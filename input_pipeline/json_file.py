@@ -1,0 +1,27 @@
+"""Reads files of JSON that this package has written, here or far away."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from towers.program import small_file
+
+
+def read(path: str, kind: type) -> Any:
+    """Reads a file of JSON.
+
+    Args:
+        path: Its name, or its address.
+        kind: What has to be in it: `dict` or `list`.
+
+    Raises:
+        FileError: It is not there, or not such as we write.
+        OpError: It is far away, and cannot be read.
+    """
+    if "://" not in path:
+        try:
+            return small_file.read_json(path, kind)
+        except FileNotFoundError as error:
+            raise small_file.FileError("it is not there") from error
+    with tf.io.gfile.GFile(path, "rb") as file:
+        return small_file.parse_json(file.read(small_file.MOST_BYTES), kind)
