@@ -11,7 +11,7 @@ from towers.input_pipeline.cache.space import at_once, pixel_type
 from towers.input_pipeline.images import decode
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.sources.base import Source, fingerprint
-from towers.program import words
+from towers.program import whole_file, words
 
 # In bytes; what TensorFlow expects of a tensor's first element.
 _ALIGNMENT = 64
@@ -85,8 +85,9 @@ def map_pixels(
             _fill(source, images, labels)
             images.flush()
             np.save(os.path.join(unfinished, "labels.npy"), labels)
-            os.replace(os.path.join(unfinished, "labels.npy"), f"{base}-labels.npy")
-            os.replace(path, f"{base}.npy")
+            labels_path = os.path.join(unfinished, "labels.npy")
+            whole_file.rename(labels_path, f"{base}-labels.npy")
+            whole_file.rename(path, f"{base}.npy")
         kept = _open(base, shape)
     return kept
 

@@ -17,7 +17,7 @@ from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.texts.documents import Documents, chunks
 from towers.input_pipeline.text import Tokenizer
 from towers.machine import limits
-from towers.program import words
+from towers.program import whole_file, words
 
 _CHUNK = 2**15
 _AT_ONCE = 2**20
@@ -102,8 +102,8 @@ def _write(path: str, reader: "_Reader") -> None:
                 found = reader.read(lambda ids: ids.tofile(file))
             with open(f"{new}.json", "w") as file:
                 json.dump(found, file)
-            os.replace(f"{new}.ids", f"{path}.ids")
-            os.replace(f"{new}.json", f"{path}.json")
+            whole_file.rename(f"{new}.ids", f"{path}.ids")
+            whole_file.rename(f"{new}.json", f"{path}.json")
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be written into {folder} ({error.strerror}): expected "

@@ -1,11 +1,11 @@
 """What a run makes of columns: as it began, or by its training data."""
 
-import json
 import os
 
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
+from towers.train.outputs import recorded
 from towers.train.settings import PREPROCESSING, Settings
 
 _TABLES = ("csv", "parquet")
@@ -88,16 +88,18 @@ def _goes_on(settings):
 
 def _read(model_dir):
     """The scaling of a run, `None` if it has none, and its vocabularies."""
-    path = os.path.join(model_dir, PREPROCESSING)
     try:
-        with open(path) as file:
-            found = json.load(file)
-        scaling = found.get("scaling")
-        return scaling and Scaling.from_json(scaling), found.get("vocabularies")
+        return recorded.read(model_dir, _parse)
     except FileNotFoundError:
         return None, None  # a run of before
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        path = os.path.join(model_dir, PREPROCESSING)
         raise ValueError(
             f"{path} cannot be read: {error}; expected what this run wrote, so copy it "
             "from a backup, or start over with --clean."
         ) from error
+
+
+def _parse(found):
+    scaling = found.get("scaling")
+    return scaling and Scaling.from_json(scaling), found.get("vocabularies")
