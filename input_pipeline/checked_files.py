@@ -6,17 +6,15 @@ store has them. Threads compute them as fast as a disk reads.
 
 import concurrent.futures
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 
 from towers.machine import limits
-from towers.program import voice, words
+from towers.program import locks, small_file, voice, whole_file, words
 
 SUMS = ".sums"
 _UNFINISHED = ".unfinished"
@@ -24,8 +22,6 @@ _LOCK = "lock"
 _BLOCK = 2**24
 # Reading more than this takes a while.
 _MUCH = 8 * 2**30
-# Where there are no locks, nobody writes for so long.
-_ABANDONED_S = 24 * 3600
 
 
 @contextlib.contextmanager
@@ -45,20 +41,17 @@ def written(base: str, ends: Sequence[str]) -> Iterator[str]:
     folder, name = os.path.split(base)
     os.makedirs(folder, exist_ok=True)
     unfinished = tempfile.mkdtemp(_UNFINISHED, f"{name}.", folder)
-    lock = os.open(os.path.join(unfinished, _LOCK), os.O_RDWR | os.O_CREAT)
     try:
-        with contextlib.suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        new = os.path.join(unfinished, "new")
-        yield new
-        sums = {end: _sums(new + end) for end in ends}
-        with open(new + SUMS, "w") as file:
-            json.dump(sums, file)
-        # The checksums last, since they say that all are there.
-        for end in (*ends, SUMS):
-            os.replace(new + end, base + end)
+        with locks.taken(os.path.join(unfinished, _LOCK)):
+            new = os.path.join(unfinished, "new")
+            yield new
+            sums = {end: _sums(new + end) for end in ends}
+            with open(new + SUMS, "w") as file:
+                json.dump(sums, file)
+            # The checksums last, since they say that all are there.
+            for end in (*ends, SUMS):
+                whole_file.rename(new + end, base + end)
     finally:
-        os.close(lock)
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
@@ -83,8 +76,7 @@ def are_good(base: str, ends: Sequence[str]) -> bool:
 
 def _fault(base: str, ends: Sequence[str]) -> str:
     try:
-        with open(base + SUMS) as file:
-            sums = json.load(file)
+        sums = small_file.read_json(base + SUMS, dict)
     except (OSError, ValueError):
         return "its checksums are missing or damaged"
     try:
@@ -122,17 +114,6 @@ def _remove_abandoned(folder: str) -> None:
 
 
 def _is_abandoned(unfinished: str) -> bool:
-    """Whether nobody holds the lock of a folder, which ends with its process."""
-    try:
-        lock = os.open(os.path.join(unfinished, _LOCK), os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(lock)
-    except BlockingIOError:
-        return False
-    except OSError:
-        with contextlib.suppress(OSError):
-            return time.time() > os.path.getmtime(unfinished) + _ABANDONED_S
-        return False
+    """Whether the process that had the lock of a folder has ended."""
+    lock = os.path.join(unfinished, _LOCK)
+    return os.path.exists(lock) and not locks.is_locked(lock)

@@ -14,6 +14,7 @@ from towers.input_pipeline import json_file
 from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
+from towers.program import whole_file
 
 BAD_RECORDS_FILE = "bad_records.json"
 PROGRAM = "towers.input_pipeline.convert"
@@ -49,23 +50,6 @@ def until_whole(path: str) -> str:
     """The path of a file until it is whole."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}{_UNFINISHED}")
-
-
-def rename_whole(path: str) -> None:
-    """Gives a file its name, which the disk keeps."""
-    tf.io.gfile.rename(until_whole(path), path, overwrite=True)
-    sync(os.path.dirname(path))
-
-
-def sync(path: str) -> None:
-    """Has the disk keep a file or a folder; other file systems do by themselves."""
-    if "://" in path:
-        return
-    descriptor = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
@@ -153,10 +137,8 @@ def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> Non
 
 def write_json(path: str, content: dict[str, Any]) -> None:
     """Writes a file that is whole once it has its name."""
-    with tf.io.gfile.GFile(until_whole(path), "w") as file:
+    with whole_file.opened(path) as file:
         json.dump(content, file, indent=1)
-    sync(until_whole(path))
-    rename_whole(path)
 
 
 def info(

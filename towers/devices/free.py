@@ -1,7 +1,6 @@
 """Chooses GPUs that nobody uses."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 from towers.devices.sharing import machine
 from towers.machine import nvml
 from towers.processes.described import describe_holder
-from towers.program import voice, words
+from towers.program import locks, voice, words
 
 _LOCK = "free.lock"
 
@@ -88,10 +87,6 @@ def one_at_a_time() -> Iterator[None]:
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with open(os.path.join(folder, _LOCK), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            voice.say("Waiting until another program has taken its free GPUs.")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    message = "Waiting until another program has taken its free GPUs."
+    with locks.waited_for(os.path.join(folder, _LOCK), message):
         yield

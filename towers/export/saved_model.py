@@ -12,6 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.predict import arrays
 from towers.predict.trained import Trained, by_name
+from towers.program import whole_file
 from towers.train.outputs.preprocessing import OWN
 from towers.train.parts.task import all_names
 
@@ -60,12 +61,14 @@ def _write(archive, folder):
     unfinished = f"{folder}.{os.getpid()}.unfinished"
     try:
         archive.write_out(unfinished, verbose=False)
+        whole_file.flush_all(unfinished)
         os.makedirs(folder, exist_ok=True)
         for name in os.listdir(unfinished):
             path = os.path.join(folder, name)
             if os.path.isdir(path):
                 shutil.rmtree(path)
             os.replace(os.path.join(unfinished, name), path)
+        whole_file.flush(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -155,7 +155,7 @@ class FirstHostWrites(keras.callbacks.Callback):
         if this_host().index:
             yield
             return
-        with files.alone(self._job):
+        with files.alone(self._job.model_dir):
             if self._job.settings.clean and process_group.joined().generation == 0:
                 files.remove_run(self._job.model_dir)
             yield

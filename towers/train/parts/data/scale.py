@@ -5,7 +5,7 @@ import os
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
-from towers.program import small_file
+from towers.train.outputs import recorded
 from towers.train.settings import PREPROCESSING, Settings
 
 _TABLES = ("csv", "parquet")
@@ -115,15 +115,18 @@ def _goes_on(settings):
 
 def _read(model_dir):
     """The scaling of a run, `None` if it has none, and its vocabularies."""
-    path = os.path.join(model_dir, PREPROCESSING)
     try:
-        found = small_file.read_json(path, dict)
-        scaling = found.get("scaling")
-        return scaling and Scaling.from_json(scaling), found.get("vocabularies")
+        return recorded.read(model_dir, _parse)
     except FileNotFoundError:
         return None, None  # a run of before
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        path = os.path.join(model_dir, PREPROCESSING)
         raise ValueError(
             f"{path} cannot be read: {error}; expected what this run wrote, so copy it "
             "from a backup, or start over with --clean."
         ) from error
+
+
+def _parse(found):
+    scaling = found.get("scaling")
+    return scaling and Scaling.from_json(scaling), found.get("vocabularies")
