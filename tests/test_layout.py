@@ -31,6 +31,7 @@ PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 INPUT_FLOORS = (
     *(
         "choices",
+        "checked_files",
         "json_file",
         "specs",
         "tokenizer_specs",
