@@ -57,22 +57,23 @@ def convert(
         form = serialize.choose_form(source, image_size, raw)
         manifest = folders.describe(source, shards, form)
         _say_what_is_lost(source)
-    folders.prepare(source, folder, manifest, overwrite)
-    if found:
-        path = os.path.join(folder, folders.BAD_RECORDS_FILE)
-        quarantine.write([found], path)
-        left_out = words.count(len(found), "bad record")
-        print(f"{left_out} left out; {path} lists them all.")
-    splits = [
-        folders.SplitFiles(folder, split, size, shards)
-        for split, size in manifest["splits"].items()
-    ]
-    examples = sum(manifest["splits"].values())
-    with Progress(examples) as progress, blame_records(source):
-        for files in splits:
-            Writer(source, files, form, progress).run()
-    info = folders.info(source, form, splits)
-    folders.write_json(os.path.join(folder, INFO), info)
+    with folders.alone(folder):
+        folders.prepare(source, folder, manifest, overwrite)
+        if found:
+            path = os.path.join(folder, folders.BAD_RECORDS_FILE)
+            quarantine.write([found], path)
+            left_out = words.count(len(found), "bad record")
+            print(f"{left_out} left out; {path} lists them all.")
+        splits = [
+            folders.SplitFiles(folder, split, size, shards)
+            for split, size in manifest["splits"].items()
+        ]
+        examples = sum(manifest["splits"].values())
+        with Progress(examples) as progress, blame_records(source):
+            for files in splits:
+                Writer(source, files, form, progress).run()
+        info = folders.info(source, form, splits)
+        folders.write_json(os.path.join(folder, INFO), info)
     return info
 
 

@@ -139,7 +139,7 @@ def test_clean_starts_over(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "train", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         train_run.run(job)
-    assert {p.name for p in path.iterdir()} == {"notes.txt", "lock"}
+    assert {p.name for p in path.iterdir()} == {"notes.txt"}
 
 
 @pytest.mark.slow
