@@ -288,6 +288,26 @@ class TestMemory:
         again.restore(model)
         assert [*again.run.known.values] == ["callbacks"]
 
+    def test_hosts_read_what_they_divide_once_and_in_order(self, monkeypatch):
+        """Also where the first one could not write all of it."""
+        model = as_new("adam")
+        read, together = [], []
+        divided = {id(v) for v in model.optimizer.variables[1:]}
+        monkeypatch.setattr(saved_model, "is_divided", lambda v: id(v) in divided)
+        monkeypatch.setattr(saved_model, "_read", read.append)
+        values_of = saved_model.ValuesOnDemand(model)
+        written = iter(values_of.by_part["optimizer"])
+        for _ in range(3):
+            next(written)
+        values_of.read_rest_together()
+        for variable in model.optimizer.variables[1:]:
+            monkeypatch.setattr(
+                variable, "numpy", lambda v=variable: together.append(v)
+            )
+        saved_model.read_together(model)
+        found = [id(v) for v in read if id(v) in divided]
+        assert found == [id(v) for v in together] and len(found) > 3
+
     def test_one_that_fails_ends_the_run_at_once(self, tmp_path):
         folder = tmp_path / "run"
         checkpoint = Checkpoint(folder, save_steps=2, background=False)

@@ -195,12 +195,12 @@ def test_no_call_has_more_than_a_piece_in_hand(tmp_path, monkeypatch):
 
     for name in sizes:
         note(name, getattr(tf.raw_ops, name))
-    alive = weakref.WeakSet()
+    alive = weakref.WeakValueDictionary()
 
     def make(number):
         assert len(alive) <= 1  # The one before, at most.
         value = tf.fill([40, 2], float(number))
-        alive.add(value)
+        alive[number] = value
         return value
 
     values = store.OnDemand(make, range(20))

@@ -86,6 +86,7 @@ class CheckpointManager:
         self.discarded: Sequence[str] = ()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: concurrent.futures.Future | None = None
+        self._trimming: concurrent.futures.Future | None = None
         self._scores: dict[str, float | None] = {}
 
     @property
@@ -223,6 +224,8 @@ class CheckpointManager:
             NotFinite: A variable is not finite.
         """
         self.wait()
+        if self._trimming is not None:
+            self._trimming.result()  # So that there are never two copies.
         if self._hosts.index > 0:
             if values is None:
                 saved_model.read_together(model)
@@ -240,8 +243,8 @@ class CheckpointManager:
     def _begin_to_write(self, position, contents, values):
         contents = Contents({**values, **contents.values}, contents.about)
         self._saving = self._writer.submit(self._write, position, contents)
-        # Once it has ended, which frees the copy.
-        self._writer.submit(heap.trim)
+        # It begins when that has ended, which frees the copy.
+        self._trimming = self._writer.submit(heap.trim)
 
     def _has_room_for_copy(self, model):
         """Whether training may go on while the state is written from a copy."""

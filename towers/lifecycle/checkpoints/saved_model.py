@@ -152,9 +152,11 @@ class ValuesOnDemand:
         self._unread = [variable for variable in variables if is_divided(variable)]
 
     def _read(self, variable):
+        value = _read(variable)
         if is_divided(variable):
+            # One that could not be read is tried again, for what is then said.
             self._unread.pop(0)
-        return _read(variable)
+        return value
 
     def read_rest_together(self) -> None:
         """Reads what hosts divide and nobody has asked for, as other hosts do."""
