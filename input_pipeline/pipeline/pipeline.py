@@ -22,6 +22,7 @@ from towers.input_pipeline.pipeline.checks import check
 from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
+from towers.input_pipeline.pipeline.sizes import unknown_size
 from towers.input_pipeline.pipeline.stages import Stages
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
@@ -126,11 +127,7 @@ class Pipeline:
         if self.image_shape is None:
             shape = tuple(self.source.image_shape)
             if None in shape:
-                raise ValueError(
-                    f"the images of {self.source.name} differ in size, and no "
-                    "image_shape was received: expected one for all, such as "
-                    f"image_shape=(224, 224, {shape[-1]})"
-                )
+                raise ValueError(unknown_size(self.source))
             object.__setattr__(self, "image_shape", shape)
         check(self)
 

@@ -18,7 +18,7 @@ from towers.input_pipeline.sources.targets import LARGEST, Target
 from towers.program import voice
 
 # What TensorFlow raises where a record is bad.
-_BAD_RECORD = (
+BAD_RECORD = (
     tf.errors.DataLossError,
     tf.errors.FailedPreconditionError,
     tf.errors.InvalidArgumentError,
@@ -110,7 +110,7 @@ def blame_records(*sources: Source) -> Iterator[None]:
     """
     try:
         yield
-    except _BAD_RECORD as error:
+    except BAD_RECORD as error:
         for source in {id(source.origin): source for source in sources}.values():
             for split in source.splits:
                 bad = find_bad_records(source, split)

@@ -298,7 +298,8 @@ HELPS = {
     },
     "Watching": {
         "log_steps": (
-            "Number of steps between lines of output, and between TensorBoard scalars."
+            "Number of steps between lines of output, and between TensorBoard scalars. "
+            "By default, each epoch has a scalar, however short it is."
         ),
         "histograms": "Write TensorBoard histograms of the weights after each epoch.",
         "profile_steps": (

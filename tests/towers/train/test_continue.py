@@ -212,6 +212,7 @@ def test_a_worse_run_leaves_the_best_model(worse, resumed):
         "monitor": "val_loss",
         "value": pytest.approx(first["best"]["value"], rel=1e-5),
         "epoch": epoch,
+        "logs": first["best"]["logs"],
         "model": str(best),
         "checkpoint": f"{worse.path}/checkpoints/ckpt-{epoch}-0",
     }

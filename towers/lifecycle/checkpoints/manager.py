@@ -17,7 +17,7 @@ import keras
 from towers.cluster import process_group
 from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints import saved_model, store
-from towers.lifecycle.checkpoints.best import Best, Monitor
+from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs
 from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
 from towers.machine import heap, limits
 from towers.numerics.not_finite import NotFinite
@@ -173,7 +173,9 @@ class CheckpointManager:
             return None
         self.monitor.settle(model)
         path = self.monitor.best(reversed(scores.items()))
-        return Best(path, store.position(path).epoch, self.monitor.name, scores[path])
+        logs = last_logs(store.load_about(path))
+        epoch = store.position(path).epoch
+        return Best(path, epoch, self.monitor.name, scores[path], logs)
 
     def score(
         self, logs: Mapping[str, Any], validates: bool, model: keras.Model
