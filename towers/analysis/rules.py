@@ -154,7 +154,10 @@ class Rules:
             return
         reason = str(self._reader.why(next(iter(totals.values())).tensor))
         try:
-            graph = LossGraph(losses, outputs, others, self._local_batch, totals, kinds)
+            graph = LossGraph(
+                *(losses, outputs, others, self._local_batch, totals, kinds),
+                self._reader.rows_of,
+            )
         except ValueError as error:
             raise NoRuleError(str(error)) from error
         raise TotalsWanted(reason, graph)
