@@ -7,11 +7,14 @@ from keras import layers, losses, ops, regularizers
 
 import towers
 from tests.exact import oracle
+from tests.variants import slow
 
 # Of three towers: parts of 3, 2 and 2 examples, and of 1, 1 and none.
 SIZES = 7, 8, 5, 2
 # The last digit of a number of 64 bits, and what a few steps make of it.
 LIMIT = 1e-14
+# On replicas, Keras subtracts a mean's square from that of squares.
+SYNCHRONIZED_LIMIT = 1e-13
 FEATURES = 6
 
 
@@ -119,12 +122,9 @@ MODELS = {
         {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)},
     ),
 }
+QUICK = "mean", "an own step"
 # The towers normalise by their own parts, so one tower is compared with one device.
 ALONE = {"BatchNormalization": (_images, IMAGES, {})}
-WAYS = {
-    "parameter_server": {"gpus": 3},
-    "replicated": {"gpus": 3, "variable_update": "replicated"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +166,10 @@ def _run(case, weighted, **options):
     optimizer = compiled.pop("optimizer", lambda: keras.optimizers.Adam(epsilon=1e-3))
     trained.compile(optimizer=optimizer(), **compiled)
     history = trained.fit(data, epochs=2, verbose=0).history
-    found = {f"{variable.path} {i}": variable.numpy() for i, variable in
-             enumerate([*model.variables, *model.optimizer.variables])}
+    found = {
+        f"{variable.path} {i}": variable.numpy()
+        for i, variable in enumerate([*model.variables, *model.optimizer.variables])
+    }
     found |= {f"history {name}": value for name, value in history.items()}
     if make is not _OwnStep:
         results = trained.evaluate(data, return_dict=True, verbose=0)
@@ -178,16 +180,19 @@ def _run(case, weighted, **options):
 def _assert_equal(case, weighted, **options):
     apart = oracle.differences(_run(case, weighted, **options), _run(case, weighted))
     where = max(apart, key=apart.get)
-    assert apart[where] <= LIMIT, (where, apart[where])
+    limit = SYNCHRONIZED_LIMIT if case[0] is _synchronized else LIMIT
+    assert apart[where] <= limit, (where, apart[where])
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else slow(name) for name in MODELS]
+)
 def test_parts_of_several_sizes(name, weighted):
     _assert_equal(MODELS[name], weighted, gpus=3)
 
 
-@pytest.mark.parametrize("name", ["mean", "BatchNormalization, synchronized"])
+@pytest.mark.parametrize("name", ["mean", slow("BatchNormalization, synchronized")])
 def test_copies_on_towers(name):
     _assert_equal(MODELS[name], True, gpus=3, variable_update="replicated")
 

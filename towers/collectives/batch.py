@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from towers.program import words
 
-# Of what part of a batch a tower has. It multiplies values of any type, as one of theirs.
+# The type of what says which part of a batch a tower has: no value has more digits.
 FRACTION = tf.float64
 
 

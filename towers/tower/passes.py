@@ -355,7 +355,7 @@ def _forward(model, training, rules, scope, x, fraction):
         _layer_loss(model, rules, f"loss {i}", loss, fraction, alike=i >= added)
         for i, loss in enumerate(model.losses)
     ]
-    state = scope.new_state(rules)
+    state = scope.new_state(rules, fraction)
     return TowerResult(outputs, _tags(outputs), state, losses=losses)
 
 

@@ -166,7 +166,11 @@ def run_in_replica_context(
             size, fraction = everything.size, everything.fraction
             if hosts.index > 0:
                 # Without a graph, all hosts compute it, and the first one's counts.
-                result, size, fraction = without_rows(result), 0, tf.zeros([], batch.FRACTION)
+                result, size, fraction = (
+                    without_rows(result),
+                    0,
+                    tf.zeros([], batch.FRACTION),
+                )
             return [result._replace(size=size, fraction=fraction)]
         size = tf.convert_to_tensor(everything.size)
         result = result._replace(size=size, fraction=everything.fraction)

@@ -184,7 +184,7 @@ class TowerScope(keras.StatelessScope):
         ids = [tf.cast(ids, dtype) for ((_, ids),) in self._looked_up[id(variable)]]
         return tf.concat([*ids, tf.zeros([0], dtype)], 0)
 
-    def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
+    def new_state(self, rules: Rules, fraction: tf.Tensor) -> list[tf.Tensor | None]:
         """Returns what the call made of the model's variables; `None` where nothing.
 
         The rules learn how the values of all towers combine.
@@ -214,7 +214,10 @@ class TowerScope(keras.StatelessScope):
                 rules.lay_down(f"state {i}", Dependence.MEAN)  # by design
                 continue
             try:
-                rules.state(f"state {i}", assigned[-1], alike=id(variable) in own_seeds)
+                new_state[-1] = rules.state(
+                    *(f"state {i}", assigned[-1], fraction),
+                    alike=id(variable) in own_seeds,
+                )
             except NoRuleError as error:
                 raise ModelError(
                     f"Model '{model.name}' assigns '{variable.path}' a value that "
@@ -247,8 +250,8 @@ class TowerScope(keras.StatelessScope):
         who = f"Layer '{layer}'" if layer else f"Model '{model.name}'"
         if shared is not None and first == id(shared.state):
             raise ModelError(
-                f"{who} draws random numbers without a seed, by Keras's global one, "
-                "which towers do not share; create a `keras.random.SeedGenerator` in "
+                f"{who} draws random numbers by Keras's global random seed, which "
+                "towers do not share; create a `keras.random.SeedGenerator` in "
                 "`__init__`, and pass it as `seed` to each function of keras.random."
             )
         raise ModelError(
