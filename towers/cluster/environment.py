@@ -23,6 +23,8 @@ _ELASTIC, _SLOT = "TOWERS_ELASTIC", "TOWERS_SLOT"
 _RESTARTED = "TOWERS_RESTARTED"
 REPORTS = "TOWERS_REPORTS"
 """Names a file descriptor where `towers.train` writes lines of JSON while it trains."""
+# Whoever hears a greeting can try out tokens: of four digits, all in a moment.
+_LEAST_TOKEN = 16
 # Ports from here on are below those that Linux gives to whoever asks for any.
 _SLURM_PORTS = 15_000
 
@@ -279,10 +281,25 @@ def _common(environ: Environ) -> dict[str, str | float | None]:
             f"other hosts, such as {JOIN_SECONDS:g}."
         )
     return {
-        "token": environ.get(_TOKEN) or None,
+        "token": token(environ),
         "join_seconds": seconds,
         "interface": environ.get(_INTERFACE) or None,
     }
+
+
+def token(environ: Environ) -> str | None:
+    """Returns the token of the environment, if there is one.
+
+    Raises:
+        ValueError: It is so short that whoever hears a greeting can find it.
+    """
+    found = environ.get(_TOKEN) or None
+    if found is not None and len(found) < _LEAST_TOKEN:
+        raise ValueError(
+            f"Received a {_TOKEN} of {len(found)} characters; expected at least "
+            f"{_LEAST_TOKEN}, such as openssl rand -hex 16 prints."
+        )
+    return found
 
 
 def _coordinator(environ: Environ, default: str) -> str:

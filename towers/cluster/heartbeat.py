@@ -265,15 +265,15 @@ class Heartbeat:
         if peer.rank is None:
             if not hmac.compare_digest(str(message["secret"]), self._secret):
                 raise ValueError("a stranger")
-            peer.rank = range(len(self._names))[message["rank"]]
+            peer.rank = self._rank_in(message, "rank")
             known = {key.data.rank for key in self._connections.keys()} - {None}
             if len(known) == len(self._names) - 1:
                 # Nobody else has to come.
                 self._connections.drop(self._server)
         elif "left" in message:
-            self._left[message["host"]] = (
-                message["left"],
-                message["why"],
+            self._left[self._rank_in(message, "host")] = (
+                int(message["left"]),
+                str(message["why"]),
                 time.monotonic(),
             )
             self._pass_on(connection, message)
@@ -283,13 +283,18 @@ class Heartbeat:
         elif "does" in message:
             self._pass_on(connection, message)
             with self._answered:
-                self._answers[message["does"]] = message["said"]
+                self._answers[self._rank_in(message, "does")] = message["said"]
                 self._answered.notify_all()
         elif "done" in message:
             self._pass_on(connection, message)
-            self._note_done(message["done"], _PARTED if "parted" in message else _DONE)
+            why = _PARTED if "parted" in message else _DONE
+            self._note_done(self._rank_in(message, "done"), why)
         elif "failed" in message:
-            self._note(message["failed"], message["why"])
+            self._note(self._rank_in(message, "failed"), str(message["why"]))
+
+    def _rank_in(self, message, name):
+        """Returns the number of a host that a message names; raises if it is none."""
+        return range(len(self._names))[message[name]]
 
     def _note_done(self, rank, why):
         with self._lock:

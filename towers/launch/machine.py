@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from towers.cluster import environment
 from towers.launch import gpus
 from towers.launch.arguments import Options
 from towers.launch.host import Host
@@ -138,7 +139,7 @@ class Machine:
 
 
 def _token(environ: Mapping[str, str]) -> str:
-    if token := environ.get("TOWERS_TOKEN"):
+    if token := environment.token(environ):
         return token
     raise ValueError(
         "Received no TOWERS_TOKEN; expected the same secret in the environment on all "

@@ -15,7 +15,7 @@ OURS = {
     "TOWERS_HOST_RANK": "1",
     "TOWERS_HOST_COUNT": "2",
     "TOWERS_COORDINATOR": "node0:8476",
-    "TOWERS_TOKEN": "secret",
+    "TOWERS_TOKEN": "a secret of all hosts",
 }
 SLURM = {
     "SLURM_PROCID": "2",
@@ -36,19 +36,19 @@ def tf_config(kind="worker", index=0, **cluster):
 
 ENVIRONMENTS = {
     "nothing": ({}, None),
-    "ours": (OURS, Place(1, 2, "node0:8476", "secret")),
+    "ours": (OURS, Place(1, 2, "node0:8476", "a secret of all hosts")),
     "ours, all of it": (
         OURS
         | {"TOWERS_JOIN_SECONDS": "7.5", "TOWERS_INTERFACE": "eth1"}
         | {"TOWERS_GENERATION": "3"},
-        Place(1, 2, "node0:8476", "secret", 7.5, "eth1", None, 3),
+        Place(1, 2, "node0:8476", "a secret of all hosts", 7.5, "eth1", None, 3),
     ),
     "ours, before others": (
         SLURM | tf_config() | OURS,
-        Place(1, 2, "node0:8476", "secret"),
+        Place(1, 2, "node0:8476", "a secret of all hosts"),
     ),
     "ours, alone": (OURS | {"TOWERS_HOST_RANK": "0", "TOWERS_HOST_COUNT": "1"}, None),
-    "a token alone": ({"TOWERS_TOKEN": "secret"}, None),
+    "a token alone": ({"TOWERS_TOKEN": "a secret of all hosts"}, None),
     "TF_CONFIG": (
         tf_config(index=2),
         Place(2, 3, "a:1", None, addresses=HOSTS),
@@ -59,8 +59,15 @@ ENVIRONMENTS = {
     ),
     "TF_CONFIG, a worker of a chief's": (
         tf_config("worker", "1", worker=["a:1", "b:2"], chief=["c:1"])
-        | {"TOWERS_TOKEN": "secret", "TOWERS_GENERATION": "1"},
-        Place(2, 3, "c:1", "secret", addresses=("c:1", "a:1", "b:2"), generation=1),
+        | {"TOWERS_TOKEN": "a secret of all hosts", "TOWERS_GENERATION": "1"},
+        Place(
+            2,
+            3,
+            "c:1",
+            "a secret of all hosts",
+            addresses=("c:1", "a:1", "b:2"),
+            generation=1,
+        ),
     ),
     "TF_CONFIG before Slurm": (
         SLURM | tf_config(),
@@ -102,7 +109,7 @@ def test_a_worker_of_ray_train(monkeypatch, rank, local, address):
 
     def broadcast(data):
         sent.append(data)
-        return sent[0] or ("node0:8476", "secret")
+        return sent[0] or ("node0:8476", "a secret of all hosts")
 
     class Context:
         get_world_rank = staticmethod(lambda: rank)
@@ -118,7 +125,10 @@ def test_a_worker_of_ray_train(monkeypatch, rank, local, address):
     place = environment.find(SLURM | tf_config() | {"TOWERS_JOIN_SECONDS": "7"})
     assert (place.rank, place.count, place.join_seconds) == (rank, 2, 7)
     if rank:
-        assert (place.coordinator, place.token) == ("node0:8476", "secret")
+        assert (place.coordinator, place.token) == (
+            "node0:8476",
+            "a secret of all hosts",
+        )
     else:
         assert re.fullmatch(rf"{address}:\d+", place.coordinator)
         assert sent == [(place.coordinator, place.token)] and len(place.token) == 32
@@ -203,32 +213,44 @@ def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch)
 
 
 def test_what_the_launcher_sets_is_found():
-    place = Place(1, 3, "[::1]:7", "secret", 2.5, "lo", generation=4)
+    place = Place(1, 3, "[::1]:7", "a secret of all hosts", 2.5, "lo", generation=4)
     assert environment.find(environment.variables(place)) == place
 
 
 def test_a_place_among_hosts_that_come_and_go():
-    place = ElasticPlace("node0:8476", "secret", 3, 7.5, "eth0")
+    place = ElasticPlace("node0:8476", "a secret of all hosts", 3, 7.5, "eth0")
     assert environment.find_elastic(environment.elastic_variables(place)) == place
     # What else the environment says is not asked.
     assert environment.find_elastic(OURS) is None
-    assert "secret" not in repr(place)
+    assert "a secret of all hosts" not in repr(place)
     variables = {"TOWERS_ELASTIC": "1", "TOWERS_COORDINATOR": "node0:8476"}
     with pytest.raises(ValueError, match="TOWERS_ELASTIC without TOWERS_TOKEN; expec"):
         environment.find_elastic(variables)
-    variables = {"TOWERS_ELASTIC": "1", "TOWERS_TOKEN": "secret"}
+    variables = {"TOWERS_ELASTIC": "1", "TOWERS_TOKEN": "a secret of all hosts"}
     with pytest.raises(ValueError, match="TOWERS_COORDINATOR=; expected the address"):
         environment.find_elastic(variables)
 
 
+def test_a_short_token_is_refused_and_not_shown():
+    with pytest.raises(
+        ValueError, match="a TOWERS_TOKEN of 4 characters; expected at"
+    ) as e:
+        environment.find(OURS | {"TOWERS_TOKEN": "7391"})
+    assert "7391" not in str(e.value)
+    assert environment.token({"TOWERS_TOKEN": "x" * 16}) == "x" * 16
+    assert environment.token({"TOWERS_TOKEN": ""}) is None
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_whether_others_have_begun_before(restarted):
-    place = ElasticPlace("node0:8476", "secret", 3, restarted=restarted)
+    place = ElasticPlace("node0:8476", "a secret of all hosts", 3, restarted=restarted)
     # That of a launcher around this one does not count.
     variables = {"TOWERS_GENERATION": "2"} | environment.elastic_variables(place)
     assert environment.find_elastic(variables) == place
     assert environment.restarted(variables) == restarted
-    place = Place(0, 1, "node0:8476", "secret", generation=int(restarted))
+    place = Place(
+        0, 1, "node0:8476", "a secret of all hosts", generation=int(restarted)
+    )
     assert environment.restarted(environment.variables(place)) == restarted
     assert not environment.restarted({})
 

@@ -194,6 +194,28 @@ def test_a_host_that_is_none(rank):
     assert hosts.failure(0) == "host 1 has ended"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"left": 1, "host": 7, "why": "x"},
+        {"left": 1, "host": [], "why": "x"},
+        {"left": None, "host": 1, "why": "x"},
+        {"does": {"a": 1}, "said": 1},
+        {"done": "1"},
+        {"done": 3},
+        {"failed": 9, "why": "x"},
+    ],
+)
+def test_a_message_about_no_host_ends_its_own_connection_only(message):
+    hosts = Hosts(3)
+    with hosts.stand_in(1) as connection:
+        connection.sendall(line(**message))
+        while connection.recv(4096):
+            pass
+    hosts.stand_in(2).close()
+    assert hosts.failure(0) == "host 2 has ended"
+
+
 def test_many_strangers(monkeypatch):
     """The oldest has to go, so they keep no host out; all hosts may come at once."""
     monkeypatch.setattr(heartbeat, "_MOST_STRANGERS", 3)

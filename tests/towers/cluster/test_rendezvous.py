@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ from towers.cluster.rendezvous import (
     host,
     meet,
     meeting,
+    strangers,
 )
 
 TIMEOUT_S = 60
@@ -165,6 +167,79 @@ def test_a_stranger_changes_nothing(said, words):
         gone.close()
         futures.append(start(one))
         assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+
+
+GOOD = {
+    "rank": 1,
+    "count": 2,
+    "generation": 0,
+    "node": "node1",
+    "pid": 7,
+    "address": "127.0.0.1:7",
+    "versions": host.versions(),
+}
+MALFORMED = {
+    "no object": "[]",
+    "no JSON": "{",
+    "deep": "[" * 16_000,
+    "nothing": "{}",
+    "more": json.dumps(GOOD | {"more": 1}),
+    "no versions": json.dumps(GOOD | {"versions": {}}),
+    "versions of numbers": json.dumps(
+        GOOD | {"versions": dict.fromkeys(host.versions(), 3)}
+    ),
+    **{
+        f"{name} {value!r}": json.dumps(GOOD | {name: value})
+        for name in GOOD
+        for value in (None, [], {"a": 1}, True, 1.5, -1)
+        if not (name == "pid" and value == -1)
+    },
+    "rank as text": json.dumps(GOOD | {"rank": "1"}),
+    "address of nothing": json.dumps(GOOD | {"address": "here"}),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_message_ends_its_own_connection_only(said, kind):
+    async def malformed(place):
+        reader, writer = await asyncio.open_connection(
+            *addresses.split(place.coordinator)
+        )
+        end = channel.Channel(reader, writer, None, listens=False)
+        await end.greet()
+        payload = MALFORMED[kind].encode()
+        code = end._code(payload, 0, False)
+        writer.write(len(payload).to_bytes(channel._LENGTH) + code + payload)
+        assert await reader.read() == b""
+        await end.close()
+
+    first, one = places(2, token=None)
+    futures = [start(first)]
+    connected(first).close()
+    for _ in range(2):
+        asyncio.run(asyncio.wait_for(malformed(first), TIMEOUT_S))
+    futures.append(start(one))
+    assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+    assert said[1:] == [
+        "A process on 127.0.0.1 sent a message that no host of Towers sends; its "
+        "connection was closed."
+    ]
+
+
+def test_idle_connections_keep_no_host_out(said, monkeypatch, caplog):
+    monkeypatch.setattr(strangers, "MOST", 3)
+    first, one = places(2)
+    futures = [start(first)]
+    with contextlib.ExitStack() as opened:
+        idle = [opened.enter_context(connected(first)) for _ in range(20)]
+        for each in idle[:15]:
+            each.settimeout(TIMEOUT_S)
+            with contextlib.suppress(ConnectionResetError):
+                while each.recv(64):
+                    pass
+        futures.append(start(one))
+        assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+    assert not said and not caplog.records
 
 
 def test_another_token_is_turned_away(said):

@@ -68,13 +68,13 @@ def test_a_name_that_is_not_known():
 
 
 def test_which_host_this_one_is(monkeypatch):
-    monkeypatch.setenv("TOWERS_TOKEN", "secret")
+    monkeypatch.setenv("TOWERS_TOKEN", "a secret of all hosts")
     # Of documentation, and so nobody's.
     found = hosts.place("203.0.113.1:8476,127.0.0.1:8477", None)
-    assert (found.rank, found.count, found.token) == (1, 2, "secret")
+    assert (found.rank, found.count, found.token) == (1, 2, "a secret of all hosts")
     assert found.coordinator == "203.0.113.1:8476"
     started = {"TOWERS_HOST_RANK": "1", "TOWERS_HOST_COUNT": "2"}
-    started |= {"TOWERS_COORDINATOR": "a:1", "TOWERS_TOKEN": "t"}
+    started |= {"TOWERS_COORDINATOR": "a:1", "TOWERS_TOKEN": "another secret of hosts"}
     assert hosts.place("auto", None, started).rank == 1
 
 

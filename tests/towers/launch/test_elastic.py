@@ -411,7 +411,7 @@ def machines(run):
 
     def start(rank, hosts="1:2", *words, **options):
         words = f"--hosts={hosts}", f"--host_rank={rank}", f"--coordinator={at}", *words
-        return run.launch(*words, TOWERS_TOKEN="secret", **options)
+        return run.launch(*words, TOWERS_TOKEN="a secret of all hosts", **options)
 
     return start
 
@@ -473,7 +473,9 @@ def launched(tmp_path, capfd, monkeypatch):
             elastic=True,
             **{"log_dir": str(tmp_path), "max_restarts": None, **options},
         )
-        machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "secret"})
+        machine = Machine(
+            asked, {**os.environ, "TOWERS_TOKEN": "a secret of all hosts"}
+        )
         every.append(machine)
         return Launcher(asked, machine).run(), capfd.readouterr()
 
@@ -519,7 +521,7 @@ def test_one_of_several_machines(launched):
         coordinator="node0:8476",
         interface="eth0",
     )
-    assert (code, out) == (0, "3 node0:8476 eth0 secret\n")
+    assert (code, out) == (0, "3 node0:8476 eth0 a secret of all hosts\n")
     assert err == "towers.launch: Starting host 3 of 2 to 4.\n"
 
 
@@ -605,7 +607,7 @@ def test_after_a_signal_no_further_host_starts(tmp_path, monkeypatch):
     asked = arguments.Options(
         *(1, 5, command), elastic=True, log_dir=str(tmp_path), max_restarts=None
     )
-    machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "secret"})
+    machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "a secret of all hosts"})
     launcher, start, started = Launcher(asked, machine), machine.start, []
 
     def signalled(number, *args):

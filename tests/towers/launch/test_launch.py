@@ -35,7 +35,7 @@ def launched(tmp_path, capfd, monkeypatch):
         asked = arguments.Options(
             hosts, hosts, command, **{"log_dir": str(tmp_path), **options}
         )
-        environ = {**os.environ, "TOWERS_TOKEN": "secret"}
+        environ = {**os.environ, "TOWERS_TOKEN": "a secret of all hosts"}
         machines.append(Machine(asked, environ))
         one = supervisor.Supervisor(asked, machines[-1])
         for event in told or ():
@@ -91,7 +91,7 @@ def test_one_host_of_several_machines(launched):
         interface="eth0",
         log_dir=None,
     )
-    assert (code, out) == (0, "2 node0:8476 eth0 secret\n")
+    assert (code, out) == (0, "2 node0:8476 eth0 a secret of all hosts\n")
     assert err == "towers.launch: Starting host 2 of 4.\n"
 
 

@@ -16,12 +16,17 @@ from towers.cluster.elastic.generations import Entry, Generations, Rules, place_
 from towers.cluster.elastic.talk import Talk
 from towers.cluster.membership import JOIN_SECONDS, Place
 from towers.cluster.rendezvous import meeting
-from towers.cluster.rendezvous.channel import Channel, TokenError
-from towers.cluster.rendezvous.host import ANSWER_S, versions, warn_of_token, within
+from towers.cluster.rendezvous.channel import Channel, MalformedError, TokenError
+from towers.cluster.rendezvous.host import (
+    ANSWER_S,
+    versions,
+    warn_of_stranger,
+    warn_of_token,
+    within,
+)
+from towers.cluster.rendezvous.strangers import Strangers
 from towers.program import voice
 
-# Connections that have not shown yet that a host made them.
-_MOST_STRANGERS = 100
 # For all to hear that it ends.
 _END_S = 2.0
 
@@ -92,7 +97,7 @@ class Coordinator:
         self._closed = asyncio.Event()
         self._generations: Generations | None = None
         self._numbers = itertools.count()
-        self._strangers: dict[asyncio.Task, None] = {}
+        self._strangers = Strangers(most)
         self._visits: set[asyncio.Task] = set()
         self._warned: set[str] = set()
         self._thread = threading.Thread(
@@ -212,23 +217,21 @@ class Coordinator:
         task = asyncio.current_task()
         self._visits.add(task)
         try:
-            if (entry := await self._welcome(channel, task)) is not None:
+            if (entry := await self._welcome(channel)) is not None:
                 await self._serve_one(*entry)
+        except asyncio.CancelledError:
+            pass  # of too many strangers the oldest one, or the coordinator ends
         finally:
             self._visits.discard(task)
             await channel.abort()
 
-    async def _welcome(self, channel, task) -> tuple[Talk, Entry] | None:
+    async def _welcome(self, channel) -> tuple[Talk, Entry] | None:
         """Hears who it is; `None` if it is a stranger."""
-        self._strangers[task] = None
-        if len(self._strangers) > _MOST_STRANGERS + self._rules.most:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cancel()
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await channel.greet()
-                said = await channel.receive()
+            with self._strangers.listening():
+                async with asyncio.timeout(ANSWER_S):
+                    await channel.greet()
+                    said = await channel.receive()
             talk = Talk(channel)
             slot = said["slot"]
             return talk, Entry(
@@ -240,10 +243,12 @@ class Coordinator:
         except TokenError:
             warn_of_token(channel.other_host, self._warned)
             await within(ANSWER_S, channel.send({}))  # whose code tells the same
-        except (OSError, ValueError, TypeError, LookupError):
+        except MalformedError:
+            warn_of_stranger(channel.other_host, self._warned)
+        except OSError:
             pass  # a stranger
-        finally:
-            self._strangers.pop(task, None)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            warn_of_stranger(channel.other_host, self._warned)
         return None
 
     async def _serve_one(self, talk: Talk, entry: Entry) -> None:

@@ -27,6 +27,10 @@ class StrangerError(OSError):
     """The other end does not speak as hosts of Towers do."""
 
 
+class MalformedError(StrangerError):
+    """The other end has sent a message that no host sends."""
+
+
 class TokenError(OSError):
     """The other end has another token."""
 
@@ -104,6 +108,7 @@ class Channel:
         Raises:
             TokenError: It was made with another token.
             StrangerError: It is longer than a host's.
+            MalformedError: It is none of a host's.
         """
         length = int.from_bytes(await self._read(_LENGTH))
         if length > (_LONGEST_HEARD if self._listens else _LONGEST):
@@ -114,7 +119,13 @@ class Channel:
         if not hmac.compare_digest(code, expected):
             raise TokenError("the token is another one")
         self._received += 1
-        return json.loads(payload)
+        try:
+            message = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise MalformedError("a message came that is no JSON") from error
+        if not isinstance(message, dict):
+            raise MalformedError("a message came that is no object")
+        return message
 
     async def close(self) -> None:
         """Closes the connection, once all is sent."""

@@ -42,6 +42,8 @@ class Guest:
                         return await self._try(limit, note)
                     except RendezvousError:
                         raise
+                    except (LookupError, TypeError):
+                        self._reason = "it says what no host says"
                     except (OSError, ValueError) as error:
                         self._reason = reason(error)
                     limit.reschedule(end)

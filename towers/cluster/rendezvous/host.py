@@ -62,6 +62,30 @@ class Host:
             *(socket.gethostname(), os.getpid(), address, versions()),
         )
 
+    @classmethod
+    def heard(cls, message: dict[str, Any]) -> "Host":
+        """Returns what a process has told of itself, of which all is checked.
+
+        Raises:
+            ValueError: No host tells this.
+        """
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        kinds["versions"] = dict
+        if message.keys() != kinds.keys() or not all(
+            type(message[name]) is kind for name, kind in kinds.items()
+        ):
+            raise ValueError("it tells something else of itself than a host does")
+        of_host = message["versions"]
+        if of_host.keys() != versions().keys() or not all(
+            isinstance(each, str) for each in of_host.values()
+        ):
+            raise ValueError("it tells no versions")
+        if min(message["rank"], message["generation"]) < 0 or message["count"] < 1:
+            raise ValueError("its numbers are of no host")
+        if not addresses.is_address(message["address"]):
+            raise ValueError("it listens at no address")
+        return cls(**message)
+
     @property
     def name(self) -> str:
         """What to call it in a sentence."""
@@ -92,6 +116,16 @@ def warn_of_token(host: str, warned: set[str]) -> None:
         voice.warn(
             f"A process on {host} has another token, and was turned away; give all "
             "hosts the same TOWERS_TOKEN."
+        )
+
+
+def warn_of_stranger(host: str, warned: set[str]) -> None:
+    """Says that a process says what no host says, once for each machine."""
+    if f"stranger on {host}" not in warned:
+        warned.add(f"stranger on {host}")
+        voice.warn(
+            f"A process on {host} sent a message that no host of Towers sends; its "
+            "connection was closed."
         )
 
 

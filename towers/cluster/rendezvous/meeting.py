@@ -8,7 +8,7 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.membership import Membership, Place
-from towers.cluster.rendezvous.channel import Channel, TokenError
+from towers.cluster.rendezvous.channel import Channel, MalformedError, TokenError
 from towers.cluster.rendezvous.host import (
     ANSWER_S,
     QUIET_S,
@@ -20,9 +20,11 @@ from towers.cluster.rendezvous.host import (
     membership,
     numbered,
     own_address,
+    warn_of_stranger,
     warn_of_token,
     within,
 )
+from towers.cluster.rendezvous.strangers import Strangers
 from towers.program import forks, voice
 
 # For a process of an earlier generation to free the port, or a name to be known.
@@ -111,6 +113,7 @@ class Meeting:
         self._newer: Host | None = None
         self._changed = asyncio.Event()
         self._warned: set[str] = set()
+        self._strangers = Strangers(place.count)
 
     async def hold(self, listening: socket.socket) -> Membership:
         """Waits for all, answers all, and waits for their acknowledgements.
@@ -155,15 +158,26 @@ class Meeting:
         """Speaks with whoever connects, from there until the hosts have met."""
         channel = Channel(reader, writer, self._place.token, listens=True)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await channel.greet()
-                host = Host(**await channel.receive())
-                welcome = await self._welcome(channel, host)
+            await self._speak(channel)
+        except asyncio.CancelledError:
+            # It was the oldest one of too many strangers, or the hosts have met.
+            await channel.abort()
+
+    async def _speak(self, channel: Channel) -> None:
+        try:
+            with self._strangers.listening():
+                async with asyncio.timeout(ANSWER_S):
+                    await channel.greet()
+                    host = Host.heard(await channel.receive())
+                    welcome = await self._welcome(channel, host)
         except TokenError:
             warn_of_token(channel.other_host, self._warned)
             await within(ANSWER_S, channel.send({}))  # whose code tells the same
             welcome = False
-        except (OSError, ValueError, TypeError):
+        except (MalformedError, ValueError):
+            warn_of_stranger(channel.other_host, self._warned)
+            welcome = False
+        except OSError:
             welcome = False  # a stranger
         if not welcome:
             return await channel.close()

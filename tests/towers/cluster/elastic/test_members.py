@@ -22,7 +22,12 @@ from towers.cluster.elastic import (
     member,
     talk,
 )
-from towers.cluster.rendezvous import HostsMissingError, RendezvousError, channel
+from towers.cluster.rendezvous import (
+    HostsMissingError,
+    RendezvousError,
+    channel,
+    strangers,
+)
 
 LIMIT_S = 30
 HERE = f"({socket.gethostname()}, pid {os.getpid()})"
@@ -277,16 +282,16 @@ def test_a_stranger_changes_nothing(run, words):
 
 
 def test_silent_strangers_have_to_go(run, monkeypatch):
-    monkeypatch.setattr(coordinator, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(strangers, "MOST", 3)
     run = run()
     at = addresses.split(run.coordinator.address)
     with contextlib.ExitStack() as opened:
-        strangers = [
+        silent = [
             opened.enter_context(socket.create_connection(at, LIMIT_S))
             for _ in range(20)
         ]
         greeting = len(channel._GREETING) + 16
-        for each in strangers[:15]:
+        for each in silent[:15]:
             with contextlib.suppress(ConnectionResetError):
                 assert len(each.recv(greeting)) in (0, greeting)
                 assert each.recv(1) == b""
