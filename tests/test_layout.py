@@ -30,6 +30,7 @@ PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
     *("choices", "specs", "tokenizer_specs", "data_flags", "service", "text"),
+    "checked_files",
     *("images", "local_store", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )
