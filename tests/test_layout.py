@@ -29,16 +29,8 @@ SHARED = ("_deprecated", "program", "machine", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
-    *(
-        "choices",
-        "checked_files",
-        "json_file",
-        "specs",
-        "tokenizer_specs",
-        "data_flags",
-        "service",
-        "text",
-    ),
+    *("choices", "checked_files", "json_file", "specs", "tokenizer_specs"),
+    *("data_flags", "service", "text"),
     *("images", "local_store", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )

@@ -34,10 +34,12 @@ _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
 # TensorFlow 2.19 and 2.20 register what they find twice, and say so as an error.
 _REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
-# Of errors, which Python raises as well, and of checks that XLA leaves out.
+# Of errors, which Python raises as well, of checks that XLA leaves out, and of
+# attributes of nodes that TensorFlow ignores.
 _TWICE = (
     r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
-    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
+    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator"
+    r"|Unknown attributes will be ignored)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
 )
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, what is still to come is told by its color alone.

@@ -38,7 +38,7 @@ from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.continuing.resume import OtherDataError, ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
-from towers.program import ending, startup, voice
+from towers.program import ending, raised, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
 from towers.train import checks, continued
@@ -96,6 +96,9 @@ def main(settings: Settings) -> int:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
+            if said := raised.in_graph(str(error)):
+                voice.end_progress_bar()
+                return fail(f"the data raised an error at {said}", _PROGRAM)
             raise
         return fail(error, _PROGRAM)
     finally:

@@ -71,6 +71,12 @@ class Monitor:
             ValueError: There is no such metric, or it is not known whether more is
                 better.
         """
+        if self.asked is not None and not logs:
+            raise ValueError(
+                f"Received monitor='{self.asked}', and the epoch has measured nothing "
+                "at all; expected training data of at least one batch, and a "
+                "train_step that returns what it measures."
+            )
         if self.asked is None:
             self.name = "val_loss" if validates or "val_loss" in logs else "loss"
         elif self.asked not in logs and not (
