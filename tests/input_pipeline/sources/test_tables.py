@@ -265,7 +265,11 @@ def test_labels_that_are_no_classes(tmp_path):
     with pytest.raises(
         ValueError, match="labels up to 9,999,999,999 in 'label', which is"
     ):
-        open_source(f"csv:{tmp_path}/a.csv")
+        open_source(f"csv:{tmp_path}/a.csv", target="class")
+    # Nobody has said that they are.
+    source = open_source(f"csv:{tmp_path}/a.csv")
+    assert source.target.kind == "numbers"
+    assert any("9,999,999,999, is more than there are" in n for n in source.notes)
     assert (
         open_source(f"csv:{tmp_path}/a.csv", num_classes=10**10).num_classes == 10**10
     )
