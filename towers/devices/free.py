@@ -1,18 +1,19 @@
 """Chooses GPUs that nobody uses."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.devices.sharing import machine
+from towers.devices.sharing import lock, machine
 from towers.machine import nvml
 from towers.processes.described import describe_holder
 from towers.program import voice, words
 
 _LOCK = "free.lock"
+# TensorFlow takes seconds to initialise its devices.
+_LOCK_S = 120.0
 
 
 def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
@@ -88,10 +89,20 @@ def one_at_a_time() -> Iterator[None]:
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with open(os.path.join(folder, _LOCK), "w") as lock:
+    with lock.opened(os.path.join(folder, _LOCK)) as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.take(file, 0)
+        except TimeoutError:
             voice.say("Waiting until another program has taken its free GPUs.")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(file)
         yield
+
+
+def _wait_for(file):
+    try:
+        lock.take(file, _LOCK_S)
+    except TimeoutError as error:
+        raise ValueError(
+            f"Received --gpu_indices=free, but {error}; end that process, or expect "
+            "numbers, such as --gpu_indices=0."
+        ) from error

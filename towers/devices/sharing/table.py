@@ -6,18 +6,20 @@ machine's memory where it is in /dev/shm, as are the runs.
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import typing
 from collections.abc import Iterator
 
+from towers.devices.sharing import lock
 from towers.devices.sharing.division import Run
 from towers.devices.sharing.errors import RegistryError
 from towers.devices.sharing.machine import Machine, file_name
 from towers.program import small_file, whole_file
 from towers.program.voice import warn
 
+# Others hold the lock for as long as it takes to write the file.
+_LOCK_S = 10.0
 _TYPES = {
     field.name: typing.get_origin(field.type) or field.type
     for field in dataclasses.fields(Run)
@@ -69,8 +71,8 @@ class Table:
         name = f"{self.path}.lock"
         while True:
             os.makedirs(os.path.dirname(name), mode=0o700, exist_ok=True)
-            with open(name, "a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with lock.opened(name) as file:
+                lock.take(file, _LOCK_S)
                 # Somebody may have emptied the folder meanwhile.
                 if _is_at(file, name):
                     yield
