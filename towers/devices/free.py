@@ -12,6 +12,8 @@ from towers.processes.described import describe_holder
 from towers.program import locks, voice, words
 
 _LOCK = "free.lock"
+# TensorFlow takes seconds to initialise its devices.
+_LOCK_S = 120.0
 
 
 def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
@@ -87,6 +89,14 @@ def one_at_a_time() -> Iterator[None]:
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, _LOCK)
     message = "Waiting until another program has taken its free GPUs."
-    with locks.waited_for(os.path.join(folder, _LOCK), message):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.waited_for(path, _LOCK_S, message))
+        except TimeoutError as error:
+            raise ValueError(
+                f"Received --gpu_indices=free, but {error}; end that process, or "
+                "expect numbers, such as --gpu_indices=0."
+            ) from error
         yield

@@ -90,8 +90,11 @@ class Shares:
             voice.warn(f"The towers stay as they are: {reason}")
 
     def leave(self) -> None:
-        """Gives up all places."""
-        self._registry.leave()
+        """Gives up all places; those of a process that has ended are free anyhow."""
+        try:
+            self._registry.leave()
+        except RegistryError as error:
+            voice.warn(f"Others see this run until its process has ended: {error}")
 
 
 def share(

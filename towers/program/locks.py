@@ -66,26 +66,33 @@ def taken(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waited_for(path: str, message: str = "") -> Iterator[None]:
+def waited_for(path: str, seconds: float, message: str = "") -> Iterator[None]:
     """Waits for a lock, and has it inside.
 
     Args:
         path: As of `taken`.
-        message: What to say once if another process has it.
+        seconds: How long to wait for a process that has it.
+        message: A line to say once if another process has it.
 
     Raises:
+        TimeoutError: Another process still has it: it stands still, or is none of ours.
         OSError: The file cannot be made.
     """
+    end = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         while True:
             try:
                 stack.enter_context(taken(path))
                 break
             except BlockingIOError:
-                if message:
-                    voice.say(message)
-                    message = ""
-                time.sleep(_WAIT_PAUSE_S)
+                if time.monotonic() >= end:
+                    raise TimeoutError(
+                        f"another process has held the lock {path} for {seconds:g} s"
+                    ) from None
+            if message:
+                voice.say(message)
+                message = ""
+            time.sleep(_WAIT_PAUSE_S)
         yield
 
 
@@ -131,7 +138,7 @@ def _open(path: str, flags: int) -> IO:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "It is no file, as a lock has to be", path)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # Some file systems have no modes.
             os.fchmod(descriptor, 0o600)

@@ -137,7 +137,7 @@ def test_nobody_else_can_open_it(tmp_path, is_there):
 
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(OSError, match="It is no file"):
+    with pytest.raises(OSError, match="it is no regular file"):
         locks.locked(str(tmp_path / "lock")).__enter__()
     assert not locks.is_locked(str(tmp_path / "lock"))
 
@@ -169,6 +169,6 @@ def test_a_lock_is_waited_for(tmp_path, holder, monkeypatch):
             process.communicate("", timeout=60)
 
     monkeypatch.setattr(locks.time, "sleep", let_go)
-    with locks.waited_for(str(tmp_path / "lock"), "Waiting."):
+    with locks.waited_for(str(tmp_path / "lock"), 60, "Waiting."):
         pass
     assert pauses

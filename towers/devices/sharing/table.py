@@ -17,6 +17,8 @@ from towers.devices.sharing.machine import Machine, file_name
 from towers.program import locks, small_file, whole_file
 from towers.program.voice import warn
 
+# Others hold the lock for as long as it takes to write the file.
+_LOCK_S = 10.0
 _TYPES = {
     field.name: typing.get_origin(field.type) or field.type
     for field in dataclasses.fields(Run)
@@ -66,7 +68,7 @@ class Table:
     @contextlib.contextmanager
     def _lock(self):
         os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        with locks.waited_for(f"{self.path}.lock"):
+        with locks.waited_for(f"{self.path}.lock", _LOCK_S):
             yield
 
     def _read(self) -> list[Run] | None:

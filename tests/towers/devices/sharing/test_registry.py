@@ -1,5 +1,6 @@
 """towers.devices.sharing: runs that come, go and die, made up and in real processes."""
 
+import fcntl
 import json
 import os
 import random
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.towers.devices.sharing.world import World
-from towers.devices.sharing import RegistryError, machine, registry
+from towers.devices.sharing import RegistryError, machine, registry, table
+from towers.elastic.shares import Shares
 
 PLACES = [f"GPU-{gpu}/{part}" for gpu in "ab" for part in range(4)]
 FOUR = ["a", "b", "c", "d"]
@@ -373,6 +375,41 @@ def test_a_file_that_cannot_be_used(tmp_path):
     run = registry.Registry(FOUR, 1, 1, str(tmp_path / "file"))
     with pytest.raises(RegistryError, match="as the file in which runs meet, which"):
         join(run)
+
+
+@pytest.mark.parametrize("ending", ["", ".lock"])
+def test_a_pipe_in_the_place_of_a_file_is_a_sentence(world, ending):
+    run = world.run(FOUR, 1, 4)
+    join(run)
+    path = Path(f"{file_of(world)}{ending}")
+    path.unlink()
+    os.mkfifo(path)
+    if ending:
+        with pytest.raises(RegistryError, match="it is no regular file"):
+            run.look()
+    else:
+        assert run.look() == tuple(FOUR)
+
+
+def test_a_lock_that_somebody_keeps_is_not_waited_for_without_end(
+    world, monkeypatch, capsys
+):
+    monkeypatch.setattr(table, "_LOCK_S", 0.1)
+    run = world.run(FOUR, 1, 4)
+    join(run)
+    with open(f"{file_of(world)}.lock") as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        for act in (run.look, lambda: run.hold(FOUR), run.leave):
+            with pytest.raises(
+                RegistryError, match="another process has held the lock"
+            ):
+                act()
+        # The run ends nevertheless.
+        about = Shares.__new__(Shares)
+        about._registry = run
+        about.leave()
+    assert "Others see this run until its process has ended" in capsys.readouterr().err
+    assert run.look() == tuple(FOUR)
 
 
 def test_the_usual_folder(monkeypatch, tmp_path):
