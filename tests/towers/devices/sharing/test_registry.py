@@ -382,7 +382,7 @@ def test_a_pipe_in_the_place_of_a_file_is_a_sentence(world, ending):
     run = world.run(FOUR, 1, 4)
     join(run)
     path = Path(f"{file_of(world)}{ending}")
-    path.unlink()
+    path.unlink(missing_ok=True)
     os.mkfifo(path)
     if ending:
         with pytest.raises(RegistryError, match="it is no regular file"):
@@ -397,7 +397,7 @@ def test_a_lock_that_somebody_keeps_is_not_waited_for_without_end(
     monkeypatch.setattr(table, "_LOCK_S", 0.1)
     run = world.run(FOUR, 1, 4)
     join(run)
-    with open(f"{file_of(world)}.lock") as kept:
+    with open(f"{file_of(world)}.lock", "a") as kept:
         fcntl.flock(kept, fcntl.LOCK_EX)
         for act in (run.look, lambda: run.hold(FOUR), run.leave):
             with pytest.raises(
