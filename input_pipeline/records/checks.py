@@ -27,6 +27,9 @@ BAD_RECORD = (
     UnicodeDecodeError,
 )
 
+# It says so of more records, and of fewer, than were counted.
+_ANOTHER_COUNT = "Input dataset was expected to contain"
+
 # Reading this much takes seconds; more than that is sampled.
 _SCAN_ALL_BELOW_MB = 256
 _SAMPLE_PER_FILE = 1000
@@ -117,6 +120,14 @@ def blame_records(*sources: Source) -> Iterator[None]:
                 if record := next(bad, None):
                     records = check_records(source.origin, record.path)
                     raise blame(record, records) from error
+        if _ANOTHER_COUNT in str(error):
+            names = " or ".join(dict.fromkeys(source.name for source in sources))
+            raise BadRecordError(
+                f"the files of {names} hold another number of records than when the "
+                "run began: expected files that stay as they are while they are read, "
+                "so run again once nobody writes to them",
+                many=True,
+            ) from error
         raise
 
 

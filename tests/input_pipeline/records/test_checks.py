@@ -4,7 +4,14 @@ import tensorflow as tf
 from PIL import Image
 
 from tests.variants import slow
-from towers.input_pipeline import find_bad_record, open_source, scan_labels
+from towers.input_pipeline import (
+    BadRecordError,
+    blame_records,
+    find_bad_record,
+    make_dataset,
+    open_source,
+    scan_labels,
+)
 from towers.input_pipeline.records import checks
 
 
@@ -140,3 +147,18 @@ def test_sources_without_files_have_nothing_to_find():
     source = open_source("synthetic:4x4x1:2")
     assert find_bad_record(source, "train") is None
     scan_labels(source, "train")
+
+
+@pytest.mark.parametrize("rows", [40, 100], ids=["fewer", "more"])
+def test_files_that_change_while_they_are_read_are_said(tmp_path, rows):
+    lines = [f"{k},{k % 2}\n" for k in range(100)]
+    path = tmp_path / "a.csv"
+    path.write_text("a,label\n" + "".join(lines[:70]))
+    source = open_source(f"csv:{path}", eval_fraction=0)
+    path.write_text("a,label\n" + "".join(lines[:rows]))
+    data = make_dataset(source, "train", 8, training=False)
+    with (
+        pytest.raises(BadRecordError, match="hold another number of records than when"),
+        blame_records(source),
+    ):
+        list(data)
