@@ -41,12 +41,12 @@ def _sgd():
     return keras.optimizers.SGD(0.05)
 
 
-def _network(inputs, outputs, hidden=8, last=None):
+def _network(inputs, outputs, hidden=8, last=None, bias=True):
     return keras.Sequential(
         [
             keras.Input((inputs,)),
             layers.Dense(hidden, "tanh"),
-            layers.Dense(outputs, last),
+            layers.Dense(outputs, last, use_bias=bias),
         ]
     )
 
@@ -460,7 +460,7 @@ class Nnclr(_Contrastive):
 
 
 def _probed():
-    return {"contrastive_optimizer": _adam(), "probe_optimizer": _adam()}
+    return {"contrastive_optimizer": _sgd(), "probe_optimizer": _sgd()}
 
 
 class Diffusion(_OfRows):
@@ -631,13 +631,7 @@ class BarlowTwins(keras.Model):
     def __init__(self):
         super().__init__()
         # A bias would be taken out with the mean.
-        self.encoder = keras.Sequential(
-            [
-                keras.Input((WIDTH,)),
-                layers.Dense(8, "tanh"),
-                layers.Dense(5, use_bias=False),
-            ]
-        )
+        self.encoder = _network(WIDTH, 5, bias=False)
         self.tracker = metrics.Mean(name="loss")
 
     @property
@@ -669,7 +663,8 @@ class Siamese(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.network = _network(WIDTH, 4)
+        # A bias would be taken out by the difference.
+        self.network = _network(WIDTH, 4, bias=False)
         self.loss_tracker = metrics.Mean(name="loss")
 
     @property

@@ -193,7 +193,10 @@ class _Checked(layers.Layer):
             lambda: layers.Embedding(10, 3, name="codes"),
             r"of 12 examples, in layer 'codes': indices.* = 77 is not in \[0, 10\)",
         ),
-        (lambda: _Checked(name="codes"), "of 12 examples.* 10 is too large"),
+        (
+            lambda: _Checked(name="codes"),
+            "of 12 examples, in layer 'codes': .*10 is too large",
+        ),
     ],
     ids=["an id out of range", "a check"],
 )
