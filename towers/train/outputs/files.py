@@ -18,7 +18,7 @@ from towers.lifecycle.checkpoints.manager import SaveError
 from towers.program import small_file
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import model_files
+from towers.train.outputs import links, model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
 from towers.train.settings import ARCHITECTURE, PREPROCESSING
@@ -37,6 +37,7 @@ def alone(job: Job) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with _written(job):
             os.makedirs(job.model_dir, exist_ok=True)
+            links.check(job.model_dir)
             try:
                 stack.enter_context(requests.locked(job.model_dir))
             except BlockingIOError as error:
