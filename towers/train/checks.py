@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from typing import Literal
 
 from towers.elastic import notice
@@ -206,9 +207,25 @@ def read_class_weight(
 
 def check_model_dir(settings: Settings) -> Settings:
     """Checks that the run can be written, leaving nothing; returns the settings."""
+    _check_encoding(settings.absolute_model_dir)
     if not settings.eval_only:
         check_folder("model_dir", settings.absolute_model_dir, "--model_dir")
     return settings
+
+
+def _check_encoding(model_dir):
+    """Checks that TensorFlow, which takes paths as UTF-8, can write to a folder."""
+    try:
+        model_dir.encode()
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        do = "rename it"
+        if encoding != "utf-8":
+            do = "set PYTHONUTF8=1 in the environment, or choose another name"
+        raise ValueError(
+            f"Received --model_dir={model_dir!r}, which is no UTF-8 where names of "
+            f"files are {encoding}; TensorFlow expects UTF-8, so {do}."
+        ) from error
 
 
 def check_not_mixed(settings: Settings) -> Settings:

@@ -376,6 +376,18 @@ def test_a_value_cannot_become_a_flag_of_its_own(name, line_break):
         checks._check_line_breaks(asked)
 
 
+def test_a_model_dir_that_is_not_utf_8_is_a_sentence(tmp_path, monkeypatch):
+    asked = Settings(model_dir=f"{tmp_path}/b\udcff")
+    with pytest.raises(ValueError, match=r"no UTF-8 where .* utf-8; .* so rename it"):
+        checks.check_model_dir(asked)
+    # As ü is read under an ASCII locale.
+    monkeypatch.setattr(checks.sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(ValueError, match=r"are ascii; .* so set PYTHONUTF8=1"):
+        checks.check_model_dir(Settings(model_dir=f"{tmp_path}/r\udcc3\udcbc"))
+    assert checks.check_model_dir(Settings(model_dir=f"{tmp_path}/rü"))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_flags_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"Received --data_dir='.*has a line break"):

@@ -22,7 +22,7 @@ from towers.predict import arguments, model
 from towers.queue.entry import Entry
 from towers.queue.record import Record
 from towers.report import read as report
-from towers.train.outputs import files, model_files, summary
+from towers.train.outputs import files, links, model_files, summary
 from towers.train.outputs.preprocessing import Preprocessing
 from towers.train.parts.data import scale
 
@@ -150,6 +150,28 @@ def test_what_is_none_of_ours(tmp_path, name, kind):
         assert function(str(tmp_path)) == absent
     if absent is SENTENCE:
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", links.FILES)
+def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    job = _run(folder)
+    with pytest.raises(SaveError, match=rf"is a link to {tmp_path}/elsewhere, which"):
+        files.alone(job).__enter__()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(SaveError, match="is no regular file, and the run writes one"):
+        files.alone(job).__enter__()
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_a_link_to_a_folder_is_said(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    links.check(str(tmp_path / "run"))
+    assert f"the run writes to {tmp_path}." in capsys.readouterr().err
 
 
 def test_a_tokenizer_names_no_file_elsewhere(tmp_path):

@@ -18,7 +18,7 @@ from towers.lifecycle.checkpoints.manager import SaveError
 from towers.program import small_file, whole_file
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import model_files
+from towers.train.outputs import links, model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
 from towers.train.settings import ARCHITECTURE, PREPROCESSING
@@ -41,6 +41,7 @@ def alone(model_dir: str) -> Iterator[None]:
             for folder in _missing(model_dir):
                 os.makedirs(folder, exist_ok=True)
                 stack.callback(_remove_if_empty, folder)
+            links.check(model_dir)
             stack.enter_context(requests.locked(model_dir))
         except BlockingIOError as error:
             raise SaveError(

@@ -1,0 +1,47 @@
+"""What stands in a model_dir under the names that a run writes, and would lead away."""
+
+import os
+
+from towers.elastic import balance, requests
+from towers.lifecycle.checkpoints.manager import SaveError
+from towers.program.voice import say
+from towers.train.job import BAD_RECORDS
+from towers.train.outputs import model_files
+from towers.train.parts.model import NOT_FINITE
+from towers.train.settings import ARCHITECTURE, PREPROCESSING
+
+FILES = (
+    *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
+    *("log.csv", "variable_update.json", "report.html"),
+    *(PREPROCESSING, model_files.CLASSES, ARCHITECTURE, balance.FILE, BAD_RECORDS),
+    *(NOT_FINITE, requests.LOCK, *requests.FILES),
+)
+FOLDERS = ("checkpoints", "train", "validation", model_files.TOKENIZER)
+
+
+def check(model_dir: str) -> None:
+    """Checks that a run writes in its model_dir, which somebody else may have made.
+
+    A folder may be a link to another disk, which is said.
+
+    Raises:
+        SaveError: A file is a link that leads out of it, or is no file.
+    """
+    inside = os.path.join(os.path.realpath(model_dir), "")
+    for name in FILES:
+        path = os.path.join(model_dir, name)
+        target = os.path.realpath(path)
+        if os.path.islink(path) and not target.startswith(inside):
+            raise SaveError(
+                f"{path} is a link to {target}, which the run would write to; expected "
+                "files in the model_dir, so remove the link."
+            )
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise SaveError(
+                f"{path} is no regular file, and the run writes one of this name; "
+                "expected none, so remove it."
+            )
+    for name in FOLDERS:
+        path = os.path.join(model_dir, name)
+        if os.path.islink(path):
+            say(f"Note: {path} is a link; the run writes to {os.path.realpath(path)}.")
