@@ -2,8 +2,8 @@
 # NVIDIA Container Toolkit. docs/gpus.md says how to run it.
 FROM python:3.12-slim
 WORKDIR /towers
-# Gigabytes of packages; they are kept while these two files stay as they are.
-COPY setup.py pyproject.toml ./
+# Gigabytes of packages; they are kept while these files stay as they are.
+COPY setup.py pyproject.toml LICENSE ./
 RUN pip install --no-cache-dir '.[gpu]'
 COPY . .
 # For kernels that the driver compiles.

@@ -48,6 +48,10 @@ setup(
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    author="The Towers authors",
+    # An SPDX name. Classifiers of licenses are deprecated.
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     keywords="keras tensorflow multi-gpu data-parallel multi_gpu_model towers",
     classifiers=[
         "Development Status :: 4 - Beta",
@@ -56,6 +60,9 @@ setup(
         "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -10,7 +10,9 @@ from .pipeline import make_dataset as make_dataset
 from .pipeline.advice import ADVICE as ADVICE
 from .pipeline.advice import stage_advice as stage_advice
 from .pipeline.scaling import Scaling as Scaling
+from .pipeline.scaling import columns_merged_by_float32 as columns_merged_by_float32
 from .pipeline.scaling import measure_scaling as measure_scaling
+from .pipeline.sizes import unknown_size as unknown_size
 from .records import quarantine as quarantine
 from .records.checks import blame_records as blame_records
 from .records.checks import find_bad_record as find_bad_record

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from towers.program import startup
+from towers.program import startup, voice
 from towers.program.commands import fail
 from towers.program.flags import command_line
 
@@ -97,6 +97,12 @@ def main() -> int:
                 f"no dispatcher answers at {FLAGS.dispatcher}: {error}", _PROGRAM
             )
         print(f"worker of {FLAGS.dispatcher}", flush=True)
+    # Neither of TensorFlow's configurations has an address to listen on.
+    voice.say(
+        f"The {role} listens on all addresses of this machine, as TensorFlow binds it "
+        "to none, and asks for no password: who reaches it can run graphs here. Have a "
+        "firewall let in your own machines only."
+    )
     signal.sigwait(ends)
     # To end in order, a server would wait for clients that may have gone.
     sys.stdout.flush()

@@ -243,7 +243,11 @@ def check(spec: str) -> None:
         if not os.path.isdir(path):
             raise no_folder(rest)
     # TensorFlow and Python read brackets and backslashes otherwise.
-    elif not re.search(r"[\[\]\\]", path) and not _matches(path):
+    elif (
+        not os.path.exists(path)
+        and not re.search(r"[\[\]\\]", path)
+        and not _matches(path)
+    ):
         raise no_files(kind, rest)
 
 

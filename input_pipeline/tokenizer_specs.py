@@ -4,6 +4,8 @@ import difflib
 import importlib.util
 import os
 
+from towers.program.extras import install_command
+
 FORMS = {
     "bytes": "bytes",
     "sentencepiece": "sentencepiece:FILE",
@@ -39,6 +41,6 @@ def check(spec: str) -> tuple[str, str]:
     if needs and importlib.util.find_spec("tensorflow_text") is None:
         raise ValueError(
             f"the tokenizer {spec!r} needs tensorflow-text, which is not installed: "
-            "pip install 'keras-towers[text]'"
+            f"{install_command('text')}"
         )
     return kind, path

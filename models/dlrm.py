@@ -6,6 +6,7 @@ perceptron, each id is looked up in its own table; the dot product of each pair 
 vectors, and the numbers' vector, pass through another perceptron.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,13 +72,14 @@ def build(
             else numbers[0]
         )
         vectors.append(_perceptron(x, (*bottom, width), "bottom"))
+    written = _written(table_sizes)
     for name, size in table_sizes.items():
         limit = size**-0.5
         table = keras.layers.Embedding(
             size,
             width,
             embeddings_initializer=keras.initializers.RandomUniform(-limit, limit),
-            name=f"dlrm_table_{name}",
+            name=f"dlrm_table_{written[name]}",
         )
         vectors.append(table(inputs[name]))
     x = vectors[0]
@@ -93,6 +95,17 @@ def build(
         _perceptron(x, top, "top")
     )
     return keras.Model(inputs, logits, name="dlrm")
+
+
+def _written(columns):
+    """The names of columns as parts of layers' names, where few signs are allowed."""
+    names = {}
+    for column in columns:
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", column)
+        while name in names.values():
+            name += "_"
+        names[column] = name
+    return names
 
 
 def _perceptron(x, widths, name):

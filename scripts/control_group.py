@@ -1,5 +1,7 @@
 """A control group (cgroup) for a process: the quota that a container would have.
 
+One that reads and writes a disk more slowly is another.
+
 It is made inside the group of this process, so that all limits that are there still
 hold. That takes root, and a file system of groups that can be written to.
 """
@@ -44,6 +46,39 @@ def quota(cpus: float | None, memory_mb: int | None) -> Iterator[list[str]]:
                 for name, files in (("cpu", of_cpu), ("memory", of_memory))
             ]
         yield _entering(folders)
+
+
+@contextlib.contextmanager
+def disk(mb_per_s: int | None, folder: str) -> Iterator[list[str]]:
+    """Makes a group whose processes read and write a disk no faster.
+
+    Args:
+        mb_per_s: For reading, and as much for writing; None: as fast as it is.
+        folder: Lies on that disk.
+
+    Yields:
+        What to put before a command that is to run inside.
+
+    Raises:
+        OSError: Groups cannot be made here.
+    """
+    if mb_per_s is None:
+        yield []
+        return
+    number, rate = os.stat(folder).st_dev, mb_per_s * 2**20
+    # Limits are of whole disks.
+    part = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    whole = part.parent if (part / "partition").exists() else part
+    device = (whole / "dev").read_text().strip()
+    if (_TOP / "cgroup.controllers").exists():
+        top, name = _TOP, ""
+        files = {"io.max": f"{device} rbps={rate} wbps={rate}"}
+    else:
+        top, name = _TOP / "blkio", "blkio"
+        kinds = "read_bps_device", "write_bps_device"
+        files = {f"blkio.throttle.{kind}": f"{device} {rate}" for kind in kinds}
+    with _folder(top, name, files) as made:
+        yield _entering([made])
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def page() -> str:
         groups = read(help_of(command))
         if command != "train" and train.keys() <= groups.keys():
             lines += ["It takes the flags of [`towers train`](#towers-train).", ""]
-            groups = {k: v for k, v in groups.items() if k not in train}
+            groups = _without(groups, train)
         for title, members in groups.items():
             lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
             for name, meaning in members.items():
@@ -85,6 +85,19 @@ def page() -> str:
                 lines.append(f"| `{name}` | {meaning.replace('|', '&#124;')} |")
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _without(groups: Groups, others: Groups) -> Groups:
+    """Leaves out the flags that stand under the same heading in `others`."""
+    rest = {
+        title: {
+            name: meaning
+            for name, meaning in members.items()
+            if name not in others.get(title, {})
+        }
+        for title, members in groups.items()
+    }
+    return {title: members for title, members in rest.items() if members}
 
 
 if __name__ == "__main__":

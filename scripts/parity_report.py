@@ -248,11 +248,12 @@ def _head(towers, mirrored) -> str:
     summary = (
         f"**{len(CASES)} cases. Towers: largest difference {largest(True):.1e} in "
         f"float32, {largest(False):.1e} in 16 bits; {errors} clear errors; "
-        f"{len(wrong)} go wrong. MirroredStrategy, of {len(table.CASES)} that are no "
-        f"combinations: {_count(theirs)}; with even batches, {_count(even)}.**"
+        f"{len(wrong)} beyond the [bound](docs/exactness.md#how-equal-is-measured). "
+        f"MirroredStrategy, of {len(table.CASES)} that are no combinations: "
+        f"{_count(theirs)}; with even batches, {_count(even)}.**"
     )
     if wrong:
-        summary += f"\n\nWrong on towers: {'; '.join(wrong)}."
+        summary += f"\n\nBeyond the bound on towers: {'; '.join(wrong)}."
     names = "tensorflow", "keras", "numpy"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     versions += [f"Python {platform.python_version()}", platform.machine()]

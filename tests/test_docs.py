@@ -90,6 +90,11 @@ def test_the_page_of_flags_is_what_the_source_says():
     )
 
 
+@pytest.mark.parametrize("command", ["scaling", "find_batch_size"])
+def test_help_shows_flags_whose_heading_is_also_one_of_training(command):
+    assert {"--plot", "--json", "--model_dir"} <= docs_flags.flags_of(command)
+
+
 def test_what_shows_a_promise_exists():
     page = (ROOT / "docs" / "reliability.md").read_text()
     code = [file.read_text() for file in ROOT.glob("tests/**/*.py")]

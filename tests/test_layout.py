@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
-    *("keras_adapter", "_start", "_deprecated", "program", "machine"),
-    "processes",
+    *("keras_adapter", "_deprecated", "program", "machine"),
+    *("processes", "_start"),
     *("input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),
@@ -29,15 +29,8 @@ SHARED = ("_deprecated", "program", "machine", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (
-    *(
-        "choices",
-        "json_file",
-        "specs",
-        "tokenizer_specs",
-        "data_flags",
-        "service",
-        "text",
-    ),
+    *("choices", "checked_files", "json_file", "specs", "tokenizer_specs"),
+    *("data_flags", "service", "text"),
     *("images", "local_store", "sources", "records", "pipeline", "cache"),
     *("benchmark", "convert", "input_pipeline"),
 )

@@ -48,7 +48,7 @@ def wheel(tmp_path_factory):
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     unpacked = tmp_path_factory.mktemp("unpacked")
     # Not by Python, whose 3.11.0 to 3.11.3 know no filter, without which 3.12 warns.
@@ -160,6 +160,16 @@ def test_all_is_in_one_package(installed):
     }
     assert found == expected
     assert {"py.typed", "__init__.pyi", "models/__init__.pyi"} <= found
+
+
+def test_the_license(installed):
+    """Its text comes with the package, and its name stands where indexes look."""
+    (info,) = packages_of(installed).glob("keras_towers-*.dist-info")
+    metadata = (info / "METADATA").read_text().splitlines()
+    assert {"License: Apache-2.0", "License-File: LICENSE"} <= {*metadata}
+    # Newer versions of setuptools have a folder for it.
+    (text,) = info.rglob("LICENSE")
+    assert text.read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -27,6 +27,38 @@ def digits(side: int = 8) -> tuple[np.ndarray, np.ndarray]:
     return pictures[..., None].astype("float32"), found.target.astype("int32")
 
 
+def means(*names: str) -> dict[str, keras.metrics.Mean]:
+    """Returns a metric for each name, which keeps the mean of its values."""
+    return {name: keras.metrics.Mean(name=name) for name in names}
+
+
+def log(metrics: dict[str, keras.metrics.Mean], values: Sequence[Any]) -> dict:
+    """Updates metrics, each with a value, and returns their results as logs."""
+    for metric, value in zip(metrics.values(), values, strict=True):
+        metric.update_state(value)
+    return {name: metric.result() for name, metric in metrics.items()}
+
+
+def descend(
+    optimizer: keras.Optimizer, variables: Sequence[Any], losses: Callable[[], Any]
+) -> Any:
+    """Takes a step down the gradient of a loss.
+
+    Args:
+        optimizer: Takes the step.
+        variables: The weights to change.
+        losses: Computes the loss; or a tuple, of which the first is the loss.
+
+    Returns:
+        What `losses` has returned.
+    """
+    with tf.GradientTape() as tape:
+        computed = losses()
+    loss = computed[0] if isinstance(computed, tuple) else computed
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return computed
+
+
 def main(
     build: Callable[[], keras.Model],
     data: Callable[[], Any],

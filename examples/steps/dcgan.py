@@ -10,7 +10,6 @@ GroupNormalization here, unless `build` gets norm="batch".
 """
 
 import keras
-import tensorflow as tf
 from keras import layers, ops
 
 from examples.steps import common
@@ -24,52 +23,53 @@ class DCGAN(keras.Model):
     def __init__(self, generator, discriminator):
         super().__init__()
         self.generator, self.discriminator = generator, discriminator
-        self.seed_generator = keras.random.SeedGenerator()
-        self.d_loss_tracker = keras.metrics.Mean(name="d_loss")
-        self.g_loss_tracker = keras.metrics.Mean(name="g_loss")
+        self.noise = keras.random.SeedGenerator()
 
-    def compile(self, d_optimizer, g_optimizer, loss_fn):
-        """Takes an optimizer for each network."""
+    def compile(self, d_optimizer, g_optimizer, loss):
+        """Takes an optimizer for each network, and what tells real from made."""
         super().compile()
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
-        self.loss_fn = loss_fn
+        self.wrong = loss
+        self.rivals = common.means("d_loss", "g_loss")
 
     @property
     def metrics(self):
-        """The means of both losses, which Keras resets."""
-        return [self.d_loss_tracker, self.g_loss_tracker]
+        """The mean losses of the two rivals, which Keras resets."""
+        return [*self.rivals.values()]
 
     def call(self, noise):
         """Makes pictures."""
         return self.generator(noise)
 
+    def made(self, n):
+        """Makes n pictures, each of noise of its own."""
+        noise = keras.random.normal((n, LATENT), seed=self.noise)
+        return self.generator(noise, training=True)
+
     def train_step(self, real):
         """Trains the discriminator on real and made pictures, then the generator."""
         n = ops.shape(real)[0]
-        noise = keras.random.normal((n, LATENT), seed=self.seed_generator)
-        pictures = ops.concatenate([self.generator(noise), real], axis=0)
-        labels = ops.concatenate([ops.ones((n, 1)), ops.zeros((n, 1))], axis=0)
+        pictures = ops.concatenate([real, self.made(n)], axis=0)
         # Labels that are not certain keep the discriminator from being too sure.
-        labels += 0.05 * keras.random.uniform((2 * n, 1), seed=self.seed_generator)
-        with tf.GradientTape() as tape:
-            predicted = self.discriminator(pictures, training=True)
-            d_loss = self.loss_fn(labels, predicted)
-        variables = self.discriminator.trainable_weights
-        gradients = tape.gradient(d_loss, variables)
-        self.d_optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        unsure = 0.05 * keras.random.uniform((2 * n, 1), seed=self.noise)
+        is_made = ops.concatenate([ops.zeros((n, 1)), ops.ones((n, 1))], axis=0)
 
-        noise = keras.random.normal((n, LATENT), seed=self.seed_generator)
-        with tf.GradientTape() as tape:
-            predicted = self.discriminator(self.generator(noise, training=True))
-            # The generator wants its pictures to be taken for real ones.
-            g_loss = self.loss_fn(ops.zeros((n, 1)), predicted)
-        variables = self.generator.trainable_weights
-        gradients = tape.gradient(g_loss, variables)
-        self.g_optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        def told_apart():
+            answers = self.discriminator(pictures, training=True)
+            return self.wrong(is_made + unsure, answers)
 
-        self.d_loss_tracker.update_state(d_loss)
-        self.g_loss_tracker.update_state(g_loss)
-        return {each.name: each.result() for each in self.metrics}
+        def taken_for_real():
+            return self.wrong(ops.zeros((n, 1)), self.discriminator(self.made(n)))
+
+        losses = (
+            common.descend(
+                self.d_optimizer, self.discriminator.trainable_weights, told_apart
+            ),
+            common.descend(
+                self.g_optimizer, self.generator.trainable_weights, taken_for_real
+            ),
+        )
+        return common.log(self.rivals, losses)
 
 
 def build(norm="group", width=8):
@@ -113,7 +113,7 @@ def build(norm="group", width=8):
     model.compile(
         d_optimizer=keras.optimizers.Adam(0.0002, beta_1=0.5),
         g_optimizer=keras.optimizers.Adam(0.0002, beta_1=0.5),
-        loss_fn=keras.losses.BinaryCrossentropy(),
+        loss=keras.losses.BinaryCrossentropy(),
     )
     return model
 

@@ -10,7 +10,6 @@ the weights; the step assigns them.
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 from examples.steps import common
@@ -27,12 +26,7 @@ class Diffusion(keras.Model):
         super().__init__()
         self.network, self.ema_network, self.ema = network, ema_network, ema
         self.seed_generator = keras.random.SeedGenerator()
-        self.noise_loss_tracker = keras.metrics.Mean(name="noise_loss")
-
-    @property
-    def metrics(self):
-        """The mean loss, which Keras resets."""
-        return [self.noise_loss_tracker]
+        self.missed = common.means("missed")
 
     def call(self, inputs):
         """Tells the noise in a picture at a time."""
@@ -46,30 +40,28 @@ class Diffusion(keras.Model):
         left = ops.reshape(ops.take(LEFT, times), (-1, 1, 1, 1))
         return ops.sqrt(left) * pictures + ops.sqrt(1 - left) * noise, times, noise
 
+    def miss(self, network, pictures, training):
+        """Returns by how much a network misses the noise in pictures."""
+        mixed, times, noise = self.noisy(pictures)
+        return self.compute_loss(
+            y=noise, y_pred=network([mixed, times], training=training)
+        )
+
     def train_step(self, pictures):
         """Trains the network, then moves the averages."""
-        mixed, times, noise = self.noisy(pictures)
-        with tf.GradientTape() as tape:
-            predicted = self.network([mixed, times], training=True)
-            loss = self.compute_loss(y=noise, y_pred=predicted)
-        gradients = tape.gradient(loss, self.network.trainable_weights)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.network.trainable_weights, strict=True)
+        loss = common.descend(
+            self.optimizer,
+            self.network.trainable_weights,
+            lambda: self.miss(self.network, pictures, True),
         )
         weights = zip(self.network.weights, self.ema_network.weights, strict=True)
         for weight, average in weights:
             average.assign(self.ema * average + (1 - self.ema) * weight)
-        self.noise_loss_tracker.update_state(loss)
-        return {"noise_loss": self.noise_loss_tracker.result()}
+        return common.log(self.missed, [loss])
 
     def test_step(self, pictures):
         """Computes the loss of the moving averages."""
-        mixed, times, noise = self.noisy(pictures)
-        predicted = self.ema_network([mixed, times], training=False)
-        self.noise_loss_tracker.update_state(
-            self.compute_loss(y=noise, y_pred=predicted)
-        )
-        return {"noise_loss": self.noise_loss_tracker.result()}
+        return common.log(self.missed, [self.miss(self.ema_network, pictures, False)])
 
 
 def unet():

@@ -8,7 +8,6 @@ https://keras.io/examples/vision/knowledge_distillation.
 """
 
 import keras
-import tensorflow as tf
 from keras import layers, ops
 
 from examples.steps import common
@@ -17,24 +16,10 @@ from examples.steps import common
 class Distiller(keras.Model):
     """A student that trains, and a teacher that does not."""
 
-    def __init__(self, student, teacher):
+    def __init__(self, student, teacher, of_labels=0.1, temperature=3.0):
         super().__init__()
         self.student, self.teacher = student, teacher
-
-    def compile(
-        self,
-        optimizer,
-        metrics,
-        student_loss_fn,
-        distillation_loss_fn,
-        alpha=0.1,
-        temperature=3.0,
-    ):
-        """Takes the loss of labels, that of answers, and how they are weighed."""
-        super().compile(optimizer=optimizer, metrics=metrics)
-        self.student_loss_fn = student_loss_fn
-        self.distillation_loss_fn = distillation_loss_fn
-        self.alpha, self.temperature = alpha, temperature
+        self.of_labels, self.temperature = of_labels, temperature
 
     def call(self, pictures):
         """Returns the student's logits."""
@@ -49,32 +34,37 @@ class Distiller(keras.Model):
                 metric.update_state(y, logits)
         return {each.name: each.result() for each in self.metrics}
 
+    def unlike(self, answers, logits):
+        """Tells how unlike the student's logits are to the teacher's answers."""
+        teacher, student = (
+            ops.log_softmax(each / self.temperature) for each in (answers, logits)
+        )
+        apart = ops.sum(ops.exp(teacher) * (teacher - student), axis=1)
+        # Gradients shrink with the square of the temperature.
+        return self.temperature**2 * ops.mean(apart)
+
     def train_step(self, data):
         """Trains the student on the labels and on the teacher's answers."""
         x, y = data
         answers = self.teacher(x, training=False)
-        with tf.GradientTape() as tape:
+
+        def losses():
             logits = self.student(x, training=True)
-            student_loss = self.student_loss_fn(y, logits)
-            # Gradients shrink with the square of the temperature.
-            distillation_loss = self.temperature**2 * self.distillation_loss_fn(
-                ops.softmax(answers / self.temperature, axis=1),
-                ops.softmax(logits / self.temperature, axis=1),
-            )
-            loss = self.alpha * student_loss + (1 - self.alpha) * distillation_loss
-        variables = self.student.trainable_variables
-        gradients = tape.gradient(loss, variables)
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return self.report(y, logits, loss) | {
-            "student_loss": student_loss,
-            "distillation_loss": distillation_loss,
-        }
+            wrong = self.compute_loss(x, y, logits)
+            unlike = self.unlike(answers, logits)
+            loss = self.of_labels * wrong + (1 - self.of_labels) * unlike
+            return loss, wrong, unlike, logits
+
+        loss, wrong, unlike, logits = common.descend(
+            self.optimizer, self.student.trainable_weights, losses
+        )
+        return self.report(y, logits, loss) | {"wrong": wrong, "unlike": unlike}
 
     def test_step(self, data):
         """Evaluates the student."""
         x, y = data
         logits = self.student(x, training=False)
-        return self.report(y, logits, self.student_loss_fn(y, logits))
+        return self.report(y, logits, self.compute_loss(x, y, logits))
 
 
 def network(width):
@@ -99,9 +89,8 @@ def build():
     model = Distiller(network(4), teacher)
     model.compile(
         optimizer=keras.optimizers.Adam(0.005),
+        loss=loss,
         metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
-        student_loss_fn=loss,
-        distillation_loss_fn=keras.losses.KLDivergence(),
     )
     return model
 

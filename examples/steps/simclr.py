@@ -10,7 +10,6 @@ much the representation knows of the labels.
 """
 
 import keras
-import tensorflow as tf
 from keras import layers, ops
 
 from examples.steps import common
@@ -27,81 +26,72 @@ class SimCLR(keras.Model):
         self.projection, self.probe = projection, probe
         self.temperature = temperature
 
-    def compile(self, contrastive_optimizer, probe_optimizer):
+    def compile(self, of_views, of_labels):
         """Takes an optimizer for the contrastive loss, and one for the probe."""
         super().compile()
-        self.contrastive_optimizer = contrastive_optimizer
-        self.probe_optimizer = probe_optimizer
-        self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.contrastive_loss_tracker = keras.metrics.Mean(name="c_loss")
-        self.contrastive_accuracy = keras.metrics.SparseCategoricalAccuracy(
-            name="c_acc"
-        )
-        self.probe_loss_tracker = keras.metrics.Mean(name="p_loss")
-        self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
+        self.of_views, self.of_labels = of_views, of_labels
+        self.unlike = common.means("unlike", "pairs")
+        self.probed = common.means("probe_loss", "probe_right")
 
     @property
     def metrics(self):
-        """Loss and accuracy of both tasks."""
-        return [
-            self.contrastive_loss_tracker,
-            self.contrastive_accuracy,
-            self.probe_loss_tracker,
-            self.probe_accuracy,
-        ]
+        """Loss and accuracy of both tasks, which Keras resets."""
+        return [*self.unlike.values(), *self.probed.values()]
 
     def call(self, pictures):
         """Returns the probe's logits."""
         return self.probe(self.encoder(pictures))
 
-    def contrastive_loss(self, first, second):
-        """Tells which of all second views belongs to a first view, and vice versa."""
-        first, second = ops.normalize(first, axis=1), ops.normalize(second, axis=1)
-        similar = ops.matmul(first, ops.transpose(second)) / self.temperature
-        labels = ops.arange(ops.shape(first)[0])
-        self.contrastive_accuracy.update_state(labels, similar)
-        self.contrastive_accuracy.update_state(labels, ops.transpose(similar))
-        each_way = [
-            keras.losses.sparse_categorical_crossentropy(labels, each, from_logits=True)
-            for each in (similar, ops.transpose(similar))
-        ]
-        return ops.mean(sum(each_way)) / 2
+    def contrast(self, views):
+        """Compares the views of all pictures.
+
+        Args:
+            views: Two batches of the same pictures, each changed by chance.
+
+        Returns:
+            How unlike the two views of a picture are, compared with views of other
+            pictures; and how often the right one is the most alike.
+        """
+        one, other = (
+            ops.normalize(self.projection(self.encoder(view, training=True)), axis=1)
+            for view in views
+        )
+        alike = ops.matmul(one, ops.transpose(other)) / self.temperature
+        # Each view looks for its pair: along rows, and along columns.
+        pairs = ops.diagonal(alike)
+        sums = ops.logsumexp(alike, axis=1) + ops.logsumexp(alike, axis=0)
+        right = [pairs >= ops.max(alike, axis=axis) for axis in (0, 1)]
+        return ops.mean(sums / 2 - pairs), ops.mean(ops.cast(right, "float32"))
+
+    def answers(self, pictures, labels):
+        """Returns the probe's loss, and how often it is right."""
+        # The encoder learns nothing of the labels.
+        logits = self(pictures, training=False)
+        wrong = keras.losses.sparse_categorical_crossentropy(
+            labels, logits, from_logits=True
+        )
+        right = keras.metrics.sparse_categorical_accuracy(labels, logits)
+        return ops.mean(wrong), ops.mean(right)
 
     def train_step(self, data):
         """Trains encoder and projection, then the probe."""
         pictures, labels = data
         views = [self.augmenter(pictures, training=True) for _ in range(2)]
-        with tf.GradientTape() as tape:
-            first, second = (
-                self.projection(self.encoder(each, training=True), training=True)
-                for each in views
-            )
-            loss = self.contrastive_loss(first, second)
-        variables = self.encoder.trainable_weights + self.projection.trainable_weights
-        gradients = tape.gradient(loss, variables)
-        self.contrastive_optimizer.apply_gradients(
-            zip(gradients, variables, strict=True)
+        unlike = common.descend(
+            self.of_views,
+            self.encoder.trainable_weights + self.projection.trainable_weights,
+            lambda: self.contrast(views),
         )
-        self.contrastive_loss_tracker.update_state(loss)
-
-        with tf.GradientTape() as tape:
-            # The encoder learns nothing of the labels.
-            logits = self.probe(self.encoder(pictures, training=False), training=True)
-            probe_loss = self.probe_loss(labels, logits)
-        variables = self.probe.trainable_weights
-        gradients = tape.gradient(probe_loss, variables)
-        self.probe_optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        self.probe_loss_tracker.update_state(probe_loss)
-        self.probe_accuracy.update_state(labels, logits)
-        return {each.name: each.result() for each in self.metrics}
+        probed = common.descend(
+            self.of_labels,
+            self.probe.trainable_weights,
+            lambda: self.answers(pictures, labels),
+        )
+        return common.log(self.unlike, unlike) | common.log(self.probed, probed)
 
     def test_step(self, data):
         """Tries the probe."""
-        pictures, labels = data
-        logits = self(pictures, training=False)
-        self.probe_loss_tracker.update_state(self.probe_loss(labels, logits))
-        self.probe_accuracy.update_state(labels, logits)
-        return {each.name: each.result() for each in self.metrics[2:]}
+        return common.log(self.probed, self.answers(*data))
 
 
 def build():
@@ -133,8 +123,8 @@ def build():
         keras.Sequential([keras.Input((WIDTH,)), layers.Dense(10)]),
     )
     model.compile(
-        contrastive_optimizer=keras.optimizers.Adam(0.001),
-        probe_optimizer=keras.optimizers.Adam(0.001),
+        of_views=keras.optimizers.Adam(0.001),
+        of_labels=keras.optimizers.Adam(0.001),
     )
     return model
 

@@ -9,7 +9,6 @@ https://keras.io/examples/vision/siamese_network.
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 from examples.steps import common
@@ -21,44 +20,31 @@ class Triplet(keras.Model):
     def __init__(self, embedding, margin=0.5):
         super().__init__()
         self.embedding, self.margin = embedding, margin
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        """The mean loss, which Keras resets."""
-        return [self.loss_tracker]
+        self.hinge = common.means("hinge")
 
     def call(self, triplet):
-        """Returns the squared distances to the positive and to the negative."""
-        anchor, positive, negative = (self.embedding(each) for each in triplet)
-        return (
-            ops.sum(ops.square(anchor - positive), axis=-1),
-            ops.sum(ops.square(anchor - negative), axis=-1),
-        )
+        """Returns the squared distances to the one of its class, and to the other."""
+        picture, *others = (self.embedding(each) for each in triplet)
+        return [ops.sum(ops.square(picture - each), axis=1) for each in others]
 
-    def compute_triplet_loss(self, triplet):
-        """Returns the loss of each triplet."""
-        near, far = self(triplet)
-        return ops.maximum(near - far + self.margin, 0.0)
+    def too_near(self, triplet):
+        """Returns by how much the other one is too near, for each triplet."""
+        same, other = self(triplet)
+        return ops.maximum(self.margin + same - other, 0.0)
 
     def train_step(self, triplet):
         """Trains the embedding.
 
         The gradient is that of the sum over examples, as the loss is no mean.
         """
-        with tf.GradientTape() as tape:
-            loss = self.compute_triplet_loss(triplet)
-        gradients = tape.gradient(loss, self.embedding.trainable_weights)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.embedding.trainable_weights, strict=True)
+        losses = common.descend(
+            self.optimizer, self.trainable_weights, lambda: self.too_near(triplet)
         )
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return common.log(self.hinge, [losses])
 
     def test_step(self, triplet):
         """Evaluates the embedding."""
-        self.loss_tracker.update_state(self.compute_triplet_loss(triplet))
-        return {"loss": self.loss_tracker.result()}
+        return common.log(self.hinge, [self.too_near(triplet)])
 
 
 def build():

@@ -33,6 +33,7 @@ from towers.input_pipeline.benchmark import measure, report
 from towers.input_pipeline.cache import cached
 from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.pipeline.sizes import unknown_size
 from towers.input_pipeline.records.checks import blame_records
 from towers.program import ending, startup, voice
 from towers.program.commands import read_image_size, read_randaugment
@@ -86,10 +87,8 @@ def set_up() -> tuple[Pipeline, list[str]]:
     if (asked := read_image_size(FLAGS.image_size)) is not None:
         shape = (*asked, shape[-1])
     if None in shape:
-        raise ValueError(
-            f"The images of {source.name} differ in size; expected one size for all, "
-            "so give --image_size, such as --image_size=224."
-        )
+        text = unknown_size(source)
+        raise ValueError(f"{text[0].upper()}{text[1:]}.")
     with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
         source.prepare()
     cache = "none" if FLAGS.data_service else FLAGS.cache

@@ -1,12 +1,13 @@
 """What `towers.input_pipeline.benchmark` says: tables, a sentence, a picture."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towers.input_pipeline.benchmark import measure
 from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.machine import limits
-from towers.program import words
+from towers.program import whole_file, words
 
 _ADDED = "adds µs per example"
 _WORTH = "speed before / after"
@@ -103,4 +104,5 @@ def plot(results: dict[str, Any], path: str) -> None:
         axes.set(title=title, xlabel=label)
     figure.suptitle(results["dataset"])
     figure.tight_layout()
-    figure.savefig(path)
+    with whole_file.opened(path, "wb") as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:])

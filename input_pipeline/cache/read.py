@@ -2,11 +2,11 @@
 
 import math
 import os
-import tempfile
 
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline import checked_files
 from towers.input_pipeline.cache.space import at_once, pixel_type
 from towers.input_pipeline.images import decode
 from towers.input_pipeline.pipeline import Pipeline
@@ -16,6 +16,8 @@ from towers.program import words
 # In bytes; what TensorFlow expects of a tensor's first element.
 _ALIGNMENT = 64
 _BATCH = 256
+# Of files of pixels, and of their labels.
+_ENDS = (".npy", "-labels.npy")
 
 
 def _in_order(source: Source) -> list[str]:
@@ -54,7 +56,9 @@ def read_columns(source: Source) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """All columns, by their names, and the targets."""
     parts = []
     for split in _in_order(source):
-        data = Pipeline(source, split, batch_size=_BATCH, training=False).dataset()
+        data = Pipeline(
+            source, split, batch_size=_BATCH, training=False, exact=True
+        ).dataset()
         parts += data.as_numpy_iterator()
     return tf.nest.map_structure(lambda *some: np.concatenate(some), *parts)
 
@@ -74,21 +78,15 @@ def map_pixels(
     base = os.path.join(folder, f"decoded-{fingerprint(source)}")
     if shape[1:] != tuple(source.image_shape):
         base += f"-{'x'.join(map(str, shape[1:]))}-{decode.VERSION}"
-    kept = _open(base, shape)
-    if kept is None:
-        os.makedirs(folder, exist_ok=True)
+    good = checked_files.are_good(base, _ENDS)
+    if not good or np.load(f"{base}.npy", mmap_mode="r").shape != shape:
         labels = _labels(source, shape)
-        # Renamed when whole; the images last, since they say that both are there.
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            path = os.path.join(unfinished, "images.npy")
-            images = _new_file(path, pixel_type(shape[1:]), shape)
+        with checked_files.written(base, _ENDS) as new:
+            images = _new_file(f"{new}.npy", pixel_type(shape[1:]), shape)
             _fill(source, images, labels)
             images.flush()
-            np.save(os.path.join(unfinished, "labels.npy"), labels)
-            os.replace(os.path.join(unfinished, "labels.npy"), f"{base}-labels.npy")
-            os.replace(path, f"{base}.npy")
-        kept = _open(base, shape)
-    return kept
+            np.save(f"{new}-labels.npy", labels)
+    return np.load(f"{base}.npy", mmap_mode="r"), np.load(f"{base}-labels.npy")
 
 
 def _labels(source: Source, shape: tuple[int, ...]) -> np.ndarray:
@@ -97,17 +95,6 @@ def _labels(source: Source, shape: tuple[int, ...]) -> np.ndarray:
     if target.kind == "mask":
         return np.empty(shape[:3], np.uint8)
     return np.empty((shape[0], *target.row_shape), target.dtype)
-
-
-def _open(base: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-    """What the files hold; None if they are missing, or not what was written."""
-    try:
-        images = np.load(f"{base}.npy", mmap_mode="r")
-        labels = np.load(f"{base}-labels.npy")
-    except (OSError, ValueError, EOFError):
-        return None
-    whole = images.shape == shape and labels.shape[:1] == shape[:1]
-    return (images, labels) if whole and images.dtype == pixel_type(shape[1:]) else None
 
 
 def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
@@ -144,6 +131,7 @@ def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
             batch_size=at_once(images.shape[1:]),
             image_shape=images.shape[1:],
             training=False,
+            exact=True,
         ).dataset()
         for some, of_them, *_ in data.as_numpy_iterator():
             images[row : row + len(some)] = some

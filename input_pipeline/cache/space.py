@@ -76,5 +76,5 @@ def image_bytes(shape: tuple[int, ...]) -> int:
 
 
 def pixel_type(shape: tuple[int, ...]) -> type:
-    """Rows that are no images are of numbers."""
-    return np.uint8 if len(shape) == 3 else np.float32
+    """Rows that are no images are of numbers, which are kept as tables have them."""
+    return np.uint8 if len(shape) == 3 else np.float64

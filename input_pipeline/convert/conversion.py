@@ -7,6 +7,7 @@ from towers.input_pipeline.choices import BAD_RECORDS, RAW
 from towers.input_pipeline.convert import folder as folders
 from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.convert.writer import Progress, Writer
+from towers.input_pipeline.pipeline.scaling import columns_merged_by_float32
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.checks import blame_records
 from towers.input_pipeline.sources import Source
@@ -55,23 +56,37 @@ def convert(
     with blame_records(source):
         form = serialize.choose_form(source, image_size, raw)
         manifest = folders.describe(source, shards, form)
-    folders.prepare(source, folder, manifest, overwrite)
-    if found:
-        path = os.path.join(folder, folders.BAD_RECORDS_FILE)
-        quarantine.write([found], path)
-        left_out = words.count(len(found), "bad record")
-        print(f"{left_out} left out; {path} lists them all.")
-    splits = [
-        folders.SplitFiles(folder, split, size, shards)
-        for split, size in manifest["splits"].items()
-    ]
-    examples = sum(manifest["splits"].values())
-    with Progress(examples) as progress, blame_records(source):
-        for files in splits:
-            Writer(source, files, form, progress).run()
-    info = folders.info(source, form, splits)
-    folders.write_json(os.path.join(folder, INFO), info)
+        _say_what_is_lost(source)
+    with folders.alone(folder):
+        folders.prepare(source, folder, manifest, overwrite)
+        if found:
+            path = os.path.join(folder, folders.BAD_RECORDS_FILE)
+            quarantine.write([found], path)
+            left_out = words.count(len(found), "bad record")
+            print(f"{left_out} left out; {path} lists them all.")
+        splits = [
+            folders.SplitFiles(folder, split, size, shards)
+            for split, size in manifest["splits"].items()
+        ]
+        examples = sum(manifest["splits"].values())
+        with Progress(examples) as progress, blame_records(source):
+            for files in splits:
+                Writer(source, files, form, progress).run()
+        info = folders.info(source, form, splits)
+        folders.write_json(os.path.join(folder, INFO), info)
     return info
+
+
+def _say_what_is_lost(source: Source) -> None:
+    """Says which columns have numbers that are one when they are written."""
+    if source.input_kind != "row" or not source.splits.get("train"):
+        return
+    if merged := columns_merged_by_float32(source, scaled=False)[0]:
+        print(
+            "TFRecord files have float32, which cannot tell most of the numbers apart "
+            f"in {', '.join(map(repr, merged))}; take a number near their mean off "
+            "them first, or train on the table itself."
+        )
 
 
 def _check(source: Source, shards: int, raw: str, bad_records: str) -> None:

@@ -1,11 +1,12 @@
 """The folder of a conversion: its files, and what stands beside them."""
 
+import contextlib
 import datetime
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,11 +15,13 @@ from towers.input_pipeline import json_file
 from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
+from towers.program import locks, whole_file
 
 BAD_RECORDS_FILE = "bad_records.json"
 PROGRAM = "towers.input_pipeline.convert"
 READ_AT_ONCE = 1024
 _MANIFEST = ".convert.json"
+_LOCK = ".convert.lock"
 _UNFINISHED = ".unfinished"
 _FILES_TO_LOOK_AT = 1000
 
@@ -51,21 +54,27 @@ def until_whole(path: str) -> str:
     return os.path.join(folder, f".{name}{_UNFINISHED}")
 
 
-def rename_whole(path: str) -> None:
-    """Gives a file its name, which the disk keeps."""
-    tf.io.gfile.rename(until_whole(path), path, overwrite=True)
-    sync(os.path.dirname(path))
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Inside, no other conversion writes into a folder, which is made.
 
+    Other file systems than this machine's have no locks.
 
-def sync(path: str) -> None:
-    """Has the disk keep a file or a folder; other file systems do by themselves."""
-    if "://" in path:
-        return
-    descriptor = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Raises:
+        ValueError: Another one does already.
+        OSError: The folder cannot be made or written to.
+    """
+    with contextlib.ExitStack() as stack:
+        if "://" not in folder:
+            os.makedirs(folder, exist_ok=True)
+            try:
+                stack.enter_context(locks.taken(os.path.join(folder, _LOCK)))
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"Another conversion writes into {folder}; expected one at a time, "
+                    "so wait for its end, or choose another folder"
+                ) from error
+        yield
 
 
 def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
@@ -112,7 +121,7 @@ def prepare(
     tf.io.gfile.makedirs(folder)
     names = set(tf.io.gfile.listdir(folder))
     unfinished = {name for name in names if name.endswith(_UNFINISHED)}
-    names -= unfinished
+    names -= unfinished | {name for name in names if name.startswith(_LOCK)}
     path = os.path.join(folder, _MANIFEST)
     if names and _MANIFEST not in names:
         raise ValueError(
@@ -153,10 +162,8 @@ def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> Non
 
 def write_json(path: str, content: dict[str, Any]) -> None:
     """Writes a file that is whole once it has its name."""
-    with tf.io.gfile.GFile(until_whole(path), "w") as file:
+    with whole_file.opened(path) as file:
         json.dump(content, file, indent=1)
-    sync(until_whole(path))
-    rename_whole(path)
 
 
 def info(

@@ -190,7 +190,8 @@ def _examples(
     count = tf.size(labels)
     of_rows = images.dtype.is_floating
     entries = [
-        entry(ROW, float_list=images)
+        # There is no float64 in a tf.Example.
+        entry(ROW, float_list=tf.cast(images, tf.float32))
         if of_rows
         else entry("image/encoded", bytes_list=images),
         entry("image/class/label", int64_list=labels),

@@ -14,14 +14,12 @@ from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.convert.folder import (
     READ_AT_ONCE,
     SplitFiles,
-    rename_whole,
-    sync,
     until_whole,
 )
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import IndexedSource
 from towers.machine import limits
-from towers.program import words
+from towers.program import whole_file, words
 
 # Files at once, each read and prepared by as many threads as there are.
 _WRITERS = min(limits.cpu_count(), 8)
@@ -111,14 +109,14 @@ class Writer:
     def _finish(self, shard: int) -> None:
         """Has a file kept by the disk, reads it back and gives it its name."""
         path, count = self._files.paths[shard], self._files.count(shard)
-        sync(until_whole(path))
+        whole_file.flush(until_whole(path))
         if not self._is_whole(shard, until_whole(path)):
             raise ValueError(
                 f"{path} was not read back as it was written: expected {count} "
                 "records; look for a full disk, or for a source that has changed "
                 "meanwhile"
             )
-        rename_whole(path)
+        whole_file.rename(until_whole(path), path)
         self._progress.say(path, count)
 
     def _is_whole(self, shard: int, path: str | None = None) -> bool:

@@ -22,6 +22,7 @@ from towers.input_pipeline.pipeline.checks import check
 from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
+from towers.input_pipeline.pipeline.sizes import unknown_size
 from towers.input_pipeline.pipeline.stages import Stages
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
@@ -64,6 +65,8 @@ class Pipeline:
         recipe: how to augment images; see ``recipes.find``.
         randaugment: number of operations and magnitude of RandAugment, or None.
         scaling: how rows of numbers are scaled; None leaves them as they are.
+        exact: whether rows of numbers stay as the source has them, such as float64;
+            else they become float32, once they are scaled.
         seed: seed of order and augmentation, at least 0. ``tf.random.set_seed`` has no
             influence.
         deterministic: True gives the same order for the same seed. False may return
@@ -104,6 +107,7 @@ class Pipeline:
     recipe: str = "none"
     randaugment: tuple[int, int] | None = None
     scaling: Scaling | None = None
+    exact: bool = False
     seed: int = 0
     deterministic: bool = True
     shuffle_mb: int = 256
@@ -123,11 +127,7 @@ class Pipeline:
         if self.image_shape is None:
             shape = tuple(self.source.image_shape)
             if None in shape:
-                raise ValueError(
-                    f"the images of {self.source.name} differ in size, and no "
-                    "image_shape was received: expected one for all, such as "
-                    f"image_shape=(224, 224, {shape[-1]})"
-                )
+                raise ValueError(unknown_size(self.source))
             object.__setattr__(self, "image_shape", shape)
         check(self)
 
@@ -260,6 +260,7 @@ class Pipeline:
             recipe,
             self.tricks,
             self.scaling,
+            self.exact,
         )
         return stages.behind(raw)
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from towers.input_pipeline.sources.base import Source
 
 _AT_ONCE = 4096
-# Below that part of the mean, what differs is how float32 rounds.
-_ROUNDING = 1e-7
+# Below that part of the mean, what differs is how float64 rounds sums.
+_ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Scaling:
         """Scales a batch.
 
         Args:
-            x: float [..., F], a tensor or an array; or a dict of which that is
-                ``dense``.
+            x: numbers [..., F], a tensor or an array, as exact as they are known; or a
+                dict of which that is ``dense``.
 
         Returns:
             The same, scaled: float32.
         """
         if isinstance(x, Mapping):
             return {**x, "dense": self(x["dense"])}
-        x = tf.cast(x, tf.float32)
-        mean, std = np.float32(self.mean), np.float32(self.std)
-        return (x - mean) / std
+        # In float32, near numbers far from 0 would be one before the mean is taken off.
+        x = tf.cast(x, tf.float64)
+        return tf.cast((x - np.float64(self.mean)) / np.float64(self.std), tf.float32)
 
     def to_json(self) -> dict[str, Any]:
         """What ``from_json`` reads; the numbers are kept exactly."""
@@ -69,6 +69,17 @@ class Scaling:
         return scaling
 
 
+def as_float32(x: Any) -> Any:
+    """Makes float32 of rows of numbers, in which models compute.
+
+    Args:
+        x: a batch of examples of any kind; only float64 is changed.
+    """
+    if isinstance(x, Mapping):
+        return {name: as_float32(column) for name, column in x.items()}
+    return tf.cast(x, tf.float32) if x.dtype == tf.float64 else x
+
+
 @tf.autograph.experimental.do_not_convert
 def measure_scaling(source: Source, split: str = "train") -> Scaling:
     """Measures mean and standard deviation of columns, in one pass over a split.
@@ -91,7 +102,8 @@ def measure_scaling(source: Source, split: str = "train") -> Scaling:
         x, _ = source.parse(records)
         return x["dense"] if isinstance(x, Mapping) else x
 
-    (size,) = source.image_shape
+    names = _names(source)
+    size = len(names)
     count, mean, squares = np.zeros([3, size])
     with tf.device("/CPU:0"):
         batches = source.batches(split, _AT_ONCE).map(parse, tf.data.AUTOTUNE)
@@ -109,7 +121,51 @@ def measure_scaling(source: Source, split: str = "train") -> Scaling:
             count += more
     std = np.sqrt(squares / np.maximum(count, 1))
     std = np.where(std > _ROUNDING * np.abs(mean), std, 1)
-    names = source.image_fields
-    if len(names) != size:  # an array has no names
-        names = map(str, range(size))
-    return Scaling(tuple(names), tuple(mean.tolist()), tuple(std.tolist()))
+    return Scaling(names, tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def _names(source: Source) -> tuple[str, ...]:
+    """The columns' names; an array has none, and they are numbered."""
+    (size,) = source.image_shape
+    names = tuple(source.image_fields)
+    return names if len(names) == size else tuple(map(str, range(size)))
+
+
+@tf.autograph.experimental.do_not_convert
+def columns_merged_by_float32(
+    source: Source, scaled: bool, split: str = "train"
+) -> tuple[list[str], list[str]]:
+    """Finds columns most of whose values are one in float32, such as Unix seconds.
+
+    It looks at the first rows.
+
+    Args:
+        source: prepared.
+        scaled: whether the numbers of an example are scaled before they are float32.
+        split: the training data.
+
+    Returns:
+        Names of the columns to learn from, and of those to predict.
+    """
+    with tf.device("/CPU:0"):
+        _, records = next(iter(source.batches(split, _AT_ONCE)))
+        x, y = source.parse(records)
+    examples, targets = [], []
+    if not scaled and source.input_kind in ("row", "columns") and source.image_shape[0]:
+        rows = x["dense"] if isinstance(x, Mapping) else x
+        examples = _merged(_names(source), rows)
+    if source.target.kind == "numbers":
+        size = source.target.size
+        names = source.target.names or tuple(map(str, range(size)))
+        targets = _merged(names, tf.reshape(y, [-1, size]))
+    return examples, targets
+
+
+def _merged(names: Sequence[str], rows: tf.Tensor) -> list[str]:
+    # What differs by less than that is how sums of decimals are rounded.
+    values = [[float(f"{value:.12g}") for value in row] for row in rows.numpy().T]
+    return [
+        name
+        for name, column in zip(names, values, strict=True)
+        if len({*np.float32(column).tolist()}) <= len({*column}) / 2
+    ]

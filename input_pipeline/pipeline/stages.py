@@ -9,7 +9,7 @@ from towers.input_pipeline.images import augment, draws, masks
 from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.images.recipes import Recipe
 from towers.input_pipeline.pipeline.room import THREADS
-from towers.input_pipeline.pipeline.scaling import Scaling
+from towers.input_pipeline.pipeline.scaling import Scaling, as_float32
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
 
@@ -30,6 +30,7 @@ class Stages:
     recipe: Recipe
     tricks: Tricks
     scaling: Scaling | None = None
+    exact: bool = False
 
     def behind(self, raw: tf.data.Dataset) -> list[tuple[str, tf.data.Dataset]]:
         """The names of the stages, in order, and the datasets that end behind each.
@@ -168,6 +169,8 @@ class Stages:
                 images, labels = self._changed(recipe.batch, images, labels, u)
             if self.scaling is not None:
                 images = self.scaling(images)
+            elif not self.exact:
+                images = as_float32(images)
             labels = tf.cast(labels, self.source.target.dtype)
             weights = self.source.target.weights(labels)
             if self.source.target.kind == "tokens" and self.source.has_padding:

@@ -16,7 +16,7 @@ from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.input_pipeline.sources.files.bad_records import check_records
 from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, Record
 from towers.machine import limits
-from towers.program import small_file, voice
+from towers.program import small_file, voice, whole_file
 
 _AT_ONCE = 256
 
@@ -124,10 +124,8 @@ def inspect(
 
 def write(found: Sequence[Quarantine], path: str) -> None:
     """Writes what was found, for people and for ``read``."""
-    unfinished = f"{path}.unfinished"
-    with tf.io.gfile.GFile(unfinished, "w") as file:
+    with whole_file.opened(path) as file:
         json.dump([dataclasses.asdict(each) for each in found], file, indent=2)
-    tf.io.gfile.rename(unfinished, path, overwrite=True)
 
 
 def read(path: str) -> list[Quarantine]:

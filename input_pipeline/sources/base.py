@@ -160,10 +160,10 @@ class Source(abc.ABC):
 
         Returns:
             Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
-            [B]; or float32 rows [B, F]; or a dict of these as "dense", and int64 ids
-            [B] of each column that has a table. Targets with B rows, as `target` says:
-            int64 labels [B] of classes. Masks are uint8 [B, H, W] or, where they are
-            encoded, what `load_mask` takes [B].
+            [B]; or rows of numbers [B, F], float64 of tables; or a dict of these as
+            "dense", and int64 ids [B] of each column that has a table. Targets with B
+            rows, as `target` says: int64 labels [B] of classes. Masks are uint8
+            [B, H, W] or, where they are encoded, what `load_mask` takes [B].
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:

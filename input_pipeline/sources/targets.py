@@ -10,6 +10,8 @@ from towers.input_pipeline.choices import IGNORED
 
 TargetKind = Literal["class", "numbers", "labels", "mask", "tags", "tokens"]
 
+# Models compute with float32, where anything larger is infinite.
+LARGEST = float(np.finfo(np.float32).max)
 _OF_CLASSES = ("class", "mask", "tags")
 _OF_FLOATS = ("numbers", "labels")
 
@@ -80,7 +82,7 @@ class Target:
             y: values, an array or a tensor; so is what is returned.
         """
         if self.kind == "numbers":
-            return abs(y) < np.inf  # of NaN, that is false
+            return abs(y) <= LARGEST  # of NaN, that is false
         if self.kind == "labels":
             return (y == 0) | (y == 1)
         least = -1 if self.kind == "tags" else 0

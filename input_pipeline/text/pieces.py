@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from towers.program.extras import install_command
+
 try:
     import tensorflow_text as tf_text
 except ImportError as error:
     raise ValueError(
         f"tensorflow-text cannot be imported ({error}), which these tokenizers need: "
-        "pip install 'keras-towers[text]'"
+        + install_command("text")
     ) from error
 
 from towers.input_pipeline.text.by_words import by_words

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from towers.program import whole_file
+
 # Says in a folder which tokenizer it has.
 FILE = "tokenizer.json"
 
@@ -72,9 +74,9 @@ class Tokenizer(abc.ABC):
         tf.io.gfile.makedirs(folder)
         if (file := self.file()) is not None:
             name, content = file
-            with tf.io.gfile.GFile(posixpath.join(folder, name), "wb") as out:
+            with whole_file.opened(posixpath.join(folder, name), "wb") as out:
                 out.write(content)
-        with tf.io.gfile.GFile(posixpath.join(folder, FILE), "w") as out:
+        with whole_file.opened(posixpath.join(folder, FILE)) as out:
             json.dump({"tokenizer": kind, "file": name}, out)
 
 

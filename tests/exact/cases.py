@@ -46,6 +46,8 @@ class Case:
         between: Is called with the model between two calls of `fit`, to change and
             compile it again.
         again: Returns the batches of a second call of `fit`.
+        reference: Builds the model that one device trains, by the number of towers,
+            where it is another one by written design.
     """
 
     group: str
@@ -63,6 +65,7 @@ class Case:
     only: str = ""
     between: Callable[[keras.Model], None] | None = None
     again: Callable[[], Sequence[tuple]] | None = None
+    reference: Callable[[int], keras.Model] | None = None
 
     def __str__(self):
         return f"{self.group}/{self.name}"

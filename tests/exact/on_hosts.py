@@ -71,6 +71,7 @@ def main(rank, addresses, counts, builder, file, names, given, most, micro_batch
     with open(names) as lines:
         wanted = [cases[line.strip()] for line in lines]
     for k, case in enumerate(wanted):
+        case = dataclasses.replace(case, towers=sum(counts))
         if most > 1:
             case = refused(case)
         rows = given == "rows" or (given == "in turns" and k % 2)

@@ -196,15 +196,19 @@ def _plain(case):
     if not traced and not isinstance(case.loss, list | dict):
         # Nothing is traced then: half the time, and the same to 1e-6.
         options["run_eagerly"] = True
-    return dataclasses.replace(case, compile=lambda: case.compile() | options)
+    plain = dataclasses.replace(case, compile=lambda: case.compile() | options)
+    if case.reference:
+        plain = dataclasses.replace(plain, make=lambda: case.reference(case.towers))
+    return plain
 
 
 def _one_device(case, later):
     """What one device makes of a case, computed once for all that follow of it."""
-    if str(case) not in _last or not set(later) <= set(_last[str(case)][0]):
+    key = str(case), case.towers if case.reference else None
+    if key not in _last or not set(later) <= set(_last[key][0]):
         _last.clear()
-        _last[str(case)] = later, run(_plain(case), later=later)
-    had, found = _last[str(case)]
+        _last[key] = later, run(_plain(case), later=later)
+    had, found = _last[key]
     if later == had:
         return found
     # The last builder of a case only trains.
@@ -212,7 +216,7 @@ def _one_device(case, later):
     return {name: each for name, each in found.items() if not name.startswith(more)}
 
 
-_last: dict[str, tuple[Collection[str], dict[str, np.ndarray]]] = {}
+_last: dict[tuple, tuple[Collection[str], dict[str, np.ndarray]]] = {}
 
 
 def _words(error):

@@ -24,7 +24,7 @@ OF_SEVERAL_TOWERS = "shares", "batches"
 # batch, as those of the other groups are.
 OF_TRAINING = "optimizers", "gradients", "losses"
 # What these are about is how outputs are put together.
-OF_OUTPUTS = "batches", "shares"
+OF_OUTPUTS = "batches", "networks", "shares"
 
 # What the other builders do differently is met by many cases: `replicated` takes a
 # fourth of them in place of `parameter_server`, of which it is one, `asynchronous` an
@@ -95,6 +95,10 @@ QUICK = {
         "not built",
         "run_eagerly, add_loss",
         "steps_per_execution=3",
+    ),
+    "networks": (
+        "convolutional, a learning rate for each batch",
+        "siamese, arrays, of which a part validates",
     ),
     "optimizers": (
         "SGD",

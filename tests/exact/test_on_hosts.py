@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import hosts
-from tests.exact import combinations, table
+from tests.exact import combinations, networks, table
 from tests.exact.test_exact_cases import RUNS, is_slow
 from tests.variants import for_the_report, number_of, one_in, slow
 
@@ -46,6 +46,7 @@ def _check(found, names):
     ("builder", "names"),
     [
         ("parameter_server/rows", FIRST[:2]),
+        ("replicated", ("networks/embedding, validation",)),
         slow("parameter_server/rows", FIRST),
         slow("parameter_server", FIRST),
     ],
@@ -121,6 +122,16 @@ def test_hosts_divide_optimizer_state_and_have_tables_in_shards(tmp_path):
 
 
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
+NETWORKS = [str(case) for case in networks.CASES]
+
+
+@pytest.mark.parametrize(
+    ("layout", "builder"),
+    [(slow if way in (WAYS[0], WAYS[-1]) else for_the_report)(*way) for way in WAYS],
+)
+def test_networks(layout, builder, tmp_path):
+    names = [name for name in NETWORKS if one_in(3, f"{name} {layout} {builder}")]
+    _check(run(layout, builder, names, tmp_path, 900), names)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,10 +13,10 @@ from towers.program.commands import check_data_service
 
 
 @contextlib.contextmanager
-def _started(*args):
+def _started(*args, stderr=subprocess.DEVNULL):
     """A server in a process of its own; gives what it says first."""
     command = [sys.executable, "-m", "towers.input_pipeline.service", *args]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     process = subprocess.Popen(command, **pipes)
     try:
         yield process.stdout.readline().strip()
@@ -50,6 +51,20 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
             for mine, theirs in zip(here, there.as_numpy_iterator(), strict=True):
                 for part, other in zip(mine, theirs, strict=True):
                     np.testing.assert_array_equal(part, other)
+
+
+def test_who_can_reach_it_is_said(tmp_path):
+    with (
+        open(tmp_path / "said", "w+") as stderr,
+        _started("dispatcher", stderr=stderr) as said,
+    ):
+        port = int(said.rpartition(":")[2])
+        # What the sentence is about: every address of this machine answers.
+        socket.create_connection(("127.0.0.2", port), timeout=10).close()
+    lines = (tmp_path / "said").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("towers: ")]
+    assert "The dispatcher listens on all addresses of this machine" in line
+    assert "firewall" in line
 
 
 def test_a_service_without_workers_is_not_waited_for():

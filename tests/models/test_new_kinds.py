@@ -229,6 +229,19 @@ def test_dlrm_without_numbers():
     assert model.get_layer("dlrm_table_film").embeddings.shape == (7, 4)
 
 
+def test_dlrm_with_any_names_of_columns(tmp_path):
+    names = ["a b", "a_b", "städte", "x:0", "100%", "(y)", "a\\b"]
+    inputs = {name: () for name in names} | {"dense": (1,)}
+    model = dlrm.build(
+        inputs, num_outputs=2, table_sizes=dict.fromkeys(names, 2), width=2
+    )
+    given = {name: np.array([0, 1]) for name in names} | {"dense": np.eye(2)[:, :1]}
+    expected = model.predict_on_batch(given)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict_on_batch(given), expected, rtol=1e-6)
+
+
 # On towers
 
 

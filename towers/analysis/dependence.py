@@ -190,6 +190,10 @@ class Reader:
         self._of_data = seen
         return True
 
+    def rows_of(self, tensor: tf.Tensor) -> int | None:
+        """Returns how many rows of a tensor each example has, `None` if unknown."""
+        return self.counts.of(tensor) if self.of(tensor) is ROWS else None
+
     def is_seeded(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is made of a seed that each tower has its own of."""
         return _is_made_of(tensor, self._seeds)

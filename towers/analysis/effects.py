@@ -8,7 +8,6 @@ the function runs. Branches, loops and calls are looked into.
 """
 
 import functools
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import function_definition, operation_definition
-from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.layers import layer_of
 
 # They only read.
 _READS = set(
@@ -131,10 +130,7 @@ def sentence(model: keras.Model, effect: Effect) -> str:
         model: The model that has it when it is called.
         effect: The effect.
     """
-    names = {layer.name for layer in layers_of(model)}
-    # Of a layer that is called again, TensorFlow numbers the scope.
-    scopes = [(s, re.sub(r"_\d+$", "", s)) for s in effect.name.split("/")[::-1]]
-    layer = next((name for scope in scopes for name in scope if name in names), None)
+    layer = layer_of(model, effect.name)
     of_layer = f" of layer '{layer}'" if layer else ""
     text = f"Model '{model.name}' {{}} while it is called, by {effect}{of_layer}; {{}}"
     if effect.type in RANDOM:

@@ -7,7 +7,7 @@ their gradients. Denominators depend on the data alone, so they are added up bef
 towers compute. Where a loss needs that is read from its graph (`dependence.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +34,7 @@ class LossGraph:
         local_batch: Any,
         totals: Mapping[Edge, Total],
         rules: Sequence[Dependence],
+        rows_of: Callable[[tf.Tensor], int | None],
     ):
         """Copies a part of the graph that is being traced.
 
@@ -44,6 +45,8 @@ class LossGraph:
             local_batch: What the totals are computed from: the same.
             totals: The totals, by what takes them; see `Reader.with_totals`.
             rules: How the scalars of all towers make the whole batch's.
+            rows_of: Returns how many rows of a tensor each example has, `None` if that
+                is not known.
 
         Raises:
             ValueError: The values need something else, or have a gradient of their own
@@ -58,7 +61,7 @@ class LossGraph:
         tensors = [total.tensor for total in found.values()]
         self._values = _Cut(values, [outputs, others], taken, tensors)
         # Of outputs, a total takes the shape and nothing else.
-        self._totals = _Cut(tensors, [local_batch, outputs])
+        self._totals = _Cut(tensors, [local_batch, outputs], rows_of=rows_of)
         if self._totals.operations & {edge.operation for edge in taken}:
             raise ValueError("a total of the batch that another total takes")
         sizes = [t.shape[1:].is_fully_defined() for t in _flat(outputs)]
@@ -88,10 +91,10 @@ class LossGraph:
         outputs = self._outputs
         if self._totals.takes_more_than(local_batch):
             outputs = tf.nest.map_structure(as_large, outputs)
-        return self._totals([local_batch, outputs])
+        return self._totals([local_batch, outputs], rows=rows)
 
 
-_FEED, _TOTAL = "towers_feed_", "towers_total_"
+_FEED, _TOTAL, _SHAPE = "towers_feed_", "towers_total_", "towers_shape_"
 
 
 class _Cut:
@@ -103,10 +106,12 @@ class _Cut:
         operations: The names of those that were copied.
     """
 
-    def __init__(self, tensors, feeds, taken=None, totals=()):
+    def __init__(self, tensors, feeds, taken=None, totals=(), rows_of=lambda _: None):
         self._tensors = [tensor.name for tensor in tensors]
         self._graph = GraphDef()
         self._fed = {f"{_TOTAL}{j}" for j in range(len(totals))}
+        # Shapes of what is not computed here: rows for each example, and all else.
+        self._shapes = {}
         names = {
             key(feed): f"{_FEED}{i}"
             for i, feed in enumerate(_flat(feeds))
@@ -119,6 +124,13 @@ class _Cut:
             if (name := names.get(key(tensor))) is not None:
                 self._fed.add(name)
                 return name
+            if tensor.op.type == "Shape" and key(tensor.op.inputs[0]) not in names:
+                (shaped,) = tensor.op.inputs
+                rows, sizes = rows_of(shaped), shaped.shape[1:]
+                if rows is not None and sizes.is_fully_defined():
+                    name = f"{_SHAPE}{len(self._shapes)}"
+                    self._shapes[name] = rows, sizes.as_list(), tensor.dtype
+                    return name
             waiting.append(tensor.op)
             return tensor.name
 
@@ -150,14 +162,20 @@ class _Cut:
             if name.startswith(_FEED)
         )
 
-    def __call__(self, feeds, totals=()):
+    def __call__(self, feeds, totals=(), rows=None):
         given = {f"{_FEED}{i}": feed for i, feed in enumerate(_flat(feeds))}
+        given |= {
+            name: tf.cast(tf.stack([count * rows, *sizes]), dtype)
+            for name, (count, sizes, dtype) in self._shapes.items()
+        }
         given |= {f"{_TOTAL}{j}": total for j, total in enumerate(totals)}
         # TensorFlow cannot import into a scope of control dependencies.
         with tf.control_dependencies(None):
             return tf.graph_util.import_graph_def(
                 self._graph,
-                input_map={f"{name}:0": given[name] for name in self._fed},
+                input_map={
+                    f"{name}:0": given[name] for name in {*self._fed, *self._shapes}
+                },
                 return_elements=self._tensors,
                 name="compiled_loss",
             )

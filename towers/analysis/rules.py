@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.analysis import linear
 from towers.analysis.dependence import Culprit, Reader
 from towers.analysis.kinds import SIZE, SUM, UNKNOWN, Dependence
 from towers.analysis.layer_calls import parts, recorded_layers
@@ -80,6 +81,8 @@ class Rules:
         self._unread = "a value that was not there when it was looked for"
         self.reasons: dict[str, str] = {}
         self._found: dict[str, Dependence] = {}
+        # How parts of values are weighted that are sums of several kinds, by name.
+        self._weights: dict[str, linear.Weights] = {}
         if loss_graph is not None:
             names = loss_names(len(loss_graph.rules))
             self._found |= zip(names, loss_graph.rules, strict=True)
@@ -154,7 +157,10 @@ class Rules:
             return
         reason = str(self._reader.why(next(iter(totals.values())).tensor))
         try:
-            graph = LossGraph(losses, outputs, others, self._local_batch, totals, kinds)
+            graph = LossGraph(
+                *(losses, outputs, others, self._local_batch, totals, kinds),
+                self._reader.rows_of,
+            )
         except ValueError as error:
             raise NoRuleError(str(error)) from error
         raise TotalsWanted(reason, graph)
@@ -196,13 +202,30 @@ class Rules:
         if reason:
             self.reasons[name] = reason
 
-    def state(self, name: str, value: tf.Tensor, alike: bool = False) -> None:
-        """Finds the rule that a variable's new values follow; see `part`.
+    def state(
+        self, name: str, value: tf.Tensor, fraction: tf.Tensor, alike: bool = False
+    ) -> tf.Tensor:
+        """Returns a tower's part of a variable's new value; see `part`.
+
+        A sum over rows, added to what they do not touch, is put together of weighted
+        parts; see `linear.py`. Other values stay as they are.
 
         Raises:
-            NoRuleError: If there is none.
+            NoRuleError: There is no rule for the value.
         """
+        reads = self._reader is not None and name not in self._found
+        if reads and not self._alone and value.dtype.is_floating:
+            kind = self._reader.of(value)
+            found = None if kind in ADDED_UP else linear.weights(self._reader, value)
+            if found is not None:
+                self._weights[name] = found
+                self._found[name] = SUM
         self._rule(name, value, self._mean_state, alike)
+        if name not in self._weights:
+            return value
+        if not tf.is_symbolic_tensor(value):
+            raise NoRuleError("a sum over rows that is added without a graph")
+        return linear.weighted(value, self._weights[name], fraction)
 
     def look_at(self, outputs: Any) -> None:
         """Looks whether outputs depend on several examples: `coupling`, `unread`."""

@@ -15,6 +15,9 @@ import tensorflow as tf
 
 from towers.program import words
 
+# The type of what says which part of a batch a tower has: no value has more digits.
+FRACTION = tf.float64
+
 
 class Part(NamedTuple):
     """The inputs of a host that is given only some rows of a global batch.
@@ -374,9 +377,9 @@ def fractions(
         total: That of the global batch; their sum by default.
 
     Returns:
-        One float32 scalar for each tower; those of all towers sum to 1, or to 0 if
-        there is no row.
+        One scalar of type `FRACTION` for each tower; those of all towers sum to 1, or
+        to 0 if there is no row.
     """
-    rows = tf.cast(tf.stack(sizes), tf.float32)
-    total = tf.reduce_sum(rows) if total is None else tf.cast(total, tf.float32)
+    rows = tf.cast(tf.stack(sizes), FRACTION)
+    total = tf.reduce_sum(rows) if total is None else tf.cast(total, FRACTION)
     return tf.unstack(tf.math.divide_no_nan(rows, total))

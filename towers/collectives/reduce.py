@@ -310,7 +310,7 @@ def combine_states(
 
     Args:
         towers: K x M new values; `None` for a variable that no tower changed.
-        fractions: Each tower's part of the global batch, float32 scalars that sum
+        fractions: Each tower's part of the global batch, float64 scalars that sum
             to 1.
         rules: M rules, `None` for what did not change.
         sources: The devices that have them, if they are to travel packed.

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.devices.sharing import lock, machine
+from towers.devices.sharing import machine
 from towers.machine import nvml
 from towers.processes.described import describe_holder
-from towers.program import voice, words
+from towers.program import locks, voice, words
 
 _LOCK = "free.lock"
 # TensorFlow takes seconds to initialise its devices.
@@ -89,20 +89,14 @@ def one_at_a_time() -> Iterator[None]:
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with lock.opened(os.path.join(folder, _LOCK)) as file:
+    path = os.path.join(folder, _LOCK)
+    message = "Waiting until another program has taken its free GPUs."
+    with contextlib.ExitStack() as stack:
         try:
-            lock.take(file, 0)
-        except TimeoutError:
-            voice.say("Waiting until another program has taken its free GPUs.")
-            _wait_for(file)
+            stack.enter_context(locks.waited_for(path, _LOCK_S, message))
+        except TimeoutError as error:
+            raise ValueError(
+                f"Received --gpu_indices=free, but {error}; end that process, or "
+                "expect numbers, such as --gpu_indices=0."
+            ) from error
         yield
-
-
-def _wait_for(file):
-    try:
-        lock.take(file, _LOCK_S)
-    except TimeoutError as error:
-        raise ValueError(
-            f"Received --gpu_indices=free, but {error}; end that process, or expect "
-            "numbers, such as --gpu_indices=0."
-        ) from error

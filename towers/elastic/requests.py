@@ -6,15 +6,14 @@ place when they are whole. An answer names the request that it is for.
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
-from towers.program import small_file, voice, whole_file
+from towers.program import locks, small_file, voice, whole_file
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
@@ -23,8 +22,6 @@ FILES = (_REQUEST, _ANSWER)
 _LOOK_S = 0.05
 # A request names a number for each GPU at most.
 _MOST_BYTES = 2**20
-# The folders that this process has locked.
-_held: set[str] = set()
 
 
 class RunError(ValueError):
@@ -55,35 +52,20 @@ class Request:
 
 def is_running(model_dir: str) -> bool:
     """Tells whether a run has a model_dir locked, as it has until it ends, however."""
-    try:
-        with open(os.path.join(model_dir, LOCK)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # None was made, or this file system has no locks.
-        return False
-    return False
+    return locks.is_locked(os.path.join(model_dir, LOCK))
 
 
-@contextlib.contextmanager
-def locked(model_dir: str) -> Iterator[None]:
-    """Inside, a run has a folder for itself.
+def locked(model_dir: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, this process has a folder for itself.
 
     Args:
         model_dir: The folder, which has to be there.
 
     Raises:
         BlockingIOError: Another run has locked it.
+        OSError: The lock cannot be made.
     """
-    with open(os.path.join(model_dir, LOCK), "a") as lock:
-        _take(lock)
-        path = os.path.realpath(model_dir)
-        _held.add(path)
-        try:
-            yield
-        finally:
-            _held.discard(path)
+    return locks.locked(os.path.join(model_dir, LOCK))
 
 
 @contextlib.contextmanager
@@ -94,21 +76,9 @@ def answering(model_dir: str) -> Iterator[None]:
         model_dir: The folder of the run.
     """
     with contextlib.ExitStack() as stack:
-        if os.path.realpath(model_dir) not in _held:
-            with contextlib.suppress(BlockingIOError):
-                stack.enter_context(locked(model_dir))
+        with contextlib.suppress(BlockingIOError):
+            stack.enter_context(locked(model_dir))
         yield
-
-
-def _take(lock: IO) -> None:
-    # Who looks whether it is locked holds it for a moment.
-    for again in (True, True, False):
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not again:
-                raise
-            time.sleep(0.1)
 
 
 def ask(model_dir: str, request: Request, seconds: float) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.predict import arrays
 from towers.predict.trained import Trained, by_name
+from towers.program import whole_file
 from towers.train.outputs.preprocessing import OWN
 from towers.train.parts.task import all_names
 
@@ -60,12 +61,14 @@ def _write(archive, folder):
     unfinished = f"{folder}.{os.getpid()}.unfinished"
     try:
         archive.write_out(unfinished, verbose=False)
+        whole_file.flush_all(unfinished)
         os.makedirs(folder, exist_ok=True)
         for name in os.listdir(unfinished):
             path = os.path.join(folder, name)
             if os.path.isdir(path):
                 shutil.rmtree(path)
             os.replace(os.path.join(unfinished, name), path)
+        whole_file.flush(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -81,7 +84,7 @@ def _takes(trained):
     if known.input == OWN:
         return arrays.specs(known)
     if known.input == "row":
-        return tf.TensorSpec([None, *known.shape], tf.float32, name="rows")
+        return tf.TensorSpec([None, *known.shape], tf.float64, name="rows")
     if known.input == "columns":
         return tf.TensorSpec([None, len(known.columns)], tf.string, name="rows")
     name = {"image": "pictures", "tokens": "texts"}[known.input]
@@ -111,7 +114,7 @@ def _serve_columns(trained, specs):
 def _dtype(known, column):
     if known.is_text(column):
         return tf.string
-    return tf.int64 if column in known.tables else tf.float32
+    return tf.int64 if column in known.tables else tf.float64
 
 
 def _serve(trained: Trained) -> Callable[[Any], Mapping[str, tf.Tensor]]:

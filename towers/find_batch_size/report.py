@@ -1,13 +1,14 @@
 """What a search for the batch size says: a table, three sentences, a picture."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from towers.collectives import batch
 from towers.find_batch_size import search
 from towers.find_batch_size.search import Probe
-from towers.program import words
+from towers.program import whole_file, words
 
 _HEAD = "batch", "per tower", "examples/sec", "step ms", "peak MB", "fits"
 
@@ -93,7 +94,8 @@ class Report:
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel("global batch")
-        figure.savefig(path)
+        with whole_file.opened(path, "wb") as file:
+            figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
     def _ordered(self):
         return sorted(self.tried, key=lambda probe: probe.batch_size)

@@ -1,5 +1,6 @@
 """Keras layers: their parts, variables and calls, and the tags of tensors."""
 
+import re
 from typing import Any
 
 import keras
@@ -43,6 +44,19 @@ def layers_of(
     `include_self` has the layer itself come first; `recursive` includes parts of parts.
     """
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
+
+
+def layer_of(model: keras.Model, operation: str) -> str | None:
+    """Returns the name of the innermost layer in an operation's name, if one is.
+
+    Args:
+        model: The model that the layer is in.
+        operation: The full name of an operation of TensorFlow's.
+    """
+    names = {layer.name for layer in layers_of(model)}
+    # Of a layer that is called again, TensorFlow numbers the scope.
+    scopes = [(s, re.sub(r"_\d+$", "", s)) for s in operation.split("/")[::-1]]
+    return next((name for scope in scopes for name in scope if name in names), None)
 
 
 def has_training_argument(layer: keras.layers.Layer) -> bool:

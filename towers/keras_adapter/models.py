@@ -32,6 +32,19 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return getattr(compile_config(model), "config", {})
 
 
+def already(model: keras.Model, name: str) -> list[Any]:
+    """Returns a list that is a property of a model; empty if it is too early for it.
+
+    A property of the user's may name what `compile` or `build` makes.
+    """
+    try:
+        return list(getattr(model, name))
+    except Exception:
+        if model.built and compile_config(model) is not None:
+            raise
+        return []
+
+
 def compiled_loss(model: keras.Model) -> Any:
     """Returns Keras's `CompileLoss`, the sum of all compiled losses, or `None`.
 

@@ -16,6 +16,7 @@ from towers.cluster.addresses import is_address
 from towers.cluster.membership import JOIN_SECONDS
 from towers.machine import limits
 from towers.program import voice, words
+from towers.program.extras import install_command
 from towers.program.flags.arguments import Parser
 from towers.train import checks, flags, settings, tower_flags
 
@@ -312,8 +313,8 @@ def _check_ray(found: dict, elastic: bool) -> None:
         )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            "Received --launcher=ray, but Ray is not installed; run: pip install "
-            "'keras-towers[ray]'"
+            "Received --launcher=ray, but Ray is not installed; run: "
+            f"{install_command('ray')}"
         )
 
 

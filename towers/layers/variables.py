@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers.devices import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_seed_generators
-from towers.keras_adapter.models import compiled_loss, overrides
+from towers.keras_adapter.models import already, compiled_loss, overrides
 from towers.keras_adapter.optimizers import all_variables
 from towers.keras_adapter.variables import put_behind, value_behind, variable_like
 from towers.layers import sharded
@@ -30,7 +30,7 @@ _BITS = {2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
 
 def of(model: keras.Model) -> list[keras.Variable]:
     """Returns all that training changes: of model, optimizers, metrics and loss."""
-    found = [*model.variables, *model.metrics_variables]
+    found = [*already(model, "variables"), *already(model, "metrics_variables")]
     for optimizer in optimizers(model).values():
         found += all_variables(optimizer)
     if (loss := compiled_loss(model)) is not None:

@@ -27,8 +27,8 @@ class Checkpoint(keras.callbacks.Callback):
     history, the states of Keras's callbacks, and the position in the data. Of a model
     with its own `train_step`, it contains all optimizers, and the `tf.Variable`s that
     attributes hold. It is made at the end of each epoch, at the given intervals, on
-    SIGUSR1, and before SIGTERM or Ctrl-C ends the run. A thread writes it from copies,
-    so training waits only for the previous save.
+    SIGUSR1, and before SIGTERM or Ctrl-C ends the run. A thread writes it from a copy,
+    so training waits only for the previous save; see `background`.
 
     With data from `towers.input_pipeline.make_dataset`, `fit` continues at the next
     batch. Other data are read again up to that batch, so they must contain the same
@@ -56,6 +56,7 @@ class Checkpoint(keras.callbacks.Callback):
         monitor: str | None = None,
         mode: str = "auto",
         on_save_error: str = "stop",
+        background: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Initializes the callback. It writes nothing yet.
@@ -72,11 +73,19 @@ class Checkpoint(keras.callbacks.Callback):
             on_save_error: What to do if a checkpoint cannot be written, because the
                 disk is full, for example: "stop" training, or "continue" with a
                 warning.
+            background: Whether a thread writes checkpoints while training goes on. That
+                takes memory for a copy of the variables. Otherwise training waits, and
+                they are written piece by piece, without a copy. None: in the
+                background if twice the size of the variables is free.
             clock: Returns seconds.
         """
         super().__init__()
         checkpoints = CheckpointManager(
-            directory, keep_checkpoints, Monitor(monitor, mode), on_save_error
+            directory,
+            keep_checkpoints,
+            Monitor(monitor, mode),
+            on_save_error,
+            background,
         )
         self.run = RunState(checkpoints, SavePoints(save_steps, save_minutes, clock))
 

@@ -1,6 +1,7 @@
 """All that a checkpoint has, but for the variables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from towers.lifecycle.checkpoints import saved_model, states
 from towers.lifecycle.checkpoints.best import Monitor
@@ -14,6 +15,7 @@ def contents(
     position: Position,
     past: Sequence[int] | None,
     monitor: Monitor,
+    preprocessing: Mapping[str, Any] | None,
 ) -> Contents:
     """Collects it.
 
@@ -23,6 +25,7 @@ def contents(
         position: How far the run has come.
         past: As of `RunState`.
         monitor: Tells which epoch was the best.
+        preprocessing: As of `RunState`.
     """
     arrays = []
     model, score = fit.call.model, None if position.batch else epoch.score
@@ -32,6 +35,7 @@ def contents(
         "data": fit.data,
         "past": None if past is None else [*past],
         "step": fit.step,
+        "preprocessing": preprocessing,
         **monitor.describe(score),
         **states.collect(model, fit.others, position.epoch, arrays),
     }

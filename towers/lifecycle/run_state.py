@@ -15,6 +15,7 @@ from towers.collectives.hosts import this_host
 from towers.keras_adapter import randomness
 from towers.keras_adapter.models import batches_done
 from towers.lifecycle import contents, handover
+from towers.lifecycle.alone import alone
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import CheckpointManager
 from towers.lifecycle.checkpoints.store import Contents, Position
@@ -44,6 +45,8 @@ class RunState:
         past: Batches that were read in each epoch before that, as far back as the data
             are the same; `None` if that is not known.
         known: What the next `fit` is to know besides the variables, if anything.
+        preprocessing: What a program does to examples before the model has them, as
+            JSON; each checkpoint has a copy.
     """
 
     def __init__(self, checkpoints: CheckpointManager, save_points: SavePoints):
@@ -53,7 +56,10 @@ class RunState:
         self.known: Contents | None = None
         # Of which model.
         self._known_of: keras.Model | None = None
+        self.preprocessing: Mapping[str, Any] | None = None
         self._saved: Position | None = None
+        # The latest checkpoint of the folder, as this process knows it.
+        self._newest: str | None = None
         # The object that the last `fit` has trained on.
         self._trained_on = lambda: None
         self._fit, self._epoch = None, CurrentEpoch()
@@ -71,13 +77,15 @@ class RunState:
                 f"Received a model without variables for {directory}, where "
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
+        self._newest = self._find_newest()
         path, found = self.checkpoints.load(model, which)
-        self._known_of, self.known, self._saved = model, found, None
+        self._known_of, self.known, self._saved = model, None, None
         self.position, self.past = Position(0), None
         if path is None:
             return False
-        self.position, self.past = store.position(path), found.about.get("past")
         saved_model.assign(model, found.values)
+        self.known = _without_variables(found)
+        self.position, self.past = store.position(path), found.about.get("past")
         return True
 
     @contextlib.contextmanager
@@ -85,9 +93,40 @@ class RunState:
         """Has `fit` begin where the run is, and listens to it and to signals.
 
         Raises:
-            ResumeError: The run cannot go on with such data.
+            ResumeError: The run cannot go on with such data, or another one has gone on
+                in its folder.
+            SaveError: Another process saves to the folder.
             ValueError: The checkpoint is not of this model.
         """
+        writes = this_host().index == 0
+        directory = self.checkpoints.directory
+        # First of all: what is read later is what nobody else changes.
+        with alone(directory) if writes else contextlib.nullcontext():
+            # Hosts that come and go tell one another where they are.
+            if writes and process_group.member() is None:
+                self._check_newest()
+            try:
+                with self._around(call):
+                    yield
+            finally:
+                self._newest = self._find_newest()
+
+    def _find_newest(self):
+        return next(iter(store.find(self.checkpoints.directory)), None)
+
+    def _check_newest(self):
+        """Checks that nobody has saved since this process has read the folder."""
+        newest, known = self._find_newest(), self._newest
+        if self.known is None or newest is None or newest == known:
+            return
+        if known is None or store.position(newest) > store.position(known):
+            raise ResumeError(
+                f"Another run has saved {newest} since this one has read the folder; "
+                "expected one at a time, so make a new Checkpoint to go on from there."
+            )
+
+    @contextlib.contextmanager
+    def _around(self, call):
         options = call.options
         call.build_optimizer()
         elastic = process_group.member() is not None
@@ -182,6 +221,7 @@ class RunState:
     def begin_epoch(self, epoch: int) -> None:
         """Saves what the epoch before has come to."""
         model = self._fit.call.model
+        self._fit.values_at_end = None  # It was not the end.
         for callback in states.averaging(self._fit.others):
             callback.on_epoch_begin(epoch)  # puts weights back; twice does no harm
         if self.known is None:
@@ -235,7 +275,7 @@ class RunState:
         """Keeps weights before Keras, as `fit` ends, puts averages in their place."""
         model = self._fit.call.model
         if saved_model.averages(model.optimizer):
-            self._fit.values_at_end = saved_model.values(model)
+            self._fit.values_at_end = self.checkpoints.values(model)
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], steps: int | None) -> None:
         """Notes how good the epoch was, unless later callbacks should not see it."""
@@ -304,22 +344,27 @@ class RunState:
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
-        """Begins to save `values`, or the variables', unless that was done here."""
+        """Saves `values`, or the variables', unless that was done here."""
         if self.position in (self._fit.begun, self._saved):
             return
         self.checkpoints.wait()
         self._saved = self.position
-        found = self._contents()
-        values = values or self.checkpoints.values(self._fit.call.model)
         self.save_points.count_from(self._fit.step)
-        self.checkpoints.save(
-            self.position, Contents(values | found.values, found.about)
-        )
+        model = self._fit.call.model
+        self.checkpoints.save(self.position, self._contents(), model, values)
 
     def _contents(self):
         """All that is saved, but for the variables."""
         parts = self._fit, self._epoch, self.position, self.past
-        return contents.contents(*parts, self.checkpoints.monitor)
+        monitor = self.checkpoints.monitor
+        return contents.contents(*parts, monitor, self.preprocessing)
+
+
+def _without_variables(found):
+    """What a checkpoint holds besides the variables, which a model has now."""
+    rest = found.values.keys() - found.about["variables"].keys()
+    values = {part: [value.numpy() for value in found.values[part]] for part in rest}
+    return Contents(values, found.about)
 
 
 def _restore(run, call, elastic):

@@ -1,5 +1,6 @@
 """The Keras door: `multi_gpu_model()` makes a Keras model train on towers."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -161,6 +162,7 @@ def multi_gpu_model(
         ValueError: If a device does not exist, the model cannot run on towers, or
             another argument has a wrong value.
     """
+    again = functools.partial(_as_before, {**locals()})
     arguments.check_model(model)
     placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(STRATEGIES)]
     arguments.check_choice("loss_placement", loss_placement, placements)
@@ -247,4 +249,11 @@ def multi_gpu_model(
     if variable_update == "auto":
         choice, chooses = recipe.ways(layout, xla=False, synchronized=False)[0], True
     update = VariableUpdate(recipe, layout, choice, chooses, choice_file)
-    return TowerModel(update, numerics_file)
+    return TowerModel(update, again, numerics_file)
+
+
+def _as_before(given, model, layout):
+    """Makes another model train as one does, for which some arguments were given."""
+    gpus = [device for tower in layout.towers for device in tower]
+    towers = {"gpus": gpus, "split_ratios": layout.split_ratios}
+    return multi_gpu_model(**{**given, "model": model, **towers})

@@ -11,7 +11,7 @@ from towers import devices
 from towers.builders.guard import Guard
 from towers.builders.steps.own_steps import has_own_steps
 from towers.devices import is_gpu
-from towers.keras_adapter.models import overrides
+from towers.keras_adapter.models import already, overrides
 from towers.layers import pipeline as pipelines
 from towers.layers import tables
 from towers.layers.pipeline import Pipeline, Placement
@@ -268,6 +268,6 @@ def check_updates_stages(pipeline: Pipeline, variable_update: str) -> None:
 
 def _home_of(model: keras.Model, towers: Sequence[str]) -> str:
     """The device that the model's variables are on; where it has none yet, will be."""
-    if own := model.trainable_variables or model.variables:
+    if own := already(model, "trainable_variables") or already(model, "variables"):
         return own[0].value.device
     return towers[0] if is_gpu(towers[0]) else devices.HOST

@@ -6,11 +6,13 @@ Keras's own.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 import wrapt
 
@@ -18,6 +20,7 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
 from towers.cluster.membership import HostsDifferError
+from towers.keras_adapter import runtime
 from towers.loop import listeners
 from towers.loop.agreement import HostsChange
 from towers.model import fit_data, generations
@@ -25,6 +28,7 @@ from towers.model.compared import compared
 from towers.model.fit_call import FitCall, given
 from towers.model.rehearsal import rehearse
 from towers.model.update.first_call import FirstCall
+from towers.model.update.layout import Layout
 from towers.model.update.variable_update import VariableUpdate
 from towers.numerics import failed_stage, not_finite
 from towers.tower.errors import (
@@ -51,12 +55,19 @@ class TowerModel(wrapt.CallableObjectProxy):
     test_function = None
     predict_function = None
 
-    def __init__(self, update: VariableUpdate, numerics_file: str | None = None):
+    def __init__(
+        self,
+        update: VariableUpdate,
+        again: Callable[[keras.Model, Layout], "TowerModel"],
+        numerics_file: str | None = None,
+    ):
         """Makes a proxy of the model that `update` trains.
 
-        `numerics_file` is where a step that is not finite is written, if anywhere.
+        `again` makes one of another model, for a layout. `numerics_file` is where a
+        step that is not finite is written, if anywhere.
         """
         super().__init__(update.model)
+        self._self_again = again
         self._self_update = update
         self._self_numerics_file = numerics_file
         self._self_call: FitCall | None = None
@@ -276,6 +287,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
+        # Those that callbacks have made, such as Keras's own TensorBoard.
+        runtime.forget_scalars()
         self.builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 
@@ -296,6 +309,14 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Computes the outputs of one global batch, on towers."""
         with self._self_update.step_scope():
             return self.builder.predict_step(data)
+
+    def __copy__(self):
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo):
+        # Keras makes a copy's variables anew, also of `copy.copy`.
+        model = copy.deepcopy(self.__wrapped__, memo)
+        return self._self_again(model, self._self_update.layout)
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()

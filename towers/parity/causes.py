@@ -113,11 +113,14 @@ def _by_design(trials, every, rows):
             f"({_names(trials.random_layers)})."
         )
     most = max(rows, key=lambda row: row.difference)
+    sensitive = sum(row.verdict == ROUNDING for row in rows)
     how = f"(at most {most.difference:.1e})"
-    if any(row.verdict == ROUNDING for row in rows):
+    if sensitive:
         how = (
-            f"to rounding (at most {most.difference:.1e}, where one device, rounded "
-            f"otherwise, differs by {most.rounding:.1e} from itself)"
+            f"({sensitive} of {len(rows)} values are sensitive to rounding. The "
+            f"largest difference is {most.difference:.1e}, in {most.kind} {most.name}. "
+            f"One device differs there by {most.rounding:.1e} from itself, if its "
+            "first weights are rounded otherwise)"
         )
     yield f"Tried {_in_words(trials, needed)}, all is equal {how}."
 

@@ -27,6 +27,7 @@ from towers.analysis.kinds import (
     Edge,
 )
 from towers.analysis.layer_calls import key, recorded_layers
+from towers.collectives.batch import FRACTION
 from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
@@ -111,7 +112,7 @@ class Trace:
         with tf.device(None):
             traced = tf.function(step, autograph=False)
             self.concrete = traced.get_concrete_function(
-                spec, tf.TensorSpec([], tf.float32)
+                spec, tf.TensorSpec([], FRACTION)
             )
         self.returned = [*map(_source, self.concrete.outputs)]
 

@@ -48,11 +48,12 @@ def predict(options: argparse.Namespace) -> int:
         print(f"{_PROGRAM}: {line}", file=sys.stderr)
 
     towers = multi_gpu_model(trained.model, gpus=devices.towers)
-    path, size = options.output, options.batch_size
-    batches = inputs.batches(trained, options.files, size, say_bad)
+    path, size, kept = options.output, options.batch_size, options.keep_columns
+    batches = inputs.batches(trained, options.files, size, say_bad, kept)
     with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
         masks = path and output.masks_of(path)
-        rows = output.Rows(file, masks, trained.preprocessing.is_of_whole_pictures)
+        whole = trained.preprocessing.is_of_whole_pictures
+        rows = output.Rows(file, masks, whole, options.probabilities)
         for batch in batches:
             found = trained.decode(towers.predict_on_batch(batch.x), batch.x)
             for names, prediction in zip(batch.names, found, strict=True):

@@ -1,6 +1,7 @@
 """The arguments of towers.predict: files, and devices as of towers.train."""
 
 import argparse
+import csv
 import dataclasses
 import os
 import typing
@@ -37,6 +38,19 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
         help="CSV file to write to. Default: standard output.",
     )
     parser.add_argument(
+        "--probabilities",
+        action="store_true",
+        help="Write a column for each class with its probability. Default: that of the "
+        "second of two classes, else that of the predicted class.",
+    )
+    parser.add_argument(
+        "--keep_columns",
+        type=_names,
+        default=(),
+        metavar="NAME,NAME",
+        help="Columns of the tables to copy into the output, such as id.",
+    )
+    parser.add_argument(
         "--batch_size",
         type=int,
         default=64,
@@ -63,6 +77,7 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
             "This run's model makes masks, which are files; expected --output, such as "
             "--output=masks.csv, which names them and the folder masks."
         )
+    _check_kept(options.keep_columns)
     if options.output:
         _check_output(options.output, options.files)
     given = {name: getattr(options, name) for name in (*names, "batch_size")}
@@ -113,6 +128,11 @@ def check_model(options: argparse.Namespace) -> None:
         )
 
 
+def _names(text):
+    """Names of columns, with commas between; quotes are as in CSV."""
+    return tuple(name.strip() for name in next(csv.reader([text]), []))
+
+
 def _kind(annotation, name):
     """How argparse is to read a flag of some type."""
     kind = (typing.get_args(annotation) or (annotation,))[0]  # or None
@@ -129,6 +149,19 @@ def preprocessing_of(model_dir: str) -> dict[str, Any]:
         return small_file.read_json(os.path.join(model_dir, PREPROCESSING), dict)
     except (FileNotFoundError, small_file.FileError):
         return {}
+
+
+def _check_kept(names):
+    if wrong := [name for name in names if name in ("", "file", "row")]:
+        raise ValueError(
+            f"Received --keep_columns={','.join(names)}; expected names of columns, "
+            f"other than file and row, which predictions have, so leave out "
+            f"{wrong[0]!r}."
+        )
+    if len({*names}) < len(names):
+        raise ValueError(
+            f"Received --keep_columns={','.join(names)}; expected each column once."
+        )
 
 
 def _check_files(files):

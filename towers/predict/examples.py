@@ -30,7 +30,7 @@ def as_tensors(known: Preprocessing, examples: Any) -> Any:
             f"{', '.join(known.columns)}; expected a dict of these, or a DataFrame."
         )
     if known.input == "row":
-        return tf.constant(_numbers("rows", examples), tf.float32)
+        return tf.constant(_numbers("rows", examples))
     array = np.asarray(examples)
     if array.dtype.kind in "SU":
         # Else NumPy cuts zeros off at the end of bytes.
@@ -110,7 +110,7 @@ def _column(known, name, values):
     if known.is_text(name):
         return tf.constant([*map(tables.as_text, values)], tf.string)
     if name not in known.tables:
-        return tf.constant(_numbers(f"the column {name!r}", values), tf.float32)
+        return tf.constant(_numbers(f"the column {name!r}", values))
     ids, size = values.astype(np.int64), known.tables[name]
     if ((ids < 0) | (ids >= size)).any():
         raise ValueError(

@@ -31,7 +31,11 @@ class Batch(NamedTuple):
 
 
 def batches(
-    trained: Trained, files: Sequence[str], size: int, say_bad: Callable[[str], None]
+    trained: Trained,
+    files: Sequence[str],
+    size: int,
+    say_bad: Callable[[str], None],
+    kept: Sequence[str] = (),
 ) -> Iterator[Batch]:
     """Reads files, and yields them by the batch.
 
@@ -40,6 +44,7 @@ def batches(
         files: Pictures or folders of these, tables, texts, or arrays.
         size: Examples in a batch.
         say_bad: Is called with a sentence for each example that is left out.
+        kept: Columns of tables, which `Batch.names` are to have, too.
 
     Raises:
         ValueError: A file is not of the kind that the model takes.
@@ -50,39 +55,52 @@ def batches(
             "Received a run with --task=language_model, which predicts nothing about "
             "a text; expected another task, so use towers generate, which continues it."
         )
+    of_tables = kind in ("row", "columns") or (
+        kind == "tokens"
+        and trained.preprocessing.features
+        and all(file.lower().endswith(tables.SUFFIXES) for file in files)
+    )
+    if kept and not of_tables:
+        raise ValueError(
+            f"Received --keep_columns={','.join(kept)}; expected CSV or Parquet files "
+            "to copy columns of, so leave it out."
+        )
     if kind == "image":
-        files = _inside(files, pictures.SUFFIXES, "picture")
-        return _pictures(trained, files, size, say_bad)
+        return _pictures(trained, inside(files), size, say_bad)
     if kind == "tokens" and not trained.preprocessing.features:
-        files = _inside(files, TEXTS, f"{TEXTS} file")
-        return _whole_texts(trained, files, size, say_bad)
+        return _whole_texts(trained, inside(files, texts=True), size, say_bad)
     for folder in filter(os.path.isdir, files):
         raise ValueError(
             f"Received the folder {folder}; expected files, so name those in it."
         )
     if kind == "tokens":
-        return _texts(trained, files, size, say_bad)
+        return _texts(trained, files, size, say_bad, kept)
     if kind == OWN:
         return _arrays(trained, files, size)
-    return _tables(trained, files, size, say_bad)
+    return _tables(trained, files, size, say_bad, kept)
 
 
-def _inside(files, suffixes, what):
-    """Files, and in the place of folders what they have."""
-    found = []
+def inside(files: Sequence[str], texts: bool = False) -> list[str]:
+    """Files, and in the place of folders what training would read of them.
+
+    A line says how many files of the folders are left out.
+
+    Args:
+        files: Paths of files and folders.
+        texts: Whether texts are looked for; else pictures.
+
+    Raises:
+        ValueError: A folder has none.
+    """
+    found, chosen = [], pictures.Sorted(texts)
     for file in files:
-        if os.path.isdir(file):
-            inside = [
-                os.path.join(folder, name)
-                for folder, _, names in sorted(os.walk(file))
-                for name in sorted(names)
-                if name.lower().endswith(suffixes)
-            ]
-            if not inside:
-                raise ValueError(f"The folder {file} has no {what}; name another.")
-            found += inside
-        else:
-            found.append(file)
+        some = chosen.walk(file) if os.path.isdir(file) else [file]
+        if not some:
+            what = f"{TEXTS} file" if texts else "picture"
+            raise ValueError(f"The folder {file} has no {what}; name another.")
+        found += some
+    for note in chosen.notes():
+        say(note)
     return found
 
 
@@ -117,14 +135,14 @@ def _fault(file, trained):
     return f"{file}: it could not be read, and now it can; run again."
 
 
-def _tables(trained, files, size, say_bad):
+def _tables(trained, files, size, say_bad, kept):
     known = trained.preprocessing
     seen = {name: {*texts, ""} for name, texts in known.vocabularies.items()}
     unseen = collections.Counter()
 
     def rows():
         for file in files:
-            found = _whole(file, tables.rows(file, known.columns, ""))
+            found = _whole(file, tables.rows(file, known.columns, "", kept))
             for number, row in enumerate(found, 1):
                 try:
                     cells = tables.cells(known, row)
@@ -133,7 +151,8 @@ def _tables(trained, files, size, say_bad):
                 else:
                     for name, text in zip(known.columns, cells, strict=True):
                         unseen[name] += name in seen and text.strip() not in seen[name]
-                    yield {"file": file, "row": number}, cells
+                    copied = dict(zip(kept, row.kept, strict=True))
+                    yield {"file": file, "row": number, **copied}, cells
 
     for some in _batched(rows(), size):
         names, cells = zip(*some, strict=True)
@@ -177,18 +196,18 @@ def _whole_texts(trained, files, size, say_bad):
         yield Batch([*names], trained.prepare(np.array(strings, object)))
 
 
-def _texts(trained, files, size, say_bad):
+def _texts(trained, files, size, say_bad, kept):
     def texts():
         for file in files:
             is_table = file.lower().endswith(tables.SUFFIXES)
             word = "row" if is_table else "line"
-            read = _column if is_table else _lines
-            for number, text, fault in _whole(file, read(trained, file)):
+            read = _column(trained, file, kept) if is_table else _lines(trained, file)
+            for number, text, fault, copied in _whole(file, read):
                 fault = fault or _fault_of_text(trained.tokenizer, text)
                 if fault:
                     say_bad(f"{file}: {word} {number}: {fault}.")
                 else:
-                    yield {"file": file, "row": number}, text
+                    yield {"file": file, "row": number, **copied}, text
 
     for some in _batched(texts(), size):
         names, strings = zip(*some, strict=True)
@@ -204,23 +223,24 @@ def _fault_of_text(tokenizer, text):
 def _lines(trained, file):
     try:
         if trained.preprocessing.task == "tagging":
-            yield from ((*found, "") for found in sentences.read(trained, file))
+            for number, words, fault in sentences.read(trained, file):
+                yield number, words, fault, {}
             return
         with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if text := line.strip():
-                    yield number, text, ""
+                    yield number, text, "", {}
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8; convert it.") from error
 
 
-def _column(trained, file):
+def _column(trained, file, kept):
     features = trained.preprocessing.features
-    for number, row in enumerate(tables.rows(file, features), 1):
+    for number, row in enumerate(tables.rows(file, features, kept=kept), 1):
         (text,) = row.cells or [None]
         # As training takes them.
         text = str(text) if isinstance(text, int | float) else text
-        yield number, text, row.fault
+        yield number, text, row.fault, dict(zip(kept, row.kept, strict=False))
 
 
 def _whole(file, found):

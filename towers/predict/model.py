@@ -85,14 +85,12 @@ def _of_checkpoint(_, model_dir):
     path, found = saved_model.newest_good(folder, store.load, model)
     for variable, value in zip(model.variables, found.values["model"], strict=True):
         variable.assign(value)
-    optimizer = zip(
-        found.about["variables"]["optimizer"], found.values["optimizer"], strict=True
-    )
+    optimizer, names = found.values["optimizer"], found.about["variables"]["optimizer"]
     said = f"The run has not ended, so this is the model of its checkpoint {path}"
-    averages = [value for (name, *_), value in optimizer if name.endswith(_AVERAGE)]
+    averages = [i for i, (name, *_) in enumerate(names) if name.endswith(_AVERAGE)]
     if averages:
         said += ", with the averages of its weights"
-        for variable, value in zip(model.trainable_variables, averages, strict=True):
-            variable.assign(value)
+        for variable, i in zip(model.trainable_variables, averages, strict=True):
+            variable.assign(optimizer[i])
     say(f"{said}.")
     return model

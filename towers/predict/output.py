@@ -23,22 +23,30 @@ class Rows:
         masks: Folder of the masks; made for the first one.
     """
 
-    def __init__(self, file: IO, masks: str | None, as_pictures: bool = False):
+    def __init__(
+        self,
+        file: IO,
+        masks: str | None,
+        as_pictures: bool = False,
+        of_all_classes: bool = False,
+    ):
         """Takes where to write.
 
         Args:
             file: An open file.
             masks: Folder for masks, if there may be some.
             as_pictures: Whether each mask gets the size of its picture.
+            of_all_classes: Whether each class gets a column with its probability.
         """
         self.count, self.masks, self._as_pictures = 0, masks, as_pictures
+        self._of_all_classes = of_all_classes
         self._file, self._names = file, set()
         self._writer: csv.DictWriter | None = None
 
     def write(self, names: Mapping[str, Any], prediction: Mapping[str, Any]) -> None:
         """Writes one: what tells the example from others, and what is predicted."""
         row = {**names}
-        for name, value in prediction.items():
+        for name, value in self._shown(prediction).items():
             # A number to predict may be called as a file's row is.
             name = f"predicted_{name}" if name in names else name
             if name == "mask":
@@ -52,6 +60,21 @@ class Rows:
             self._writer.writeheader()
         self._writer.writerow(row)
         self.count += 1
+
+    def _shown(self, prediction):
+        """What is written of the probabilities of classes.
+
+        Of two classes, it is always that of the second one: rows can be sorted by it.
+        """
+        chances = prediction.get("probabilities")
+        if "class" not in prediction or not isinstance(chances, Mapping):
+            return prediction
+        if not self._of_all_classes and len(chances) == 2:
+            second = [*chances][1]
+            chances = {second: chances[second]}
+        elif not self._of_all_classes:
+            chances = prediction["probability"]
+        return {"class": prediction["class"], "probability": chances}
 
     def _save(self, mask, file):
         stem = os.path.splitext(os.path.basename(file))[0]

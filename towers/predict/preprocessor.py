@@ -76,19 +76,19 @@ class Preprocessor:
         )
 
     def _rows(self, numbers):
-        known, numbers = self._known, tf.cast(numbers, tf.float32)
+        known, numbers = self._known, tf.cast(numbers, tf.float64)
         if numbers.shape.rank != 2 or numbers.shape[1] != known.shape[0]:
             raise ValueError(
                 f"Received numbers {list(numbers.shape)}; expected rows "
                 f"[B, {known.shape[0]}] of {', '.join(known.features or ())}."
             )
         scaling = known.scaling
-        return numbers if scaling is None else scaling(numbers)
+        return tf.cast(numbers, tf.float32) if scaling is None else scaling(numbers)
 
     def _columns(self, columns):
         """Of numbers [B], texts [B] of categories, and ids [B], by their names."""
         known = self._known
-        numbers = [tf.cast(columns[name], tf.float32) for name in known.features or ()]
+        numbers = [tf.cast(columns[name], tf.float64) for name in known.features or ()]
         rows = self._rows(tf.stack(numbers, axis=1)) if numbers else None
         if known.input == "row":
             return rows

@@ -9,7 +9,7 @@ from towers.predict.trained import Trained
 _SUFFIXES = (".conll", ".conllu")
 
 
-def read(trained: Trained, file: str) -> Iterator[tuple[int, str]]:
+def read(trained: Trained, file: str) -> Iterator[tuple[int, str, str]]:
     """Reads the sentences of a file.
 
     A sentence of more words than the model takes comes in several parts, as in
@@ -21,16 +21,19 @@ def read(trained: Trained, file: str) -> Iterator[tuple[int, str]]:
             says so, or each line of the first sentence ends with a tag.
 
     Returns:
-        For each the number of its line, and its words with spaces between.
+        For each the number of its line, its words with spaces between, and why it
+        cannot be read, or "".
 
     Raises:
         UnicodeDecodeError: The file is not UTF-8.
     """
     found = _of_conll(trained, file) if _is_conll(trained, file) else _lines(file)
     (most,) = trained.preprocessing.shape
-    for number, words in found:
+    for number, words, fault in found:
+        if fault:
+            yield number, "", fault
         for first in range(0, len(words), most):
-            yield number, " ".join(words[first : first + most])
+            yield number, " ".join(words[first : first + most]), ""
 
 
 def _is_conll(trained, file):
@@ -38,7 +41,7 @@ def _is_conll(trained, file):
         return True
     tags = {*(trained.classes or ())}
     ends = []
-    for _, words in _lines(file):
+    for _, words, _ in _lines(file):
         # The first sentence ends where a line is empty.
         if not words and ends:
             break
@@ -49,12 +52,12 @@ def _is_conll(trained, file):
 def _of_conll(trained, file):
     (column,) = trained.preprocessing.features or ("",)
     asked = int(column) if column.isdecimal() else None
-    for number, words in conll.words_of(file, asked):
+    for number, words, fault in conll.words_of(file, asked):
         # Space would divide a word.
-        yield number, ["_".join(word.split()) for word in words]
+        yield number, ["_".join(word.split()) for word in words], fault
 
 
-def _lines(file) -> Iterator[tuple[int, Sequence[str]]]:
+def _lines(file) -> Iterator[tuple[int, Sequence[str], str]]:
     with open(file, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
-            yield number, line.split()
+            yield number, line.split(), ""

@@ -10,6 +10,7 @@ import numpy as np
 
 from towers.input_pipeline.sources.tables.row_groups import is_text
 from towers.program import words
+from towers.program.extras import install_command
 from towers.train.outputs.preprocessing import Preprocessing
 
 _PARQUET = (".parquet", ".pq")
@@ -17,6 +18,8 @@ _PARQUET = (".parquet", ".pq")
 SUFFIXES = (".csv", *_PARQUET)
 # Models compute with float32, where anything larger is infinite.
 _LARGEST = float(np.finfo(np.float32).max)
+# Why a column is to be there that the model does not need.
+_TO_COPY = "which --keep_columns names"
 
 
 class Row(NamedTuple):
@@ -25,26 +28,34 @@ class Row(NamedTuple):
     Attributes:
         cells: What stands in the columns; `None` where nothing does.
         fault: Why the row cannot be read, or "".
+        kept: What stands in columns that are only copied.
     """
 
     cells: Sequence[Any]
     fault: str = ""
+    kept: Sequence[Any] = ()
 
 
-def rows(file: str, columns: Sequence[str], empty: str | None = None) -> Iterator[Row]:
+def rows(
+    file: str,
+    columns: Sequence[str],
+    empty: str | None = None,
+    kept: Sequence[str] = (),
+) -> Iterator[Row]:
     """Reads some columns of a file, row by row.
 
     Args:
         file: Its path.
         columns: Names of the columns.
         empty: What a missing text of a Parquet file is.
+        kept: Names of columns that are only copied.
 
     Raises:
         ValueError: It is no such file, or has no such columns.
     """
     if file.lower().endswith(_PARQUET):
-        return _parquet(file, columns, empty)
-    return _csv(file, columns)
+        return _parquet(file, columns, empty, kept)
+    return _csv(file, columns, kept)
 
 
 def cells(known: Preprocessing, row: Row) -> Sequence[Any]:
@@ -94,17 +105,21 @@ def _number(value):
         return math.nan
 
 
-def _csv(file, columns):
+def _csv(file, columns, kept):
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             found = _fields(lines)
             header = next(found, Row(())).cells
-            places = _places(file, header, columns)
-            for cells, fault in found:
+            places = _places(file, header, columns, "which the model was trained on")
+            copied = _places(file, header, kept, _TO_COPY)
+            for cells, fault, _ in found:
                 if fault:
                     yield Row((), fault)
                 elif len(cells) == len(header):
-                    yield Row([cells[place] for place in places])
+                    yield Row(
+                        [cells[place] for place in places],
+                        kept=[cells[place] for place in copied],
+                    )
                 elif any(map(str.strip, cells)):
                     count = words.count(len(cells), "field")
                     yield Row((), f"has {count}, expected {len(header)} as the header")
@@ -131,35 +146,38 @@ def _fields(lines):
         yield row
 
 
-def _parquet(file, columns, empty):
+def _parquet(file, columns, empty, kept):
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ValueError(
             f"{file} needs the package pyarrow, which is not installed; expected it, "
-            "so pip install 'keras-towers[parquet]'."
+            f"so run: {install_command('parquet')}"
         ) from error
     try:
         table = parquet.ParquetFile(file)
         header = table.schema_arrow.names
-        names = [header[place] for place in _places(file, header, columns)]
-        for batch in table.iter_batches(columns=names):
+        places = _places(file, header, columns, "which the model was trained on")
+        places += _places(file, header, kept, _TO_COPY)
+        names = [header[place] for place in places]
+        for batch in table.iter_batches(columns=[*dict.fromkeys(names)]):
             found = [batch.column(name) for name in names]
             missing = [empty if is_text(each.type) else None for each in found]
             for row in zip(*(each.to_pylist() for each in found), strict=True):
                 pairs = zip(row, missing, strict=True)
-                yield Row([none if cell is None else cell for cell, none in pairs])
+                cells = [none if cell is None else cell for cell, none in pairs]
+                yield Row(cells[: len(columns)], kept=cells[len(columns) :])
     except ArrowException as error:
         raise ValueError(f"{file} cannot be read: {error}; correct it.") from error
 
 
-def _places(file, header, columns):
+def _places(file, header, columns, why):
     stripped = [name.strip() for name in header]
     names = stripped if {*columns} - {*header} else header
     if missing := [name for name in columns if name not in names]:
         raise ValueError(
-            f"{file} has no column {', '.join(map(repr, missing))}, which the model "
-            f"was trained on; its columns are {', '.join(map(repr, header)) or 'none'}."
+            f"{file} has no column {', '.join(map(repr, missing))}, {why}; its "
+            f"columns are {', '.join(map(repr, header)) or 'none'}."
         )
     if twice := [name for name in columns if names.count(name) > 1]:
         raise ValueError(

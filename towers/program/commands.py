@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
+from towers.program.extras import install_command
+
 _SECONDS = 10
 
 
@@ -93,7 +95,7 @@ def check_plot(path: str | None, *examples: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"Received --plot={path}, but matplotlib, which draws it, is not "
-            "installed; pip install 'keras-towers[plots]', or leave out --plot."
+            f"installed; {install_command('plots')}, or leave out --plot."
         )
 
 

@@ -3,7 +3,6 @@
 To import TensorFlow takes seconds. This module does without, to be there before.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import keras_settings
+from towers.program import forks, keras_settings
 
 T = TypeVar("T")
 
@@ -35,10 +34,12 @@ _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
 # TensorFlow 2.19 and 2.20 register what they find twice, and say so as an error.
 _REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
-# Of errors, which Python raises as well, and of checks that XLA leaves out.
+# Of errors, which Python raises as well, of checks that XLA leaves out, and of
+# attributes of nodes that TensorFlow ignores.
 _TWICE = (
     r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
-    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
+    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator"
+    r"|Unknown attributes will be ignored)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
 )
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, what is still to come is told by its color alone.
@@ -79,7 +80,7 @@ def begin(
             said. Or only the help was asked for.
     """
     # First, to be called last.
-    atexit.register(_end_at_once)
+    forks.at_exit(_end_at_once)
     # What imports make stays: 600,000 objects. To look for garbage in them again and
     # again, as Python does, takes a quarter of the time.
     global _paused
@@ -92,12 +93,12 @@ def begin(
         _sift_from_now_on()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
-    sys.stdout, sys.stderr = map(_outlive, (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = map(outlive, (sys.stdout, sys.stderr))
     # It is ignored in the jobs that a shell runs in the background.
     ours = signal.default_int_handler, signal.SIG_DFL
     if signal.getsignal(signal.SIGINT) in ours:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
-        signal.signal(signal.SIGINT, leave)
+        forks.handle(signal.SIGINT, leave)
     try:
         found = read(sys.argv)
         notes = [*keras_settings.ignored(), *versions.notes()]
@@ -150,7 +151,7 @@ def end() -> None:
         gc.freeze()
         gc.enable()
         _paused = False
-    if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
+    if getattr(forks.handler_of(signal.SIGINT), "func", None) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -220,7 +221,7 @@ def _sift_from_now_on() -> None:
     own = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     sifted = _sifted(_TWICE)
     sifted.__enter__()
-    atexit.register(sifted.__exit__, None, None, None)
+    forks.at_exit(sifted.__exit__, None, None, None)
     sys.stderr = own
 
 
@@ -313,7 +314,8 @@ def is_lost(stream: Any) -> bool:
     return getattr(stream, "_self_lost", False)
 
 
-def _outlive(stream):
+def outlive(stream: Any) -> Any:
+    """Returns a stream that goes on where nothing can be written; see `_Outlives`."""
     try:
         stream.fileno()
     except (AttributeError, OSError, ValueError):

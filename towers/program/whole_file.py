@@ -1,7 +1,9 @@
-"""Writes a file that gets its name once it is whole."""
+"""Writes a file that gets its name once it is whole, and the disk keeps it."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -10,25 +12,120 @@ from typing import IO, Any
 def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
     """Opens a file to write to.
 
-    Whoever reads it sees all of it, or what was there before. Processes of a machine
-    that write to the same one use different names, and the last one to end wins. If
-    writing fails, nothing is left; a process that is killed leaves
-    PATH.PID.unfinished.
+    Whoever reads it sees all of it, or what was there before, also where the machine
+    loses its power. Processes of a machine that write to the same one use different
+    names, and the last one to end wins. If writing fails, nothing is left; a process
+    that is killed leaves PATH.PID.unfinished.
 
     Args:
-        path: Its name. The folder has to be there.
+        path: Its name, in any file system. The folder has to be there.
         mode: "w", or "wb" for bytes.
-        options: Further ones of `open`.
+        options: Further ones of `open`, for a file of this machine.
 
     Raises:
         OSError: It cannot be written.
     """
-    path = os.path.realpath(path)  # Links stay.
+    remote = _is_remote(path)
+    path = path if remote else os.path.realpath(path)  # Links stay.
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
-        with open(unfinished, mode, **options) as file:
+        with (
+            _gfile().GFile(unfinished, mode)
+            if remote
+            else open(unfinished, mode, **options) as file
+        ):
             yield file
-        os.replace(unfinished, path)
+        rename(unfinished, path)
     finally:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
+        if not remote:
+            with contextlib.suppress(OSError):
+                os.remove(unfinished)
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file of text in UTF-8, unless it has that text already.
+
+    Args:
+        path: Its name. The folder has to be there.
+        text: What it is to have; bytes of a path that are no UTF-8 stay as they are.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = text.encode("utf-8", "surrogateescape")
+    if not _has(path, content):
+        with opened(path, "wb") as file:
+            file.write(content)
+
+
+def rename(unfinished: str, path: str) -> None:
+    """Gives a file that is whole its name, once the disk has it.
+
+    Args:
+        unfinished: Its name until now, in the same file system.
+        path: Its name from now on; a file of that name is replaced.
+
+    Raises:
+        OSError: The disk cannot keep it.
+    """
+    if _is_remote(path):
+        # Such file systems keep what is closed.
+        _gfile().rename(unfinished, path, overwrite=True)
+        return
+    flush(unfinished)
+    os.replace(unfinished, path)
+    flush(os.path.dirname(path))
+
+
+def flush(path: str) -> None:
+    """Waits until the disk has what was written to a file or a folder.
+
+    Raises:
+        OSError: It cannot keep that.
+    """
+    if _is_remote(path):
+        return
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems flush files only.
+        if error.errno != errno.EINVAL or not os.path.isdir(path or "."):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def flush_all(folder: str) -> None:
+    """Waits until the disk has all files and folders in a folder, and itself.
+
+    Raises:
+        OSError: It cannot keep them.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            flush(os.path.join(parent, name))
+        flush(parent)
+
+
+def _has(path: str, content: bytes) -> bool:
+    try:
+        # To open something else may wait for ever.
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != len(content):
+            return False
+        with open(path, "rb") as file:
+            return file.read() == content
+    except OSError:
+        return False
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _gfile() -> Any:
+    # Late: programs read their flags before they import TensorFlow.
+    import tensorflow as tf
+
+    return tf.io.gfile

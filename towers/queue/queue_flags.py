@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 
 from towers.program.commands import check_folder
+from towers.program.extras import install_command
 from towers.program.flags import command_line
 from towers.queue import runs
 from towers.queue.runs import Run
@@ -119,8 +120,8 @@ def _flags_anywhere() -> Iterator[None]:
 def _check_ray(options: Options) -> None:
     if options.ray_tune and importlib.util.find_spec("ray") is None:
         raise ValueError(
-            "Received --ray_tune, but Ray is not installed; run: pip install "
-            "'keras-towers[ray]'"
+            "Received --ray_tune, but Ray is not installed; run: "
+            f"{install_command('ray')}"
         )
 
 

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from towers.program import ending
+from towers.program import ending, whole_file
 from towers.report import arguments
 from towers.report.read import read
 
@@ -52,7 +52,7 @@ def write(model_dir: str, output: str | None = None) -> str:
     text = page.render(read(model_dir))
     output = output or os.path.join(model_dir, "report.html")
     try:
-        with open(output, "w", encoding="utf-8") as file:
+        with whole_file.opened(output, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ValueError(

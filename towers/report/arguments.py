@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
+from towers.program.extras import install_command
 from towers.program.flags.arguments import Parser
 
 # What the page needs beyond what a run needs.
@@ -29,6 +30,6 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     if missing:
         raise ValueError(
             f"The report is made with {' and '.join(missing)}, which are not "
-            "installed; run: pip install 'keras-towers[report]'"
+            f"installed; run: {install_command('report')}"
         )
     return options

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towers.program import words
+from towers.program import whole_file, words
 from towers.scaling import law
 from towers.scaling.measure import Trial, medians
 from towers.scaling.network import Network
@@ -179,7 +180,8 @@ class Report:
         for axes in (above, below):
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
-        figure.savefig(path)
+        with whole_file.opened(path, "wb") as file:
+            figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
     def _table(self):
         rows = self.rows

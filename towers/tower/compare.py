@@ -28,7 +28,7 @@ from towers.keras_adapter.patching import patched
 from towers.layers import seeds
 from towers.program import words
 from towers.tower import passes
-from towers.tower.errors import ModelError, explained_shapes
+from towers.tower.errors import ModelError, explained_data, explained_shapes
 from towers.tower.traced import Traced
 
 # Relative to the largest value: what a kernel makes of another number of rows, with
@@ -120,7 +120,8 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
         What was found.
 
     Raises:
-        ModelError: Where shapes fit all rows, or none, but not a part of them.
+        ModelError: Where the whole batch cannot be computed, or shapes do not fit a
+            part of it.
         ResourceExhaustedError: Where the device has no room for the whole batch.
     """
     rows = int(batch.batch_size(x))
@@ -132,10 +133,11 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     traced = _trace(model, training, values, x)
     # One row by itself, since parts of even size may hide what pairs do.
     edges = sorted({0, 1, (rows + 1) // 2, rows})
+    one = tf.ones([], batch.FRACTION)
+    with explained_data(model, rows):
+        whole = traced(*values, x, one)
     try:
         with explained_shapes(model):
-            one = tf.ones([])
-            whole = traced(*values, x, one)
             again = traced(
                 values.params, seeds.of_tower(model, values.state, 1), x, one
             )
@@ -171,7 +173,7 @@ def _trace(model, training, values, x):
     specs = [
         *batch.specs(values),
         batch.local_spec(x, None),
-        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([], batch.FRACTION),
     ]
     function = functools.partial(passes.probe, model, training)
     with _settled():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.layers import layer_of
 from towers.layers import sharded
 from towers.program import words
 
@@ -69,6 +70,35 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
             "not group rows, as `reshape(h, (-1, 4, d))` does, and make a matrix of "
             "all rows a variable of the model. If one device raises the same error, "
             "the shapes do not fit there either."
+        ) from error
+
+
+@contextlib.contextmanager
+def explained_data(model: keras.Model, rows: int) -> Iterator[None]:
+    """Inside, one device computes a whole batch; where it cannot, a sentence says why.
+
+    Args:
+        model: The model.
+        rows: How many examples the batch has.
+
+    Raises:
+        ModelError: The batch cannot be computed: by any number of towers.
+    """
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError:
+        raise
+    except (tf.errors.OpError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        node = re.search(r"\{\{node (\S+?)\}\}|Detected at node (\S+)", str(error))
+        layer = node and layer_of(model, node[1] or node[2])
+        where = f", in layer '{layer}'" if layer else ""
+        raise ModelError(
+            f"Model '{model.name}' cannot compute a batch of "
+            f"{words.count(rows, 'example')}{where}: "
+            f"{words.error_line(error).rstrip('.')}; one device cannot either, so "
+            "check the data, and the shapes that the layers expect."
         ) from error
 
 

@@ -51,7 +51,7 @@ class TowerResult(NamedTuple):
             `forward`.
         size: Number of examples in the local batch: an int or a scalar tensor. `run`
             fills it in.
-        fraction: Size of the local batch over that of the global batch: a float32
+        fraction: Size of the local batch over that of the global batch: a float64
             scalar. `run` fills it in.
         tower: Index of the tower. `run` fills it in.
     """
@@ -88,7 +88,7 @@ def forward(
             are looked up, and nothing else (see `embeddings.py`).
         state: Values of `model.non_trainable_variables`.
         x: The local batch's inputs: a nest of tensors with one row an example.
-        fraction: Size of the local batch over that of the global batch: a float32
+        fraction: Size of the local batch over that of the global batch: a float64
             scalar.
 
     Returns:
@@ -355,7 +355,7 @@ def _forward(model, training, rules, scope, x, fraction):
         _layer_loss(model, rules, f"loss {i}", loss, fraction, alike=i >= added)
         for i, loss in enumerate(model.losses)
     ]
-    state = scope.new_state(rules)
+    state = scope.new_state(rules, fraction)
     return TowerResult(outputs, _tags(outputs), state, losses=losses)
 
 

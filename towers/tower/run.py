@@ -31,7 +31,7 @@ class TowerCall(NamedTuple):
         device: Where, as a string.
         size: Number of its examples: an int where it is known when the graph is built,
             else a scalar tensor.
-        fraction: Size over that of the global batch: a float32 scalar.
+        fraction: Size over that of the global batch: a float64 scalar.
         arguments: The arguments of the tower function.
     """
 
@@ -166,7 +166,11 @@ def run_in_replica_context(
             size, fraction = everything.size, everything.fraction
             if hosts.index > 0:
                 # Without a graph, all hosts compute it, and the first one's counts.
-                result, size, fraction = without_rows(result), 0, tf.zeros([])
+                result, size, fraction = (
+                    without_rows(result),
+                    0,
+                    tf.zeros([], batch.FRACTION),
+                )
             return [result._replace(size=size, fraction=fraction)]
         size = tf.convert_to_tensor(everything.size)
         result = result._replace(size=size, fraction=everything.fraction)
@@ -181,7 +185,7 @@ def run_in_replica_context(
 
 def _idle(traced, none):
     none = tf.convert_to_tensor(none)
-    return traced.idle(none)._replace(size=none, fraction=tf.zeros([]))
+    return traced.idle(none)._replace(size=none, fraction=tf.zeros([], batch.FRACTION))
 
 
 def _replicated(tower, calls, hosts):

@@ -12,8 +12,9 @@ from towers.analysis import effects
 from towers.analysis.kinds import Dependence
 from towers.analysis.rules import NoRuleError, Rules
 from towers.collectives import reduce
-from towers.keras_adapter.layers import layers_of
-from towers.keras_adapter.models import compiled_loss
+from towers.keras_adapter.layers import layer_of, layers_of
+from towers.keras_adapter.models import already, compiled_loss
+from towers.keras_adapter.randomness import shared_generator
 from towers.keras_adapter.variables import value_behind
 from towers.layers import embeddings, fused, overwritten, seeds, sharded
 from towers.layers.variables import seed_ids
@@ -183,7 +184,7 @@ class TowerScope(keras.StatelessScope):
         ids = [tf.cast(ids, dtype) for ((_, ids),) in self._looked_up[id(variable)]]
         return tf.concat([*ids, tf.zeros([0], dtype)], 0)
 
-    def new_state(self, rules: Rules) -> list[tf.Tensor | None]:
+    def new_state(self, rules: Rules, fraction: tf.Tensor) -> list[tf.Tensor | None]:
         """Returns what the call made of the model's variables; `None` where nothing.
 
         The rules learn how the values of all towers combine.
@@ -213,14 +214,19 @@ class TowerScope(keras.StatelessScope):
                 rules.lay_down(f"state {i}", Dependence.MEAN)  # by design
                 continue
             try:
-                rules.state(f"state {i}", assigned[-1], alike=id(variable) in own_seeds)
+                new_state[-1] = rules.state(
+                    *(f"state {i}", assigned[-1], fraction),
+                    alike=id(variable) in own_seeds,
+                )
             except NoRuleError as error:
                 raise ModelError(
                     f"Model '{model.name}' assigns '{variable.path}' a value that "
                     f"towers cannot put together from their local batches, "
                     f"because of {error}; expected a mean or a sum over examples, or a "
-                    "mean added to what does not depend on them, so pass strict=False "
-                    "to multi_gpu_model to accept the mean of the towers' values."
+                    "mean added to what does not depend on them, so assign it in a "
+                    "`train_step` of the model's own, which sees the whole batch, or "
+                    "pass strict=False to multi_gpu_model to accept the mean of the "
+                    "towers' values."
                 ) from error
         return new_state
 
@@ -231,18 +237,26 @@ class TowerScope(keras.StatelessScope):
         unknown = self._assigned.keys() - {id(variable) for variable in known}
         if not unknown:
             return
-        for metric in model.metrics:
+        for metric in already(model, "metrics"):
             if any(id(variable) in unknown for variable in metric.variables):
                 raise ModelError(
                     f"Model '{model.name}' updates its metric '{metric.name}' while it "
                     "is called, which towers cannot carry; pass the metric to "
                     "`compile(metrics=...)` instead."
                 )
+        shared, first = shared_generator(), next(iter(unknown))
+        value = self._assigned[first][-1]
+        layer = layer_of(model, value.name) if tf.is_symbolic_tensor(value) else None
+        who = f"Layer '{layer}'" if layer else f"Model '{model.name}'"
+        if shared is not None and first == id(shared.state):
+            raise ModelError(
+                f"{who} draws random numbers by Keras's global random seed, which "
+                "towers do not share; create a `keras.random.SeedGenerator` in "
+                "`__init__`, and pass it as `seed` to each function of keras.random."
+            )
         raise ModelError(
-            f"Model '{model.name}' changes a variable that is not among its own while "
-            "it is called, such as Keras's global random seed; give each random op a "
-            "`keras.random.SeedGenerator` that a layer creates in `__init__`, and "
-            "create other variables with `add_weight`."
+            f"{who} changes a variable that is not among those of model "
+            f"'{model.name}' while it is called; create it with `add_weight`."
         )
 
     def _loss_variables(self):

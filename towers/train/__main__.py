@@ -20,6 +20,7 @@ if __name__ == "__main__":
         stopped="Stopped by Ctrl-C: nothing was saved yet.",
     )
 
+import contextlib
 import gc
 import os
 import signal
@@ -32,16 +33,18 @@ from towers import input_pipeline
 from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.cluster.membership import HostsDifferError
+from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.continuing.resume import OtherDataError, ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
-from towers.program import ending, startup, voice
+from towers.program import ending, raised, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
-from towers.train import continued
+from towers.train import checks, continued
 from towers.train.callbacks import UnknownMonitorError
 from towers.train.job import Job, assemble
+from towers.train.outputs import files
 from towers.train.run import run
 from towers.train.settings import Settings
 
@@ -60,7 +63,8 @@ def main(settings: Settings) -> int:
     job = None
     try:
         startup.end()
-        with process_group.together():
+        # First of all: what is read of a run is what nobody else changes.
+        with process_group.together(), _alone(settings):
             job = assemble(settings)
             with job.data.blaming():
                 run(job)
@@ -92,6 +96,9 @@ def main(settings: Settings) -> int:
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
+            if said := raised.in_graph(str(error)):
+                voice.end_progress_bar()
+                return fail(f"the data raised an error at {said}", _PROGRAM)
             raise
         return fail(error, _PROGRAM)
     finally:
@@ -102,6 +109,18 @@ def main(settings: Settings) -> int:
         # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
         gc.collect()
     return 0
+
+
+def _alone(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Inside, no other run writes to the model_dir, if this process may write there.
+
+    Where hosts come and go, `run` locks it, for the host that is the first one.
+    """
+    writes = not settings.eval_only and this_host().index == 0
+    if not writes or process_group.member() is not None:
+        return contextlib.nullcontext()
+    checks.check_model_dir(settings)
+    return files.alone(settings.absolute_model_dir)
 
 
 def _say_stopped(job: Job | None, cause: str, code: int) -> int:

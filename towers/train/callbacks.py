@@ -1,6 +1,7 @@
 """The callbacks of a run: what saves it, watches it and says how far it is."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from towers.train.outputs import files, model_size, reports
 from towers.train.outputs.versions import versions
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
-from towers.train.settings import DIFFERING, NAMES
+from towers.train.settings import DIFFERING, NAMES, is_given
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -155,7 +156,7 @@ class FirstHostWrites(keras.callbacks.Callback):
         if this_host().index:
             yield
             return
-        with files.alone(self._job):
+        with files.alone(self._job.model_dir):
             if self._job.settings.clean and process_group.joined().generation == 0:
                 files.remove_run(self._job.model_dir)
             yield
@@ -291,6 +292,14 @@ def make_resize(job: Job, watch: Watch) -> Resize | None:
     )
 
 
+def _scalar_steps(job):
+    """Steps between TensorBoard's scalars: of short epochs, each has one."""
+    settings, examples = job.settings, job.data.examples
+    if is_given(settings, "log_steps") or not examples:
+        return settings.log_steps
+    return min(settings.log_steps, math.ceil(examples / job.batch_size))
+
+
 def make_tensorboard(
     job: Job,
     measures: Sequence[Callable[[], dict[str, float]]],
@@ -314,7 +323,7 @@ def make_tensorboard(
     }
     return TensorBoard(
         _log_dir(job),
-        log_steps=job.settings.log_steps,
+        log_steps=_scalar_steps(job),
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},
             "verdict": lambda: (

@@ -298,7 +298,8 @@ HELPS = {
     },
     "Watching": {
         "log_steps": (
-            "Number of steps between lines of output, and between TensorBoard scalars."
+            "Number of steps between lines of output, and between TensorBoard scalars. "
+            "By default, each epoch has a scalar, however short it is."
         ),
         "histograms": "Write TensorBoard histograms of the weights after each epoch.",
         "profile_steps": (
@@ -363,8 +364,16 @@ def read_with(
     ours: Mapping[str, list[flags.Flag]], argv: Sequence[str], doc: str
 ) -> None:
     """Reads a program's own flags, by their headings, with those of towers.train."""
-    shown, every = ({**ours, **groups(names)} for names in (MAIN, None))
+    shown, every = (_joined(ours, groups(names)) for names in (MAIN, None))
     command_line.read(argv, doc, shown, every, example="--model=cnn")
+
+
+def _joined(
+    first: Mapping[str, list[flags.Flag]], second: Mapping[str, list[flags.Flag]]
+) -> dict[str, list[flags.Flag]]:
+    """Joins groups of flags. A heading may stand in both."""
+    headings = dict.fromkeys([*first, *second])
+    return {name: [*first.get(name, ()), *second.get(name, ())] for name in headings}
 
 
 def settings() -> Settings:

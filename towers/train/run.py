@@ -24,7 +24,7 @@ def run(job: Job) -> None:
         return
     if process_group.member() is not None:
         return _run_on_hosts(job)
-    with files.alone(job):
+    with files.alone(job.model_dir):
         if job.settings.clean:
             files.remove_run(job.model_dir)
         renew_learning_rate(job)
@@ -41,7 +41,7 @@ def _run_on_hosts(job):
         try:
             with process_group.together():
                 if this_host().index == 0:
-                    with files.alone(job):
+                    with files.alone(job.model_dir):
                         _end(job, watch, values)
                 # Others wait: who is the first then writes, if this one is lost.
                 this_host().tell_all("done")

@@ -11,6 +11,7 @@ from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_ki
 from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE
 from towers.input_pipeline.sources.files.record import Record
+from towers.program.extras import install_command
 
 
 class ArrayRecordSource(ExampleFiles, IndexedSource):
@@ -37,7 +38,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         except ImportError as error:
             raise ValueError(
                 f"'array_record:{pattern}' needs the package array-record, which is "
-                "not installed: pip install 'keras-towers[array_record]'"
+                f"not installed: {install_command('array_record')}"
             ) from error
         super().__init__(pattern, **options)
         self._places = {}  # the first record's number and how many, for each file

@@ -10,8 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline import json_file
+from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.sources.base import Places
-from towers.input_pipeline.sources.examples import framing, record_index
+from towers.input_pipeline.sources.examples import (
+    compressed,
+    framing,
+    record_index,
+)
 from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
 from towers.input_pipeline.sources.examples.record_index import RecordIndex
 from towers.input_pipeline.sources.files import stored
@@ -35,7 +40,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
     """TFRecord files.
 
     Where ``towers.input_pipeline.convert`` has written them, sizes and classes are read
-    from the file beside them.
+    from the file beside them. Files may be compressed by GZIP or ZLIB.
 
     Args:
         pattern: see ``FileSource``.
@@ -59,6 +64,18 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         self._check_first(lambda where, raw: self._check_example(where, raw.numpy()))
         self._count_classes()
 
+    @functools.cached_property
+    def _compressed(self) -> dict[str, str]:
+        return compressed.kinds(self._all_files())
+
+    def _store(self, local_store: LocalStore) -> None:
+        if not self._compressed:
+            return super()._store(local_store)
+        note = (
+            f"{self.name} has compressed files, which have no parts: no store is used."
+        )
+        self.notes = (*self.notes, note)
+
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         return self._parse_examples(records)
@@ -66,7 +83,8 @@ class TFRecordSource(ExampleFiles, StreamFiles):
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
         first = self._first_number(path)
-        for record in framing.walk(path):
+        kind = self._compressed.get(path)
+        for record in compressed.walk(path, kind) if kind else framing.walk(path):
             if not record.fault:
                 raw = record.raw
                 record = check_kind(record.with_raw(raw.numpy()))
@@ -77,22 +95,31 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         """See ``Source.is_whole``."""
         if self._stored is not None:
             return stored.is_whole(self._stored, path)
+        if path in self._compressed:
+            return compressed.is_whole(path)
         return framing.is_whole(path)
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
         """See ``Source.labels``."""
-        records = self._read(path).take(-1 if limit is None else limit)
+        records = self._read(path, self._compressed.get(path, ""))
+        records = records.take(-1 if limit is None else limit)
         return records.batch(LABELS_AT_ONCE).map(
             self._parse_labels, num_parallel_calls=tf.data.AUTOTUNE
         )
 
-    def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
+    def _read(
+        self, path: str | tf.Tensor, kind: str | tf.Tensor = ""
+    ) -> tf.data.Dataset:
         if self._stored is not None:
             return stored.records(self._stored, path)
-        return tf.data.TFRecordDataset(path)
+        return tf.data.TFRecordDataset(path, kind)
 
     def _reader(self, split: str) -> _Reader:
         """See ``StreamFiles``; goes around what cannot be read."""
+        kinds = [self._compressed.get(path, "") for path in self.files(split)]
+
+        def whole(file, path):
+            return numbered(file, self._read(path, tf.gather(kinds, file)))
 
         def pieces(_, path, rows):
             # With its table, a damaged file is read as a whole, and taken apart.
@@ -105,12 +132,14 @@ class TFRecordSource(ExampleFiles, StreamFiles):
                 )
             )
 
-        return self._around(split, super()._reader(split), pieces)
+        return self._around(split, whole, pieces)
 
     def reads_whole(self, split: str) -> str:
         """See ``StreamSource.reads_whole``."""
         if self._stored is not None:
             return "a local store has parts of files"
+        if self._compressed:
+            return "files are compressed"
         record_bytes = functools.partial(self.record_bytes, split)
         return self._index[split].reads_whole(record_bytes)
 
@@ -140,11 +169,11 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
         if not gaps:
             return read_whole
-        damaged, ends, table = self._damaged(split, gaps)
+        counts, ends, table = self._damaged(split, gaps)
 
         def read(file, path):
             rows = table[ends[file] : ends[file + 1]]
-            whole = read_whole(file, path).take(-1 + damaged[file])
+            whole = read_whole(file, path).take(counts[file])
             return whole.concatenate(pieces(file, path, rows))
 
         return read
@@ -153,10 +182,11 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         """What can be read of damaged files.
 
         Returns:
-            int64: 1 for each file with a gap, else 0 [F]; where each file's rows begin,
+            int64: how many records of each file come before its gap, where it is read
+            from front to back, -1 for all of them [F]; where each file's rows begin,
             and the last one's end [F + 1]; rows of number, byte offset and length.
         """
-        damaged, ends, rows = [], [0], []
+        counts, ends, rows = [], [0], []
         for file, path in enumerate(self.files(split)):
             first = file * FILE
             bad = [
@@ -164,13 +194,15 @@ class TFRecordSource(ExampleFiles, StreamFiles):
                 for gap in gaps
                 if gap.path == path
             ]
-            if bad:
+            counts.append(0 if bad else -1)
+            if bad and path in self._compressed:
+                counts[-1] = bad[0].number
+            elif bad:
                 found = framing.readable(path, bad)
                 rows += [(first + number, *place) for number, *place in found]
-            damaged.append(bool(bad))
             ends.append(len(rows))
         table = np.array(rows, np.int64).reshape(-1, 3)
-        return [tf.constant(part, tf.int64) for part in (damaged, ends, table)]
+        return [tf.constant(part, tf.int64) for part in (counts, ends, table)]
 
     def _take_over(self, info: dict[str, Any], num_classes: int | None) -> None:
         """Believes what the converter has written."""

@@ -15,6 +15,7 @@ from towers.input_pipeline.sources.files.record import (
     Record,
     fault_of,
 )
+from towers.input_pipeline.sources.targets import LARGEST
 
 # Records behind a bad one that tell whether it is one among good ones.
 _LOOK_ON = 20
@@ -100,8 +101,9 @@ def _checked(source: Source, record: Record) -> Record:
             return record.with_fault(f"{source.image_fields[0]}: {fault_of(error)}")
         return record
     row = image.get("dense") if isinstance(image, Mapping) else image
-    if row is not None and row.dtype.is_floating and not np.isfinite(row).all():
-        (first, *_) = np.flatnonzero(~np.isfinite(row))
+    good = row is None or not row.dtype.is_floating or np.abs(row) <= LARGEST
+    if not np.all(good):
+        (first, *_) = np.flatnonzero(~good)
         fault = f"{source.image_fields[first]} is {row[first]}, expected a number"
         return record.with_fault(fault)
     return record

@@ -75,10 +75,14 @@ class FileSource(Source):
             self._fraction = 0
         self._stored = None
         if local_store is not None:
-            self._stored = local_store.open(self.name, self._all_files())
-            self.in_graph, self.notes = False, (*self.notes, self._stored.note)
+            self._store(local_store)
         # Until `_count_classes` reads the labels, any is allowed.
         self.num_classes = num_classes or math.inf
+
+    def _store(self, local_store: LocalStore) -> None:
+        """Reads all files through a store from now on."""
+        self._stored = local_store.open(self.name, self._all_files())
+        self.in_graph, self.notes = False, (*self.notes, self._stored.note)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files, sorted; two splits may have parts of the same."""
@@ -269,21 +273,34 @@ def shuffle_all(
 
 
 def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
-    """Sorts the files of a glob into "train" and "test"."""
+    """Sorts the files of a glob, or a folder, into "train" and "test".
+
+    What is there by that name is taken as it is, whatever signs are in the name.
+    """
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):
-        pattern = os.path.join(pattern, "*")
+        fixed = pattern
+        names = [name.rstrip("/") for name in tf.io.gfile.listdir(pattern)]
+        paths = [os.path.join(pattern, name) for name in names if not _is_hidden(name)]
+    elif tf.io.gfile.exists(pattern):
+        fixed, paths = os.path.dirname(pattern), [pattern]
+    else:
+        fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
+        wanted = os.path.basename(pattern)
+        paths = [
+            path
+            for path in _glob(pattern)
+            # Unless they are asked for, as a shell has it.
+            if not _is_hidden(os.path.relpath(path, fixed or ".")) or _is_hidden(wanted)
+        ]
     paths = sorted(
         path
-        for path in _glob(pattern)
-        if not os.path.basename(path).startswith(".")
+        for path in paths
         # TFDS and the converter describe their files beside them.
-        and not path.endswith(".json")
-        and not tf.io.gfile.isdir(path)
+        if not path.endswith(".json") and not tf.io.gfile.isdir(path)
     )
     if not paths:
         raise no_files(kind, pattern)
-    fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
     groups: dict[str, list[str]] = {}
     for path in paths:
         words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
@@ -293,6 +310,11 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
     test = held_out(groups)
     found = {"train": groups.get("train"), "test": groups.get(test)}
     return {split: paths for split, paths in found.items() if paths}
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether a file, or a folder on the way to it, is hidden, or Spark's _SUCCESS."""
+    return any(name.startswith((".", "_")) for name in path.split(os.sep))
 
 
 def _glob(pattern: str) -> set[str]:

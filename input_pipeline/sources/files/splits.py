@@ -1,6 +1,6 @@
 """Which records are held out for validation: by names, or else a fraction of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from towers.input_pipeline.sources.files.record import FILE
@@ -47,10 +47,23 @@ def held_out_by_name(
     )
 
 
-def is_nth(place: int, fraction: float) -> bool:
-    """Tells whether a file of a list is held out: for 0.1, every tenth."""
+def every_nth(
+    paths: Sequence[str], fraction: float, is_bad: Callable[[str], bool] | None = None
+) -> list[str]:
+    """The files of a list to hold out: for 0.1, every tenth of those that are good.
+
+    Args:
+        paths: of all, in a fixed order.
+        fraction: at least 0, less than 1.
+        is_bad: tells whether a file is left out of training; None: none is.
+    """
+    good = [path for path in paths if is_bad is None or not is_bad(path)]
     parts = round(fraction * _PARTS)
-    return (place + 1) * parts // _PARTS > place * parts // _PARTS
+    return [
+        path
+        for place, path in enumerate(good)
+        if (place + 1) * parts // _PARTS > place * parts // _PARTS
+    ]
 
 
 def is_held_out(number: Any, fraction: float) -> Any:

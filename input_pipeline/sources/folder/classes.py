@@ -1,6 +1,7 @@
 """Class folders: which files there are of each class, and which are held out."""
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -28,13 +29,19 @@ class Found(NamedTuple):
     notes: tuple[str, ...]
 
 
-def find(directory: str, eval_fraction: float | None, found: pictures.Sorted) -> Found:
+def find(
+    directory: str,
+    eval_fraction: float | None,
+    found: pictures.Sorted,
+    is_bad: Callable[[str], bool] | None = None,
+) -> Found:
     """Finds the files of class folders.
 
     Args:
         directory: see ``ImageFolderSource``.
         eval_fraction: see there.
         found: takes notes of the files, and says which ones are meant.
+        is_bad: see ``splits.every_nth``.
 
     Raises:
         ValueError: see ``ImageFolderSource``.
@@ -42,7 +49,7 @@ def find(directory: str, eval_fraction: float | None, found: pictures.Sorted) ->
     root = os.path.expanduser(directory)
     if not tf.io.gfile.isdir(root):
         raise no_folder(directory)
-    train, test, fraction = _find_splits(root, eval_fraction, found)
+    train, test, fraction = _find_splits(root, eval_fraction, found, is_bad)
     names = tuple(sorted(train))
     label = {name: index for index, name in enumerate(names)}
     labels = {
@@ -90,7 +97,10 @@ def mixed(folder: str, texts: int, images: int) -> ValueError:
 
 
 def _find_splits(
-    root: str, eval_fraction: float | None, found: pictures.Sorted
+    root: str,
+    eval_fraction: float | None,
+    found: pictures.Sorted,
+    is_bad: Callable[[str], bool] | None,
 ) -> tuple[_Classes, _Classes, float]:
     """The files for training, those held out, and the fraction that was taken."""
     folders = _folders(root)
@@ -122,10 +132,8 @@ def _find_splits(
     taken = splits.check_fraction(eval_fraction)
     train, test = {}, {}
     for name, paths in _find_classes(root, found).items():
-        train[name], test[name] = [], []
-        for place, path in enumerate(paths):
-            held = splits.is_nth(place, taken)
-            (test if held else train)[name].append(path)
+        test[name] = splits.every_nth(paths, taken, is_bad)
+        train[name] = sorted({*paths} - {*test[name]})
     return train, test, taken
 
 

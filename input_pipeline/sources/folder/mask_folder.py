@@ -129,10 +129,11 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         """The masks by their pictures, for each split."""
         if has_masks(root):
             taken = splits.check_fraction(eval_fraction)
+            pairs = self._pairs(root)
+            held = {*splits.every_nth([*pairs], taken)}
             found = {"train": {}, "test": {}}
-            for place, pair in enumerate(self._pairs(root).items()):
-                split = "test" if splits.is_nth(place, taken) else "train"
-                found[split].update([pair])
+            for picture, mask in pairs.items():
+                found["test" if picture in held else "train"][picture] = mask
             if found["test"]:
                 note = splits.note(taken, "pictures", len(found["test"]))
                 self.notes = (*self.notes, note)

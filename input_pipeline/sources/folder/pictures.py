@@ -59,6 +59,19 @@ class Sorted:
                 found.append(path)
         return found
 
+    def walk(self, folder: str) -> list[str]:
+        """Returns what is in a folder and below it, and notes the others.
+
+        Links to folders are not followed, as they may lead back.
+        """
+        before = len(self.folders)
+        found, below = self.files(folder), self.folders[before:]
+        self.folders[before:] = filter(os.path.islink, below)
+        for path in below:
+            if not os.path.islink(path):
+                found += self.walk(path)
+        return found
+
     def loose(self, folder: str) -> None:
         """Notes what lies beside class folders."""
         for name, _ in entries(folder):
@@ -72,7 +85,7 @@ class Sorted:
             listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
             notes.append(
                 f"{words.count(count, 'file')} left out: {listed}; files are read if "
-                f"they are {self.what}{' of class folders' * self._texts}."
+                f"they are {self.what}{' files' * self._texts}."
             )
         if self.folders:
             count = words.count(len(self.folders), "folder")

@@ -1,5 +1,8 @@
 """``folder:DIR``: a folder of texts for each class."""
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 
@@ -45,24 +48,32 @@ class TextFolderSource(EncodedSource):
             tokenizer = open_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         files = pictures.Sorted(texts=True)
-        found = classes.find(directory, eval_fraction, files)
+        # Bad texts are known before some are held out; each file is read once.
+        read = functools.cache(self._text)
+        is_bad = (lambda path: bool(read(path)[1])) if skip_bad else None
+        found = classes.find(directory, eval_fraction, files, is_bad)
         paths = {split: [*some] for split, some in found.labels.items()}
         if images := sum(files.left_out[each] for each in pictures.SUFFIXES):
             raise classes.mixed(directory, sum(map(len, paths.values())), images)
         self.name, self._files = f"folder:{directory}", paths
         self.class_names, self.notes = found.names, found.notes
         self.num_classes = len(self.class_names)
-        self._read(found.labels, skip_bad)
+        self._read(found.labels, read, skip_bad)
         self.reads = (*self.image_shape, tokenizer.fingerprint)
 
-    def _read(self, labels: dict[str, dict[str, int]], skip_bad: bool) -> None:
+    def _read(
+        self,
+        labels: dict[str, dict[str, int]],
+        read: Callable[[str], tuple[bytes, str]],
+        skip_bad: bool,
+    ) -> None:
         """Reads and tokenises all files, but for those that are bad."""
         faults, examples, targets = [], [], []
         self.splits = {}
         for split, of_split in labels.items():
             before = len(examples)
             for path, label in of_split.items():
-                text, fault = self._text(path)
+                text, fault = read(path)
                 if fault:
                     faults.append(bad_record(path, "", fault))
                     continue

@@ -44,8 +44,15 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
     """Checks that there is a vocabulary for each column of categories.
 
     Raises:
-        ValueError: these are of other columns, or one is called as the numbers are.
+        ValueError: these are of other columns, or one has a name that no input of a
+            model can have.
     """
+    if wrong := [name for name in names if "/" in name or not name.strip()]:
+        raise ValueError(
+            f"{where} has a column of categories named {wrong[0]!r}, which Keras takes "
+            "for no name of an input: expected a name without a slash, so rename the "
+            "column"
+        )
     if _NUMBERS in names:
         raise ValueError(
             f"{where} has a column of categories named {_NUMBERS!r}, which models "

@@ -10,6 +10,11 @@ import tensorflow as tf
 SAMPLE = 100
 
 _FEATURES = "--feature_columns"
+# What to do about a cell without a value.
+FILL = (
+    "write one, such as the column's mean, in every such row, or leave the column out "
+    f"by {_FEATURES} (in Python, feature_columns)"
+)
 _LABELS = ("label", "class", "target")
 # Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
@@ -144,6 +149,22 @@ def not_numbers(
     )
 
 
+def left_out_note(wrong: dict[str, str], right: Sequence[str]) -> str:
+    """Says which columns are left out, as nobody has named the columns to learn from.
+
+    Args:
+        wrong: what they hold instead of numbers, by their names.
+        right: the columns of numbers.
+    """
+    found = ", ".join(f"{name!r} ({what})" for name, what in [*wrong.items()][:10])
+    found += ", ..." * (len(wrong) > 10)
+    return (
+        f"Left out, because not of numbers: {found}. Texts can be categories, with a "
+        f"model such as dlrm, by {_FEATURES}={_listed([*right, *wrong])}, or one of "
+        "them is read by --text_column (in Python, feature_columns, text_column)."
+    )
+
+
 def _listed(names: Sequence[str]) -> str:
     """Names as a flag takes them, and not a page of them."""
     listed = ",".join(names[:20]) + (",..." if len(names) > 20 else "")
@@ -166,19 +187,37 @@ def counting_note(name: str, first: float, others: Sequence[str]) -> str:
     )
 
 
-def check_classes(where: str, label: str, texts: Sequence[str]) -> None:
+def check_classes(
+    where: str, label: str, texts: Collection[str], rows: int, asked: bool
+) -> str:
     """Checks that texts can be classes.
 
+    Args:
+        where: see ``check_named``.
+        label: the labels' column.
+        texts: the different ones in it.
+        rows: how many rows it has.
+        asked: whether it was named; what is named is taken as it is.
+
+    Returns:
+        A note, empty if there is nothing to say.
+
     Raises:
-        ValueError: all of many differ.
+        ValueError: all of many differ, in a column that was not named.
     """
-    if len(texts) >= _FEW and len(set(texts)) == len(texts):
-        raise ValueError(
-            f"{where} has another text in each row of the labels' column {label!r}, "
-            f"such as {texts[0][:60]!r} and {texts[1][:60]!r}: expected names of "
-            "classes, so name the labels' column by --label_column (in Python, "
-            "label_column)"
-        )
+    if rows < _FEW or len(texts) < rows:
+        return ""
+    one, other = sorted(texts)[:2]
+    fault = (
+        f"another text in each row of the labels' column {label!r}, such as "
+        f"{one[:60]!r} and {other[:60]!r}"
+    )
+    if asked:
+        return f"There is {fault}: each row is a class of its own."
+    raise ValueError(
+        f"{where} has {fault}: expected names of classes, so name the labels' column "
+        "by --label_column (in Python, label_column)"
+    )
 
 
 def order_classes(

@@ -1,5 +1,6 @@
 """``csv:GLOB``: rows below a header, some columns of which say what is to be learnt."""
 
+import collections
 import contextlib
 import csv
 import itertools
@@ -23,14 +24,14 @@ from towers.input_pipeline.sources.targets import Target, TargetKind
 
 # How TensorFlow says that a field is empty, or holds something else.
 _MISSING = "is required but missing"
-_NO_NUMBER = "is not a valid float"
+_NO_NUMBER = "is not a valid number"
 _NO_LABEL = "is not a valid int64"
 
 
 class CSVSource(StreamFiles):
     """CSV files with the same columns in each.
 
-    "Images" are rows: float32 [F], the columns of features. A row is a line that is not
+    "Images" are rows: float64 [F], the columns of features. A row is a line that is not
     blank: line breaks in quotes are not understood.
 
     Args:
@@ -89,13 +90,17 @@ class CSVSource(StreamFiles):
         # What is not used may be anything. Nothing stands in for what is missing.
         self._defaults = [tf.constant([""])] * len(names)
         for place in self._features:
-            self._defaults[place] = tf.constant([], tf.float32)
+            self._defaults[place] = tf.constant([], tf.float64)
         found = {name: texts[name] for name in labels}
-        self._look_at_labels(first, found, target, class_names or num_classes)
+        named = label_column is not None
+        self._look_at_labels(first, found, target, class_names or num_classes, named)
         self.reads = (self.label_field, *self.image_fields, self._fraction)
         self._check_first(self._check_row)
         if self._find_class is not None:
-            self._name_classes(num_classes, class_names)
+            self.class_names = columns.order_classes(
+                self.name, self.label_field, self._names, num_classes, class_names
+            )
+            self._find_class = columns.class_finder(self.class_names)
         self._count_classes()
         self._hold_out()
         if self.vocabularies:
@@ -121,7 +126,7 @@ class CSVSource(StreamFiles):
         if self.target.kind != "class":
             return tf.stack(fields, axis=1)
         if self._find_class is None:
-            return fields[0]
+            return _whole_or_none(fields[0])
         return self._find_class(tf.strings.strip(fields[0]))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
@@ -146,6 +151,7 @@ class CSVSource(StreamFiles):
 
     def explain(self, fault: str) -> str:
         """See ``Source.explain``."""
+        fault = fault.replace("is not a valid double", _NO_NUMBER)
         fault = re.sub(r" in record \d+!?", "", fault)
         fault = re.sub(r"(: .{60}).+", r"\1...", fault)  # a field may be of any length
         fault = re.sub(r"^Field (\d+)", lambda at: self._columns[int(at[1])], fault)
@@ -154,10 +160,7 @@ class CSVSource(StreamFiles):
             named = self._find_class and "the name of a class"
             fault += f", expected {named or self.target.expected}"
         elif _MISSING in fault or _NO_NUMBER in fault:
-            fault += (
-                ", expected a number: write one, or leave the column out by "
-                "--feature_columns (in Python, feature_columns)"
-            )
+            fault += f", expected a number: {columns.FILL}"
         if _NO_LABEL in fault:
             fault += (
                 ", expected a whole number, as in the first rows; where labels are "
@@ -208,7 +211,9 @@ class CSVSource(StreamFiles):
         right = [name for name in self.image_fields if name not in wrong]
         # Of text that is named; what is empty is neither.
         chosen = [name for name in wrong if asked and texts[name]]
-        if len(wrong) > len(chosen):
+        if wrong and right and not asked:
+            self.notes = (*self.notes, columns.left_out_note(wrong, right))
+        elif len(wrong) > len(chosen):
             raise columns.not_numbers(path, wrong, right, asked)
         self.image_fields = right
         self.vocabularies = dict.fromkeys(chosen, ())
@@ -228,20 +233,33 @@ class CSVSource(StreamFiles):
         texts: dict[str, list[str]],
         asked: TargetKind | None,
         of_classes: Any,
+        named: bool,
     ) -> None:
-        """Decides what the targets are, by the first rows' values of their columns."""
+        """Decides what the targets are, by the values of their columns.
+
+        The first rows tell what is text, or has fractions; all rows tell the rest.
+        """
         found = [table_targets.Column.of(*item) for item in texts.items()]
+        read, rows = None, 0
+        if len(found) == 1 and asked in (None, "class"):
+            if found[0].form != "numbers":
+                read, rows = self._read_label_texts()
+            if read and found[0].form != "text":
+                found = [table_targets.Column.of(self.label_field, read, rows)]
         kind, note = table_targets.choose(path, found, asked, of_classes)
         self.notes = (*self.notes, note) if note else self.notes
         dtype = tf.int64
         if kind != "class":
             self._take_target(Target(kind, len(texts), tuple(texts)))
-            dtype = tf.float32
+            dtype = tf.float64
         elif found[0].form == "text":
-            (labels,) = texts.values()
-            columns.check_classes(path, self.label_field, labels)
-            self._find_class = columns.class_finder(sorted(set(labels)))
+            self._check_utf8(read)
+            note = columns.check_classes(path, self.label_field, read, rows, named)
+            self.notes = (*self.notes, note) if note else self.notes
+            self._names, self._find_class = read, columns.class_finder(sorted(read))
             dtype = tf.string
+        elif found[0].form == "decimals":
+            dtype = tf.float64
         for place in self._labels:
             self._defaults[place] = tf.constant([], dtype)
 
@@ -255,33 +273,34 @@ class CSVSource(StreamFiles):
                     rows.append(_fields("", _text(record.raw)))
         return [row for row in rows if len(row) == len(self._columns)]
 
-    def _name_classes(
-        self, num_classes: int | None, class_names: Sequence[str] | None
-    ) -> None:
-        """Reads all names of classes."""
-        found = set()
+    def _read_label_texts(self) -> tuple[set[str], int]:
+        """Reads what stands in the labels' column, and how many rows have something."""
+        found = collections.Counter()
         for path in self._all_files():
             # Nothing that is wrong with a row is for this to say.
             lines = self._read(path).batch(LABELS_AT_ONCE)
             texts = lines.map(self._label_texts, tf.data.AUTOTUNE)
             try:
+                of_file = collections.Counter()
                 for some in texts.as_numpy_iterator():
-                    found |= {*some.tolist()}
+                    of_file.update(some.tolist())
             except FAULTS:
+                of_file = collections.Counter()
                 for record in self.walk(path):
                     with contextlib.suppress(*FAULTS):
                         if not record.fault:
-                            found |= {*self._label_texts(record.raw[None]).numpy()}
-        names = {name.decode(errors="replace") for name in found - {b""}}
+                            of_file.update(self._label_texts(record.raw[None]).numpy())
+            found += of_file
+        found.pop(b"", None)
+        return {text.decode(errors="replace") for text in found}, found.total()
+
+    def _check_utf8(self, names: set[str]) -> None:
+        """Checks that names of classes are text."""
         if wrong := [name for name in sorted(names) if "\ufffd" in name]:
             raise ValueError(
                 f"{self.name} has the class {wrong[0][:60]!r} in the column "
                 f"{self.label_field!r}: expected text in UTF-8"
             )
-        self.class_names = columns.order_classes(
-            self.name, self.label_field, names, num_classes, class_names
-        )
-        self._find_class = columns.class_finder(self.class_names)
 
     def _label_texts(self, lines: tf.Tensor) -> tf.Tensor:
         (texts,) = tf.io.decode_csv(lines, [""], select_cols=self._labels)
@@ -309,7 +328,8 @@ class CSVSource(StreamFiles):
         whole = self.target.kind == "class" and self._find_class is None
         if len(row) == len(self._columns) and whole:
             text = row[self._labels[0]]
-            if not text.strip().removeprefix("-").isdigit():
+            # A number that is not whole is said as such.
+            if not _is_number(text):
                 raise ValueError(
                     f"{where} has the label {text[:60]!r} in the column "
                     f"{self.label_field!r}: expected whole numbers from 0, or names of "
@@ -327,6 +347,13 @@ class CSVSource(StreamFiles):
                     fault = f"{name} is {text[:60]!r}, expected a number in UTF-8"
                     break
             raise BadRecordError(f"{where}: {fault}") from error
+
+
+def _whole_or_none(labels: tf.Tensor) -> tf.Tensor:
+    """Makes int64 of labels that may be floats; -1, which is no class, of fractions."""
+    if not labels.dtype.is_floating:
+        return labels
+    return tf.cast(tf.where(labels == tf.floor(labels), labels, -1), tf.int64)
 
 
 def _lines(path: str | tf.Tensor) -> tf.data.Dataset:

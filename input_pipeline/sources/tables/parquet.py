@@ -19,6 +19,7 @@ from towers.input_pipeline.sources.tables import (
     table_targets,
 )
 from towers.input_pipeline.sources.targets import Target, TargetKind
+from towers.program.extras import install_command
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 16
@@ -39,7 +40,7 @@ class ParquetSource(FileSource, StreamSource):
     Args:
         pattern: see ``FileSource``.
         image_key: column of JPEG or PNG bytes, or of structs with a field ``bytes``;
-            None takes ``image``. Where there is none, rows are float32 [F], as in
+            None takes ``image``. Where there is none, rows are float64 [F], as in
             ``csv:``.
         label_column: see ``CSVSource``.
         target: see ``CSVSource``.
@@ -77,7 +78,7 @@ class ParquetSource(FileSource, StreamSource):
         except ImportError as error:
             raise ValueError(
                 f"'parquet:{pattern}' needs the package pyarrow, which is not "
-                "installed: pip install 'keras-towers[parquet]'"
+                f"installed: {install_command('parquet')}"
             ) from error
         super().__init__(pattern, num_classes, **options)
         self._groups = row_groups.RowGroups(self._all_files(), self._stored)
@@ -104,9 +105,10 @@ class ParquetSource(FileSource, StreamSource):
                         f"the column {name!r} of {path} is not that of {first}: "
                         "expected the same columns in all files"
                     )
-        numbers = () if self.encoded else self.image_fields
-        rows = self._groups.first(first, [*self._columns.labels, *numbers])
-        self._look_at_labels(first, rows, target, class_names or num_classes)
+        self._numbers = () if self.encoded else self.image_fields
+        rows = self._groups.first(first, [*self._columns.labels, *self._numbers])
+        named = label_column is not None
+        self._look_at_labels(first, rows, target, class_names or num_classes, named)
         self._check_first(lambda where, raw: None)
         self._name_classes(schema, num_classes, class_names)
         self._look_at_rows(first, rows)
@@ -181,7 +183,7 @@ class ParquetSource(FileSource, StreamSource):
                 gap, count = (first, end), end - first
                 yield bad.with_fault(str(error), gap=gap, count=count)
                 continue
-            faults = row_groups.missing(read, self._columns.texts)
+            faults = row_groups.missing(read, self._columns.texts, self._numbers)
             for row, raw in enumerate(zip(*self._values(read), strict=True)):
                 record = Record(path, f"row {first + row}", number + first + row)
                 if not self._has(split, record.number):
@@ -243,19 +245,25 @@ class ParquetSource(FileSource, StreamSource):
         rows: dict[str, Any],
         asked: TargetKind | None,
         of_classes: Any,
+        named: bool,
     ) -> None:
-        """Decides what the targets are, by their columns' first values."""
+        """Decides what the targets are, by the values of their columns."""
         labels = self._columns.labels
         found = [
             parquet_columns.look_at(name, rows[name]) for name in labels if name in rows
         ]
+        texts, count = None, 0
+        if len(found) == 1 and asked in (None, "class"):
+            values, count = self._groups.different(self._all_files(), labels[0])
+            found = [parquet_columns.look_at(labels[0], values, count)]
+            texts = values.to_pylist()
         kind, note = table_targets.choose(path, found, asked, of_classes)
         self.notes = (*self.notes, note) if note else self.notes
         if kind != "class":
             self._take_target(Target(kind, len(labels), tuple(labels)))
         elif found and self._columns.text_labels:
-            texts = row_groups.as_text(rows[labels[0]]).to_pylist()
-            columns.check_classes(path, labels[0], [text for text in texts if text])
+            note = columns.check_classes(path, labels[0], texts, count, named)
+            self.notes = (*self.notes, note) if note else self.notes
 
     def _look_at_rows(self, path: str, rows: dict[str, Any]) -> None:
         """Looks at the first rows for columns that are not what they seem."""
@@ -295,7 +303,7 @@ class ParquetSource(FileSource, StreamSource):
             except ValueError as error:
                 raise ValueError(f"{path}: row group {group}: {error}") from error
             first = self._groups.bounds(path)[group]
-            faults = row_groups.missing(read, self._columns.texts)
+            faults = row_groups.missing(read, self._columns.texts, self._numbers)
             for row, fault in faults.items():
                 if int(file) * FILE + first + row not in empty:
                     raise ValueError(f"{path}: row {first + row}: {fault}")
@@ -303,7 +311,8 @@ class ParquetSource(FileSource, StreamSource):
 
         target = self.target
         texts = [tf.string] * bool(self._columns.texts)
-        types = [tf.string if self.encoded else tf.float32, *texts, target.dtype]
+        of_targets = target.dtype if target.kind == "class" else tf.float64
+        types = [tf.string if self.encoded else tf.float64, *texts, of_targets]
         found = in_python.call(load, [file, group], [*map(tf.as_dtype, types)])
         shape = [] if self.encoded else self.image_shape
         shapes = shape, *[[len(self._columns.texts)] for _ in texts], target.row_shape

@@ -1,7 +1,6 @@
 """Which columns of a Parquet file are read, by their names and types."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +82,12 @@ def choose(
     # Of text that is named.
     texts = [name for name in names if asked and is_text(kinds[name])]
     names = [name for name in names if name not in texts]
+    if not asked:
+        left_out = {name: str(kinds[name]) for name in names if is_text(kinds[name])}
+        right = [name for name in names if name not in left_out]
+        if left_out and right:
+            note = f"{note} {columns.left_out_note(left_out, right)}".strip()
+            names = right
     _check_numbers(path, kinds, names, asked)
     return ParquetColumns(names, texts, labels, (len(names),), text_labels, note)
 
@@ -109,21 +114,25 @@ def _has_text_labels(path: str, kinds: dict[str, Any], labels: Sequence[str]) ->
     )
 
 
-def look_at(name: str, values: Any) -> table_targets.Column:
-    """Looks at the first values of a column of targets, as pyarrow has them."""
+def look_at(name: str, values: Any, rows: int | None = None) -> table_targets.Column:
+    """Looks at values of a column of targets, as pyarrow has them.
+
+    Args:
+        name: of the column.
+        values: of the first rows; or the different ones of all rows.
+        rows: how many these are; None of the first ones.
+    """
     from pyarrow import types
 
     values = values.drop_null()
     if is_text(values.type):
-        return table_targets.Column(name, "text")
+        return table_targets.Column(name, "text", rows=rows or 0)
     if types.is_boolean(values.type):
         return table_targets.Column(name, "whole", bits=True)
     found = values.to_pylist()
-    form = "whole" if types.is_integer(values.type) else "numbers"
-    largest = max(map(abs, filter(math.isfinite, found)), default=0)
-    differ = len(found) >= table_targets.FEW and len({*found}) > len(found) / 2
-    bits = bool(found) and {*found} <= {0, 1}
-    return table_targets.Column(name, form, bits, differ, float(largest))
+    if types.is_decimal(values.type):
+        found = [*map(float, found)]
+    return table_targets.Column.of(name, found, rows)
 
 
 def _check_images(path: str, kinds: dict[str, Any], image: str) -> None:

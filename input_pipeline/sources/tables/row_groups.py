@@ -136,6 +136,23 @@ class RowGroups:
                     found[name] |= {*as_text(column).take(rows).unique().to_pylist()}
         return {name: some - {None} for name, some in found.items()}
 
+    def different(self, paths: Iterable[str], name: str) -> tuple[Column | None, int]:
+        """Different values of a column of all files, and how many rows have one.
+
+        What cannot be read is left out: whoever reads the rows says so.
+        """
+        import pyarrow
+
+        parts, count = [], 0
+        for path in paths:
+            for group in range(self.count(path)):
+                with contextlib.suppress(ValueError):
+                    values = self.read(path, group, [name])[name].drop_null()
+                    count += len(values)
+                    values = as_text(values) if is_text(values.type) else values
+                    parts.append(values.unique())
+        return (pyarrow.concat_arrays(parts).unique() if parts else None), count
+
 
 def is_text(kind: Any) -> bool:
     """Whether a column's type is text, with or without a dictionary."""
@@ -154,13 +171,22 @@ def as_text(column: Column) -> Column:
 
 
 def missing(
-    read: dict[str, Column], may_be_empty: Sequence[str] = ()
+    read: dict[str, Column],
+    may_be_empty: Sequence[str] = (),
+    numbers: Sequence[str] = (),
 ) -> dict[int, str]:
-    """The rows in which there is nothing, and what to say of each."""
+    """The rows in which there is nothing, and what to say of each.
+
+    Args:
+        read: columns by their names.
+        may_be_empty: those that may be.
+        numbers: those of numbers to learn from, which can be filled or left out.
+    """
     rows = {}
     for name, column in read.items():
         if column.null_count and name not in may_be_empty:
             fault = f"nothing in the column {name!r}, expected a value"
+            fault += f": {columns.FILL}" if name in numbers else ""
             for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
                 rows.setdefault(int(row), fault)
     return rows
@@ -188,12 +214,14 @@ def labels_in(column: Column, class_names: Sequence[str] | None) -> np.ndarray:
 
         names = pyarrow.array(class_names, pyarrow.string())
         column = compute.index_in(as_text(column), value_set=names).fill_null(-1)
-    return filled(column).to_numpy(zero_copy_only=False).astype(np.int64)
+    labels = filled(column).to_numpy(zero_copy_only=False)
+    # No class is a fraction.
+    return np.where(labels % 1 == 0, labels, -1).astype(np.int64)
 
 
 def numbers_in(found: Sequence[Column], rows: int, count: int) -> np.ndarray:
-    """float32 [rows, count] of columns of numbers; zeros where fewer were read."""
-    numbers = np.zeros([rows, count], np.float32)
+    """float64 [rows, count] of columns of numbers; zeros where fewer were read."""
+    numbers = np.zeros([rows, count], np.float64)
     for place, column in enumerate(found):
         numbers[:, place] = filled(column).to_numpy(zero_copy_only=False)
     return numbers

@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from towers.input_pipeline.sources.tables import columns
@@ -12,20 +12,25 @@ from towers.input_pipeline.sources.targets import TargetKind
 KINDS = ("class", "numbers", "labels")
 # Of fewer rows than that, it is chance that most differ.
 FEW = 20
+# More classes than that, and than there are rows, are numbers.
+_MANY = 1000
 # A model that has learnt nothing yet tells numbers near 0.
 _LARGE = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What the first rows tell of a column of labels.
+    """What a column of labels is, as its values tell.
 
     Attributes:
         name: of the column.
-        form: "text", "whole" numbers or other "numbers".
+        form: "text", "whole" numbers, whole ones written as "decimals", such as 1.0, or
+            other "numbers".
         bits: whether each value is 0 or 1.
         differ: whether most of many rows have different values.
         largest: the largest number, without its sign.
+        in_turn: whether whole numbers go from 0 or 1 to the largest, without a gap.
+        rows: how many there are; 0 where only the first ones were looked at.
     """
 
     name: str
@@ -33,40 +38,57 @@ class Column:
     bits: bool = False
     differ: bool = False
     largest: float = 0
+    in_turn: bool = False
+    rows: int = 0
 
     @classmethod
-    def of(cls, name: str, texts: Sequence[str]) -> "Column":
-        """Looks at values as they are written."""
-        numbers = [number for text in texts if (number := _number(text)) is not None]
+    def of(
+        cls, name: str, values: Collection[str | float], rows: int | None = None
+    ) -> "Column":
+        """Looks at values, as they are written or as numbers.
+
+        Args:
+            name: of the column.
+            values: of the first rows; or the different ones of all rows.
+            rows: how many these are; None of the first ones.
+        """
+        read = [(value, _number(value)) for value in values]
+        numbers = {number for _, number in read if number is not None}
         # A number in bytes that are no text is said of its row.
-        if not numbers and any("\ufffd" not in text for text in texts):
-            return cls(name, "text")
-        fractions = [text for text in texts if _is_fraction(text)]
+        if not numbers and any("\ufffd" not in text for text in values):
+            return cls(name, "text", rows=rows or 0)
+        finite = {number for number in numbers if math.isfinite(number)}
+        if any(number % 1 for number in finite):
+            form = "numbers"
+        elif any(_is_decimal(value) for value, number in read if number in finite):
+            form = "decimals"
+        else:
+            form = "whole"
+        count = len(values) if rows is None else rows
+        least, most = min(finite, default=0), max(finite, default=0)
         return cls(
             name,
-            "numbers" if fractions else "whole",
-            bool(numbers) and {*numbers} <= {0, 1},
-            len(texts) >= FEW and len({*texts}) > len(texts) / 2,
-            _largest(numbers),
+            form,
+            bool(numbers) and numbers <= {0, 1},
+            count >= FEW and len({*values}) > count / 2,
+            max(-least, most),
+            least in (0, 1) and most - least == len(finite) - 1,
+            rows or 0,
         )
 
 
-def _largest(numbers: Sequence[float]) -> float:
-    return max((abs(number) for number in numbers if math.isfinite(number)), default=0)
-
-
-def _number(text: str) -> float | None:
+def _number(value: str | float) -> float | None:
     try:
-        return float(text)
+        return float(value)
     except ValueError:
         return None
 
 
-def _is_fraction(text: str) -> bool:
+def _is_decimal(value: str | float) -> bool:
     """Whether a number is not written as a whole one, such as 1.0."""
-    number = _number(text)
-    whole = text.lstrip("+-").isdigit()
-    return number is not None and math.isfinite(number) and not whole
+    if isinstance(value, str):
+        return not value.lstrip("+-").isdigit()
+    return not isinstance(value, int)
 
 
 def read_names(
@@ -164,6 +186,22 @@ def _guess(found: Sequence[Column]) -> tuple[TargetKind, str]:
     (column,) = found
     if column.form == "numbers":
         return "numbers", f"The target is the number in the column {names}."
+    if column.form == "decimals" and not column.in_turn:
+        return "numbers", (
+            f"The target is the number in the column {names}; --task=classification "
+            "(in Python, target='class') takes its whole numbers for classes."
+        )
+    if column.rows and column.largest > max(_MANY, column.rows):
+        return "numbers", (
+            f"The target is the number in the column {names}, as the largest, "
+            f"{column.largest:,.15g}, is more than there are rows; --num_classes (in "
+            "Python, num_classes) takes whole numbers for classes."
+        )
+    if column.form == "decimals":
+        return "class", (
+            f"The numbers in the column {names} are whole, and are taken for classes; "
+            "--task=regression (in Python, target='numbers') learns them as numbers."
+        )
     if column.form == "whole" and column.differ:
         return "class", (
             f"The whole numbers in the column {names} are taken for classes, but most "

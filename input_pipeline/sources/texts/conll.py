@@ -1,9 +1,10 @@
 """``conll:GLOB``: sentences of words, each of which has a tag."""
 
+import collections
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -188,7 +189,9 @@ def _number(name: str, value: Any) -> int | None:
     raise ValueError(f"{name} is {value!r}, expected the number of a column, from 1")
 
 
-def words_of(path: str, column: int | None = None) -> Iterator[tuple[int, list[str]]]:
+def words_of(
+    path: str, column: int | None = None
+) -> Iterator[tuple[int, list[str], str]]:
     """Reads the words of sentences, whether or not they have tags.
 
     Args:
@@ -197,21 +200,99 @@ def words_of(path: str, column: int | None = None) -> Iterator[tuple[int, list[s
             second.
 
     Returns:
-        For each sentence the number of its first line, and the words.
+        For each sentence the number of its first line, its words, and an empty fault;
+        for a bad one the number of the bad line, no words, and the fault.
 
     Raises:
         UnicodeDecodeError: the file is no text.
     """
     with open(path, "rb") as file:
         text = file.read().decode("utf-8-sig")
+    form = _Form.of(text)
+    place = column or (_UNIVERSAL[0] if form.is_universal else 1)
     for begin, lines in _blocks(text):
-        found = [
-            fields[(column or (_UNIVERSAL[0] if universal else 1)) - 1 :][:1]
-            for _, fields, universal in _rows(begin, lines)
-        ]
-        # A line without the column has a word that is not known.
-        if found:
-            yield begin, ["".join(fields) or "_" for fields in found]
+        rows = [*form.rows(begin, lines)]
+        bad = next((row for row in rows if form.fault(row, [place])), None)
+        if bad is not None:
+            yield bad.line, [], form.fault(bad, [place])
+        elif rows:
+            yield begin, [row.fields[place - 1] for row in rows], ""
+
+
+class _Row(NamedTuple):
+    """The number of a word's line, and its fields."""
+
+    line: int
+    fields: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How the lines of a file are divided: as most of them are.
+
+    Attributes:
+        tabs: whether tabs divide them; else white space.
+        columns: how many each line has.
+    """
+
+    tabs: bool
+    columns: int
+
+    @classmethod
+    def of(cls, text: str) -> "_Form":
+        """Looks at all lines of a file."""
+        forms: collections.Counter[_Form] = collections.Counter()
+        for _, lines in _blocks(text):
+            for line in lines:
+                if not _is_comment(line):
+                    tabs = "\t" in line
+                    forms[cls(tabs, len(_fields(line, tabs)))] += 1
+        # Of two that are as frequent, the first one.
+        return max(forms, key=forms.__getitem__, default=cls(False, 0))
+
+    @property
+    def is_universal(self) -> bool:
+        """Whether this is CoNLL-U."""
+        return self.tabs and self.columns == _COLUMNS_OF_UNIVERSAL
+
+    def rows(self, begin: int, lines: Sequence[str]) -> Iterator[_Row]:
+        """The lines of words, of which the first line has the number `begin`."""
+        for number, line in enumerate(lines, begin):
+            if _is_comment(line) or (self.is_universal and line.startswith("#")):
+                continue
+            fields = _fields(line, self.tabs)
+            # Words of several parts and of none, in CoNLL-U.
+            whole = len(fields) == self.columns
+            if not (self.is_universal and whole and not fields[0].isdecimal()):
+                yield _Row(number, fields)
+
+    def fault(self, row: _Row, places: Sequence[int]) -> str:
+        """Says why columns of a row cannot be read, a phrase; empty if they can."""
+        count = words.count(len(row.fields), "column")
+        if len(row.fields) != self.columns:
+            return (
+                f"has {count}, expected {self.columns}, divided by "
+                f"{'tabs' if self.tabs else 'spaces or tabs'}, as most lines of the "
+                "file have"
+            )
+        if max(places) > self.columns or len({*places}) < len(places):
+            what = "a word and its tag" if len(places) > 1 else "a word"
+            if self.columns > 1:
+                what += f" in the columns {' and '.join(map(str, places))}"
+            return f"has {count}, expected {what}"
+        if not all(row.fields[place - 1] for place in places):
+            return "has an empty word or tag"
+        return ""
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith(("# ", "-DOCSTART-"))
+
+
+def _fields(line: str, tabs: bool) -> list[str]:
+    if not tabs:
+        return line.split()
+    return [field.strip() for field in line.rstrip("\n").split("\t")]
 
 
 def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence]:
@@ -225,8 +306,9 @@ def _read(path: str, asked: tuple[int | None, int | None]) -> Iterator[_Sentence
     except UnicodeDecodeError as error:
         yield _Sentence(path, 0, (), (), f"is not UTF-8 at byte {error.start}")
         return
+    form = _Form.of(text)
     for begin, lines in _blocks(text):
-        if (sentence := _sentence(path, begin, lines, asked)) is not None:
+        if (sentence := _sentence(path, begin, lines, form, asked)) is not None:
             yield sentence
 
 
@@ -243,34 +325,20 @@ def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
         begin, lines = number + 1, []
 
 
-def _rows(begin: int, lines: Sequence[str]) -> Iterator[tuple[int, list[str], bool]]:
-    """Number and fields of each word's line, and whether these are of CoNLL-U."""
-    for number, line in enumerate(lines, begin):
-        fields = line.split("\t") if "\t" in line else line.split()
-        fields = [field.strip() for field in fields]
-        universal = len(fields) == _COLUMNS_OF_UNIVERSAL and "\t" in line
-        # Comments; words of several parts and of none, in CoNLL-U.
-        left_out = universal and not fields[0].isdecimal()
-        if not line.startswith(("# ", "-DOCSTART-")) and not left_out:
-            yield number, fields, universal
-
-
 def _sentence(
-    path: str, begin: int, lines: Sequence[str], asked: tuple[int | None, int | None]
+    path: str,
+    begin: int,
+    lines: Sequence[str],
+    form: _Form,
+    asked: tuple[int | None, int | None],
 ) -> _Sentence | None:
-    found, tags = [], []
-    for number, fields, universal in _rows(begin, lines):
-        default = _UNIVERSAL if universal else (1, len(fields))
-        places = [a or d for a, d in zip(asked, default, strict=True)]
-        if max(places) > len(fields) or places[0] == places[1]:
-            columns = words.count(len(fields), "column")
-            fault = f"has {columns}, expected a word and its tag"
-            if max(asked, key=lambda place: place or 0):
-                fault += f" in the columns {places[0]} and {places[1]}"
-            return _Sentence(path, number, (), (), fault)
-        word, tag = (fields[place - 1] for place in places)
-        if not word or not tag:
-            return _Sentence(path, number, (), (), "has an empty word or tag")
-        found.append(word)
-        tags.append(tag)
-    return _Sentence(path, begin, found, tags) if found else None
+    default = _UNIVERSAL if form.is_universal else (1, form.columns)
+    word, tag = (a or d for a, d in zip(asked, default, strict=True))
+    rows = [*form.rows(begin, lines)]
+    for row in rows:
+        if fault := form.fault(row, [word, tag]):
+            return _Sentence(path, row.line, (), (), fault)
+    if not rows:
+        return None
+    found, tags = ([row.fields[k - 1] for row in rows] for k in (word, tag))
+    return _Sentence(path, begin, found, tags)

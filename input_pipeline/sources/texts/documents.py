@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -61,7 +61,11 @@ def _character(content: bytes, place: int) -> int:
     return place
 
 
-def find(pattern: str, eval_fraction: float | None) -> Documents:
+def find(
+    pattern: str,
+    eval_fraction: float | None,
+    fault: Callable[[bytes], str] | None = None,
+) -> Documents:
     """Finds files, and decides what is held out.
 
     Files are held out by their names, as those of ``FileSource`` are; else, of many
@@ -70,6 +74,9 @@ def find(pattern: str, eval_fraction: float | None) -> Documents:
     Args:
         pattern: glob of files, or a folder, for all files in it; or ``python``.
         eval_fraction: to hold out; None for a tenth.
+        fault: says why the content of a file is bad, or "", where bad files are left
+            out: these count for nothing, and all files are read to know them. None:
+            there is no bad file.
 
     Raises:
         ValueError: there is no file, or a fraction although files are held out.
@@ -85,13 +92,26 @@ def find(pattern: str, eval_fraction: float | None) -> Documents:
     fraction, paths = splits.check_fraction(eval_fraction), files["train"]
     if not fraction:
         return Documents(files, notes=(*notes,))
-    held = [path for k, path in enumerate(paths) if splits.is_nth(k, fraction)]
-    if len(paths) >= _MANY and held:
+    bad = _bad(Documents(files), fault) if fault is not None else set()
+    held = splits.every_nth(paths, fraction, bad.__contains__)
+    if held and len(paths) - len(bad) >= _MANY:
         notes.append(splits.note(fraction, "files", len(held)))
         train = sorted({*paths} - {*held})
         return Documents({"train": train, "test": held}, notes=(*notes,))
     notes.append(splits.note(fraction, "text, at the end of each file,", None))
     return Documents({"train": paths, "test": paths}, fraction, (*notes,))
+
+
+def _bad(documents: Documents, fault: Callable[[bytes], str]) -> set[str]:
+    """The paths of whole files for training that are bad."""
+
+    def is_bad(path):
+        try:
+            return bool(fault(documents.read(path, "train")))
+        except BadRecordError:
+            return True
+
+    return {*filter(is_bad, documents.files["train"])}
 
 
 def python_sources() -> list[str]:

@@ -65,7 +65,8 @@ class EncodedSource(RaggedSource):
             )
             self.notes = (*self.notes, note)
         places = [(each.path, each.place) for each in examples]
-        targets = targets.astype(self.target.dtype)
+        if self.target.kind == "class":
+            targets = targets.astype(np.int64)
         self._keep(np.concatenate(ids), lengths, targets, places)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -82,7 +82,8 @@ class LabelledTextSource(EncodedSource):
         for split, example in self._examples([text_column, *labels], fraction, faults):
             found[split].append(example)
         every = [each for some in found.values() for each in some]
-        targets = self._choose_target(every, labels, target, class_names, num_classes)
+        asked = target, class_names, num_classes, label_column is not None
+        targets = self._choose_target(every, labels, *asked)
         good = self._check(every, targets, faults)
         self._refuse(faults, skip_bad)
         self._size(found, good, fraction)
@@ -143,13 +144,14 @@ class LabelledTextSource(EncodedSource):
         asked: TargetKind | None,
         class_names: Sequence[str] | None,
         num_classes: int | None,
+        named: bool,
     ) -> np.ndarray:
         """Decides what the targets are; returns them, and NaN where one is none."""
         path = every[0].path if every else self.name
-        sample = zip(*[each.labels for each in every[: columns.SAMPLE]], strict=True)
+        values = zip(*[each.labels for each in every], strict=True)
         found = [
-            table_targets.Column.of(name, texts)
-            for name, texts in zip(labels, sample, strict=False)
+            table_targets.Column.of(name, {*texts}, len(every))
+            for name, texts in zip(labels, values, strict=False)
         ]
         kind, note = table_targets.choose(
             path, found, asked, class_names or num_classes
@@ -157,7 +159,8 @@ class LabelledTextSource(EncodedSource):
         self.notes = (*self.notes, note) if note else self.notes
         if kind == "class" and found and found[0].form == "text":
             texts = [each.labels[0] for each in every]
-            columns.check_classes(path, labels[0], texts[: columns.SAMPLE])
+            note = columns.check_classes(path, labels[0], {*texts}, len(texts), named)
+            self.notes = (*self.notes, note) if note else self.notes
             names = columns.order_classes(
                 self.name, labels[0], {*texts}, num_classes, class_names
             )

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.tables import columns, row_groups
+from towers.program.extras import install_command
 
 
 class Row(NamedTuple):
@@ -45,7 +46,10 @@ class CSV:
 
     def columns(self, path: str) -> list[str]:
         """See ``Table.columns``."""
-        names = [name.strip() for name in next(self._read(path), ([], 1))[0]]
+        fields, _, fault = next(self._read(path), ([], 1, ""))
+        if fault:
+            raise BadRecordError(f"{path}: the header {fault}")
+        names = [name.strip() for name in fields]
         columns.check_different(path, names)
         if len(names) < 2:
             raise ValueError(
@@ -58,19 +62,18 @@ class CSV:
         """See ``Table.rows``."""
         found = self.columns(path)
         places = [found.index(name) for name in names]
-        try:
-            for fields, line in itertools.islice(self._read(path), 1, None):
-                place = f"line {line}"
-                if len(fields) == len(found):
-                    yield Row(place, [fields[k] for k in places])
-                elif fields:
-                    fault = f"has {len(fields)} fields, expected {len(found)}"
-                    yield Row(place, (), fault)
-        except csv.Error as error:
-            yield Row("", (), f"cannot be read to its end: {error}")
+        for fields, line, fault in itertools.islice(self._read(path), 1, None):
+            place = f"line {line}"
+            if fault:
+                yield Row(place, (), fault)
+            elif len(fields) == len(found):
+                yield Row(place, [fields[k] for k in places])
+            elif fields:
+                fault = f"has {len(fields)} fields, expected {len(found)}"
+                yield Row(place, (), fault)
 
-    def _read(self, path: str) -> Iterator[tuple[list[str], int]]:
-        """The fields of each row, and the number of its first line."""
+    def _read(self, path: str) -> Iterator[tuple[list[str], int, str]]:
+        """The fields of each row, the number of its first line, and its fault."""
         try:
             with tf.io.gfile.GFile(path, "rb") as file:
                 content = file.read()
@@ -78,21 +81,23 @@ class CSV:
             raise BadRecordError(f"{path}: {fault_of(error)}") from error
         # What is no UTF-8 stays what it is. Excel begins its files with a mark.
         text = content.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
-        reader, line = csv.reader(io.StringIO(text, newline="")), 1
-        rows, error = [], None
+        # A quote that does not end is said: it would hide the rows behind it.
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        rows, line = [], 1
         # Documents are longer than what the module expects of a field, in any table.
         before = csv.field_size_limit(sys.maxsize)
         try:
-            for fields in reader:
-                rows.append((fields, line))
+            while True:
+                try:
+                    rows.append((next(reader), line, ""))
+                except csv.Error as error:
+                    rows.append(([], line, f"cannot be read: {error}"))
                 line = reader.line_num + 1
-        except csv.Error as caught:
-            error = caught
+        except StopIteration:
+            pass
         finally:
             csv.field_size_limit(before)
-        yield from rows
-        if error is not None:
-            raise error
+        return iter(rows)
 
     def described(self, path: str, label: str) -> None:
         """See ``Table.described``: CSV files have none."""
@@ -113,8 +118,8 @@ class Parquet:
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"{paths[0]} needs the package pyarrow, which is not installed: pip "
-                "install 'keras-towers[parquet]'"
+                f"{paths[0]} needs the package pyarrow, which is not installed: "
+                f"{install_command('parquet')}"
             ) from error
         self._groups = row_groups.RowGroups(paths)
 

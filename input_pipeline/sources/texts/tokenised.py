@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -12,7 +13,11 @@ from towers.input_pipeline.sources.base import IndexedSource, size_and_time
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.sources.texts import documents
 from towers.input_pipeline.sources.texts.rows import check_length
-from towers.input_pipeline.sources.texts.tokens import Tokens, tokenise
+from towers.input_pipeline.sources.texts.tokens import (
+    Tokens,
+    fault_of_text,
+    tokenise,
+)
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
 from towers.program import words
 
@@ -61,7 +66,11 @@ class TokenisedSource(IndexedSource):
         self.tokenizer, self.image_shape = tokenizer, (length,)
         self._take_target(Target("tokens", tokenizer.size))
         self.splits = {}
-        self._documents = documents.find(pattern, eval_fraction)
+        self._documents = documents.find(
+            pattern,
+            eval_fraction,
+            functools.partial(fault_of_text, tokenizer) if skip_bad else None,
+        )
         self.notes = self._documents.notes
         self.reads = (tokenizer.fingerprint, length, self._documents.fraction)
         self._cache_dir = cache_dir and os.path.expanduser(cache_dir)

@@ -5,7 +5,6 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
+from towers.input_pipeline import checked_files
 from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.texts.documents import Documents, chunks
 from towers.input_pipeline.text import Tokenizer
@@ -22,6 +22,8 @@ from towers.program import words
 _CHUNK = 2**15
 _AT_ONCE = 2**20
 _THREADS = limits.cpu_count()
+# Of a file of tokens, and of what is known of them.
+_ENDS = (".ids", ".json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def tokenise(
         parts: list[np.ndarray] = []
         found = _Reader(documents, tokenizer, skip_bad, dtype).read(parts.append)
         return Tokens(np.concatenate([np.empty([0], dtype), *parts]), **found)
-    if not os.path.exists(f"{path}.json"):
+    if not checked_files.are_good(path, _ENDS):
         _write(path, _Reader(documents, tokenizer, skip_bad, dtype))
     with open(f"{path}.json") as file:
         found = json.load(file)
@@ -94,16 +96,11 @@ def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> 
 def _write(path: str, reader: "_Reader") -> None:
     folder = os.path.dirname(path)
     try:
-        os.makedirs(folder, exist_ok=True)
-        # Renamed when whole; the description last, since it says that both are there.
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            new = os.path.join(unfinished, "new")
+        with checked_files.written(path, _ENDS) as new:
             with open(f"{new}.ids", "wb") as file:
                 found = reader.read(lambda ids: ids.tofile(file))
             with open(f"{new}.json", "w") as file:
                 json.dump(found, file)
-            os.replace(f"{new}.ids", f"{path}.ids")
-            os.replace(f"{new}.json", f"{path}.json")
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be written into {folder} ({error.strerror}): expected "

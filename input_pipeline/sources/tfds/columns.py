@@ -62,7 +62,7 @@ class Columns:
             records: tensors [B] by the names of the features.
             ids: functions that turn texts into ids; see ``categories.finders``.
         """
-        numbers = [tf.cast(records[name], tf.float32) for name in self.names]
+        numbers = [tf.cast(records[name], tf.float64) for name in self.names]
         found = {name: ids[name](records[name]) for name in self.texts}
         for name in self.classes:
             # As a text of a vocabulary: from 1, and 0 where there is none.

@@ -65,9 +65,9 @@ class Features:
         del ids
         x, y = records[self.x], records[self.y]
         if self.names:
-            x = tf.stack([tf.cast(x[name], tf.float32) for name in self.names], axis=1)
+            x = tf.stack([tf.cast(x[name], tf.float64) for name in self.names], axis=1)
         elif not self.encoded:
-            x = tf.cast(x, tf.float32)
+            x = tf.cast(x, tf.float64)
         return x, as_target(self.target, y)
 
 
@@ -179,7 +179,7 @@ def _is_bool(feature: Any) -> bool:
 def as_target(target: Target, y: tf.Tensor) -> tf.Tensor:
     """Targets of a batch, of what its records have."""
     if target.kind == "numbers":
-        return tf.reshape(tf.cast(y, tf.float32), [-1, target.size])
+        return tf.reshape(tf.cast(y, tf.float64), [-1, target.size])
     return tf.cast(y, tf.int64) if target.kind == "class" else y
 
 

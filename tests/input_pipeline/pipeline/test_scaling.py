@@ -31,7 +31,7 @@ def test_rows_are_scaled_by_the_training_data():
     np.testing.assert_allclose(scaling.mean, wide.mean(0), rtol=1e-12)
     np.testing.assert_allclose(scaling.std, wide.std(0), rtol=1e-9)
     (x, _), *_ = make_dataset(source, "train", 9000, training=False, scaling=scaling)
-    expected = (rows - np.float32(scaling.mean)) / np.float32(scaling.std)
+    expected = (wide - scaling.mean) / scaling.std
     np.testing.assert_allclose(x, expected, rtol=1e-6, atol=1e-6)
     ((x, _),) = make_dataset(source, "test", 2, scaling=scaling)
     np.testing.assert_allclose(x, scaling(test), rtol=1e-6)

@@ -1,6 +1,7 @@
 """Columns of text that are learnt from as categories."""
 
 import csv
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -119,9 +120,11 @@ def test_only_the_training_data_has_words_and_others_are_0(tmp_path, kind):
         )
 
 
-def test_text_that_is_not_named_is_refused_with_a_hint(tmp_path):
-    with pytest.raises(ValueError, match=r"'color' \(such as 'red'\).*as categories"):
-        open_source(_write(tmp_path))
+def test_text_that_is_not_named_is_left_out_with_a_hint(tmp_path):
+    notes = " ".join(open_source(_write(tmp_path)).notes)
+    assert re.search(
+        r"Left out, .*'color' \(such as 'red'\).* can be categories", notes
+    )
 
 
 def test_a_bad_number_beside_categories_is_a_bad_record(tmp_path):

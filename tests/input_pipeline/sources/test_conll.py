@@ -125,20 +125,32 @@ def test_words_that_are_seen_once_are_not_known(tmp_path):
     assert "1 word that is seen twice or more" in source.notes[0]
 
 
+_SPACES = _TEXT + "\ngood X X O\n{}good X X O\n\nlast X X O\n"
+_TABS = _SPACES.replace(" ", "\t")
+_MANY = "has {} columns, expected 4, divided by {}"
+
+
 @pytest.mark.parametrize(
-    "bad, fault",
+    "content, bad, fault",
     [
-        ("word\n", "line 13: has 1 column, expected a word and its tag"),
-        ("\tO\n", "line 13: has an empty word or tag"),
+        (_SPACES, "word", "has 1 column, expected 4, divided by spaces or tabs"),
+        (_SPACES, "lives VBZ", _MANY.format(2, "spaces or tabs")),
+        (_SPACES, "lives VBZ B-VP O O", _MANY.format(5, "spaces or tabs")),
+        (_TABS, "lives\tVBZ", _MANY.format(2, "tabs")),
+        (_TABS, "lives\tVBZ B-VP\tO", _MANY.format(3, "tabs")),
+        (_TABS, "lives VBZ B-VP O", "has 1 column, expected 4, divided by tabs"),
+        (_TABS, "\tX\tX\tO", "has an empty word or tag"),
+        (_TABS, "word\tX\tX\t", "has an empty word or tag"),
     ],
 )
-def test_a_bad_sentence(tmp_path, bad, fault):
-    content = f"{_TEXT}\ngood O\n{bad}good O\n\nlast O\n"
+def test_a_bad_sentence(tmp_path, content, bad, fault):
+    content, fault = content.format(f"{bad}\n"), f"line 13: {fault}"
     with pytest.raises(BadRecordError, match=f"a.txt: {fault}"):
         _open(tmp_path, content)
     source = _open(tmp_path, content, skip_bad=True)
     found = quarantine.inspect(source, ["train"], most=1)
-    assert [str(each) for each in found.bad["train"]] == [f"{tmp_path}/a.txt: {fault}"]
+    (record,) = found.bad["train"]
+    assert str(record).startswith(f"{tmp_path}/a.txt: {fault}")
     assert found.splits == source.splits == {"train": 3}
     without = source.without(found.bad, found.splits)
     assert _sentences(without, seed=1) == _sentences(source, seed=1)
@@ -146,11 +158,32 @@ def test_a_bad_sentence(tmp_path, bad, fault):
         quarantine.inspect(source, ["train"], most=0)
 
 
+def test_a_line_of_spaces_and_tabs_has_the_columns_of_the_others(tmp_path):
+    source = _open(tmp_path, _TEXT + "\nshe PRP B-NP O\nlives\tVBZ B-VP O\n")
+    assert _sentences(source, training=False)[-1] == ("she lives", ["O", "O"])
+    assert source.class_names == _TAGS
+
+
+def test_each_file_has_its_own_columns(tmp_path):
+    (tmp_path / "b.txt").write_text("two\tO\n")
+    assert [words for words, _ in _sentences(_open(tmp_path), training=False)] == [
+        *("EU rejects German call", "Peter rejects", "two")
+    ]
+
+
 def test_what_is_wrong_is_said(tmp_path):
     with pytest.raises(ValueError, match="'first', expected the number of a column"):
         _open(tmp_path, text_column="first")
-    with pytest.raises(BadRecordError, match="expected a word and its tag in the"):
-        _open(tmp_path, label_column="9")
+    for column in "1", "9":
+        wanted = (
+            f"has 4 columns, expected a word and its tag in the columns 1 and {column}"
+        )
+        with pytest.raises(BadRecordError, match=wanted):
+            _open(tmp_path, label_column=column)
+    with pytest.raises(BadRecordError, match="has 1 column, expected a word and its"):
+        _open(tmp_path, "a\nb\n")
+    with pytest.raises(BadRecordError, match="line 6: has 9 columns, expected 10"):
+        _open(tmp_path, _UNIVERSAL.replace("\tadp\t_", "").replace("\tADP\t_", "\tADP"))
     with pytest.raises(ValueError, match="no sentence in its split train"):
         _open(tmp_path, "\n\n")
     (tmp_path / "a.txt").write_bytes(b"\xff O\n")

@@ -161,6 +161,24 @@ def test_bad_rows(tmp_path, tokenizer, faults, good):
     assert _read(without, training=False) == wanted
 
 
+@pytest.mark.parametrize(
+    "content, line, fault, good",
+    [
+        (b'text,label\na,0\nb,"1\nc,1\nd,0\n', 3, "unexpected end of data", "a"),
+        (b'text,label\na,0\n"b"x,1\nc,1\n', 3, "',' expected after '\"'", "ac"),
+    ],
+)
+def test_a_quote_that_does_not_end_is_bad(tmp_path, content, line, fault, good):
+    (tmp_path / "a.csv").write_bytes(content)
+    options = {"text_column": "text", "eval_fraction": 0, "target": "class"}
+    spec = f"csv:{tmp_path}/a.csv"
+    fault = f"line {line}: cannot be read: {fault}"
+    with pytest.raises(BadRecordError, match=fault):
+        input_pipeline.open_source(spec, **options)
+    source = input_pipeline.open_source(spec, **options, skip_bad=True)
+    assert [text for text, _ in _read(source, training=False)] == [*good]
+
+
 def test_odd_columns_of_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     with pytest.raises(

@@ -264,7 +264,7 @@ def test_rows_of_numbers(rows):
     found = sorted((row.tolist(), label) for row, label in _read(source, "train"))
     assert found == [([-2, 1000], 1), ([0.5, 1], 0), ([7, 8], 2)]
     ((row, label),) = _read(source, "test")
-    assert (row.dtype, row.tolist(), label) == (np.float32, [3, 4], 0)
+    assert (row.dtype, row.tolist(), label) == (np.float64, [3, 4], 0)
     assert find_bad_record(source, "train") is None
     scan_labels(source, "train")
     assert open_source(f"csv:{rows}/*.csv", num_classes=5).splits["train"] is None
@@ -330,8 +330,11 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
     ("row", "message"),
     [
         ("1", "Expect 3 fields but have 1"),
-        ("1,0,x", "b is not a valid float: x"),
-        ("1,0,", "b is required but missing, expected a number: write one, or leave"),
+        ("1,0,x", "b is not a valid number: x"),
+        (
+            "1,0,",
+            "b is required but missing, expected a number: write one, such as the",
+        ),
         ("1,9,1", "label 9 is outside"),
         ("nan,0,1", "a is nan, expected a number"),
         ("1,0,-inf", "b is -inf, expected a number"),
@@ -453,9 +456,7 @@ def test_parquet_of_plain_bytes_and_other_names(tmp_path, encode, grey):
     source = open_source(spec, image_key="img", label_key="fine")
     assert [image.mean() for image, _ in _read(source, "train")] == [0, 10]
     assert open_source(spec, image_key="img").class_names == ("x", "y")
-    with pytest.raises(
-        ValueError, match=r"'img' \(binary\), 'c' \(string\): .* --image_key"
-    ):
+    with pytest.raises(ValueError, match=r"'img' \(binary\): .* --image_key"):
         open_source(spec, label_key="fine")
     with pytest.raises(ValueError, match=r"expected bytes of JPEG or PNG in 'c'"):
         open_source(spec, image_key="c", label_key="fine")
@@ -714,6 +715,22 @@ def test_any_depth_of_folders(tmp_path, image_example, grey, write_tfrecord):
     wanted = [f"{tmp_path}/{name}" for name in ("a", "b/c", "b/d/e/f")]
     assert source.files("train") == wanted
     assert open_source(f"tfrecord:{tmp_path}/b/**/f").files("train") == wanted[2:]
+
+
+def test_hidden_folders_of_globs_are_not_read(tmp_path, image_example, grey):
+    for name in ("1/a", ".2/a", "1/.3/a", ".2/3/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(image_example(grey(0), 0))
+
+    def read(pattern):
+        paths = open_source(f"tfrecord:{tmp_path}/{pattern}").files("train")
+        return [os.path.relpath(path, tmp_path) for path in paths]
+
+    assert read("**/a") == read("*/a") == ["1/a"]
+    # A folder that is named is meant.
+    assert read(".2/**/a") == [".2/3/a", ".2/a"]
+    assert read(".2/*") == [".2/a"]
 
 
 # --- parts of TFDS's splits

@@ -74,3 +74,24 @@ def test_a_split_that_is_not_used_is_named(tmp_path):
         _save(tmp_path / split / "cat" / "a.jpg")
     source = open_source(f"folder:{tmp_path}")
     assert source.notes == (f"1 folder left out, such as {tmp_path}/test.",)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([(16, 16)] * 3, r"first images of .* are 16x16, but .*--image_size=16x16 \("),
+        ([(16, 16), (8, 9)], r"differ in size, such as 16x16 and 8x9; .*=224 \("),
+        ([None], r"the size of the images of .* is not known; .*=224 \("),
+    ],
+)
+def test_what_is_said_of_sizes_was_seen(tmp_path, sizes, said):
+    (tmp_path / "cat").mkdir()
+    for k, size in enumerate(sizes):
+        path = tmp_path / "cat" / f"{k}.png"
+        if size is None:
+            path.write_bytes(b"\x89PNG\r\n\x1a\n, but no picture")
+        else:
+            Image.new("RGB", size[::-1]).save(path)
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    with pytest.raises(ValueError, match=said):
+        make_dataset(source, "train", batch_size=2)

@@ -1,5 +1,7 @@
 """Columns of CSV and Parquet; what is held out; what is said of both."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,6 +10,7 @@ from pyarrow import parquet
 
 from tests.variants import slow
 from towers.input_pipeline import open_source, scan_labels
+from towers.input_pipeline.records.checks import find_bad_records
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import FILE, BadRecordError
 from towers.input_pipeline.specs import takes
@@ -114,9 +117,16 @@ def test_columns_that_are_chosen(tmp_path, kind):
 def test_a_column_of_text(tmp_path, kind):
     columns = {"Name": ["Ann", "Bo"], "age": [4, 5], "Sex": ["f", "m"], "label": [0, 1]}
     spec = _write(tmp_path, kind, columns)
-    wanted = r"'Name' \(.*, 'Sex' \(.*: leave .*_columns=age, .*=age,Name,Sex; "
-    with pytest.raises(ValueError, match=wanted) as caught:
-        open_source(spec)
+    source = open_source(spec, label_column="label")
+    assert source.image_fields == ["age"] and source.input_kind == "row"
+    (note,) = (note for note in source.notes if note.startswith("Left out, because"))
+    assert re.search(r"'Name' \(.*, 'Sex' \(.*--feature_columns=age,Name,Sex, or", note)
+    # Without any number, nothing is left to learn from.
+    (tmp_path / "texts").mkdir()
+    texts = {"Name": ["Ann", "Bo"], "label": [0, 1]}
+    texts = _write(tmp_path / "texts", kind, texts)
+    with pytest.raises(ValueError, match=r"'Name' \(.*: write numbers there") as caught:
+        open_source(texts)
     # Which would hint at passing over the row.
     assert not isinstance(caught.value, BadRecordError)
     # What is named is wanted, and becomes a category.
@@ -255,7 +265,11 @@ def test_labels_that_are_no_classes(tmp_path):
     with pytest.raises(
         ValueError, match="labels up to 9,999,999,999 in 'label', which is"
     ):
-        open_source(f"csv:{tmp_path}/a.csv")
+        open_source(f"csv:{tmp_path}/a.csv", target="class")
+    # Nobody has said that they are.
+    source = open_source(f"csv:{tmp_path}/a.csv")
+    assert source.target.kind == "numbers"
+    assert any("9,999,999,999, is more than there are" in n for n in source.notes)
     assert (
         open_source(f"csv:{tmp_path}/a.csv", num_classes=10**10).num_classes == 10**10
     )
@@ -290,3 +304,25 @@ def test_names_of_classes_that_are_bad(tmp_path, last, said):
     (tmp_path / "a.csv").write_bytes(b"\n".join([b"a,kind", *rows, b"9," + last]))
     with pytest.raises(ValueError, match=said):
         open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+
+
+@KINDS
+def test_an_empty_cell_is_said_with_what_to_do(tmp_path, kind):
+    columns = {"a": [1, None, 3], "b": [1, 2, 3], "label": [0, 1, 0]}
+    spec = _write(tmp_path, kind, columns)
+    if kind == "csv":
+        path = tmp_path / "a.csv"
+        path.write_text(path.read_text().replace("None", ""))
+    source = open_source(spec, eval_fraction=0)
+    (bad,) = find_bad_records(source, "train")
+    assert (
+        "write one, such as the column's mean, in every such row, or lea" in bad.fault
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["city/name", " "])
+def test_names_of_categories_that_keras_refuses(tmp_path, kind, name):
+    spec = _write(tmp_path, kind, {"a": [1, 2], name: ["x", "y"], "label": [0, 1]})
+    with pytest.raises(ValueError, match=f"named '{name}', which Keras .* rename the"):
+        open_source(spec, feature_columns=["a", name])

@@ -150,3 +150,48 @@ def test_a_label_that_is_neither_0_nor_1_is_a_bad_record(tmp_path):
     spec = _write(tmp_path, "csv", columns)
     with pytest.raises(BadRecordError, match=r"line 152: wet is 2, expected 0 or 1"):
         open_source(spec, label_column="wet,hot")
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("labels", "options", "kind_of_target", "size", "note"),
+    [
+        # As pandas writes whole numbers that had gaps.
+        ([0.0, 1.0, 2.0] * 40, {}, "class", 3, "are whole, and are taken for classes"),
+        ([1.0, 2.0] * 60, {}, "class", 3, "are whole, and are taken for classes"),
+        ([10.0, 20.0] * 60, {}, "numbers", 1, "--task=classification"),
+        ([10.0, 20.0] * 60, {"target": "class"}, "class", 21, ""),
+        ([0.0, 1.0] * 60, {"target": "numbers"}, "numbers", 1, ""),
+        # What decides stands behind the first rows.
+        ([0.0, 1.0] * 60 + [0.5], {}, "numbers", 1, "The target is the number in"),
+        ([0, 1] * 60 + [1_700_000], {}, "numbers", 1, "is more than there are rows"),
+        ([f"n{k}" for k in range(110)] * 2, {}, "class", 110, ""),
+        (
+            *([f"n{k}" for k in range(110)], {"label_column": "label"}),
+            *("class", 110, "each row is a class of its own"),
+        ),
+    ],
+)
+def test_labels_are_guessed_by_the_whole_column(
+    tmp_path, kind, labels, options, kind_of_target, size, note
+):
+    spec = _write(tmp_path, kind, _columns(label=labels))
+    source = open_source(spec, eval_fraction=0, **options)
+    assert (source.target.kind, source.target.size) == (kind_of_target, size)
+    assert any(note in each for each in source.notes) or not note
+    found = _read(source, "train")[1]
+    if kind_of_target == "numbers":
+        assert found == [[label] for label in labels]
+    else:
+        names = sorted({*labels}) if isinstance(labels[0], str) else range(size)
+        assert [names[label] for label in found] == labels
+
+
+def test_a_fraction_among_classes_is_no_class(tmp_path):
+    spec = _write(tmp_path, "csv", _columns(label=[0.0, 1.0] * 20))
+    source = open_source(spec, eval_fraction=0)
+    path = source.files("train")[0]
+    with open(path, "a") as file:
+        file.write("0,1.5\n")
+    (bad,) = find_bad_records(source, "train")
+    assert "label -1 is outside" in bad.fault

@@ -70,6 +70,16 @@ def test_a_fraction_of_each_class_is_held_out(tmp_path):
     assert none.splits == {"train": 20}
 
 
+def test_a_fraction_of_the_good_files_is_held_out(tmp_path):
+    texts = {f"{name}/{k}.txt": f"{name} {k}" for name in "ab" for k in range(11)}
+    texts |= {"a/0.txt": b"\xff", "b/9.txt": b"\xff"}
+    words = text.WordTokenizer([*"ab", *map(str, range(11))])
+    source = _open(tmp_path, texts, tokenizer=words, skip_bad=True)
+    # In the order of names, 10 is behind 1.
+    assert _read(source, "test") == [("a 9", 0), ("b 8", 1)]
+    assert source.splits == {"train": 18, "test": 2}
+
+
 def test_what_is_left_out_is_said(tmp_path):
     """As of the aclImdb reviews, which have texts without a label."""
     others = {"train/unsup/0.txt": "?", "train/urls.txt": "", "train/pos/0.feat": ""}
@@ -77,7 +87,7 @@ def test_what_is_left_out_is_said(tmp_path):
     left, unknown, cut = source.notes
     assert left == (
         "2 files left out: 1 .feat, 1 .txt beside the class folders; files are read if "
-        "they are .txt of class folders."
+        "they are .txt files."
     )
     assert "test has no class 'unsup', but" in unknown
     assert "5 texts of 8 are cut off after 4 tokens" in cut

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tensorflow.data.experimental import service
 
+from tests.input_pipeline.damages import DAMAGES
 from tests.variants import slow
 from towers import input_pipeline
 from towers.input_pipeline import text
@@ -94,6 +95,22 @@ def test_tokens_on_the_disk_are_made_once(tmp_path, monkeypatch, tokenizer):
         _open(tmp_path, **options, cache_dir=folder)
 
 
+@pytest.mark.parametrize("end", [".ids", ".json"])
+def test_damaged_tokens_are_made_anew(tmp_path, capsys, end):
+    _write(tmp_path, *[f"one two three {k}\n" * 9 for k in range(20)])
+    folder = tmp_path / "cache"
+    wanted = _rows(_open(tmp_path, cache_dir=folder))
+    (path,) = folder.glob(f"*{end}")
+    for damage in DAMAGES:
+        path.write_bytes(damage(path.read_bytes()))
+        capsys.readouterr()
+        assert _rows(_open(tmp_path, cache_dir=folder)) == wanted
+        said = capsys.readouterr().err
+        assert f"{path.name} has another checksum: the cache is made anew." in said
+        assert _rows(_open(tmp_path, cache_dir=folder)) == wanted
+        assert not capsys.readouterr().err
+
+
 def test_a_tokenizer_makes_the_tokens(tmp_path):
     _write(tmp_path, "one two\nfour", "three three")
     source = _open(tmp_path, 2, tokenizer=_WORDS)
@@ -142,6 +159,18 @@ def test_the_end_of_each_of_few_files_is_held_out(tmp_path):
     assert train == ("line\n" * 15 + "ü" * 22)[: len(train)]
     assert test == ("line\n" * 5 + "ü" * 8)[: len(test)]
     assert source.files("train") == source.files("test")
+
+
+def test_files_are_held_out_of_those_that_are_good(tmp_path):
+    _write(tmp_path, *["one two three"] * 9, b"\xff", "three " * 9)
+    options = {"eval_fraction": None, "tokenizer": _WORDS, "skip_bad": True}
+    source = _open(tmp_path, 2, **options)
+    assert source.files("test") == [f"{tmp_path}/10.txt"]
+    # Bad ones are none of the ten of which one can be held out.
+    (tmp_path / "08.txt").write_bytes(b"\xff")
+    source = _open(tmp_path, 2, **options)
+    assert source.files("test") == source.files("train")
+    assert "text, at the end of each file" in source.notes[0]
 
 
 def test_files_are_held_out_by_their_names(tmp_path):

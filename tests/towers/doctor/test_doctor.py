@@ -32,6 +32,7 @@ from towers.doctor.devices import Probe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.doctor.gpus import checks as gpus
 from towers.keras_adapter import versions as tested_versions
+from towers.program.extras import install_command
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 300
@@ -591,8 +592,7 @@ def test_the_command_that_installs_cuda(tmp_path, monkeypatch):
     assert gpus._install(tmp_path, wheel) == exact
     with monkeypatch.context() as patch:
         patch.setattr(versions, "version", lambda name: None)  # as of tensorflow-cpu
-        assert gpus._install(tmp_path, wheel) == "pip install 'keras-towers[gpu]'"
-        assert gpus._install(tmp_path, checkout) == "pip install -e '.[gpu]'"
+        assert gpus._install(tmp_path, wheel) == install_command("gpu")
     venv = checkout / ".venv"
     assert gpus._install(venv, checkout) == "make GPU=1"
     venv.mkdir()

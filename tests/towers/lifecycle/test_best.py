@@ -111,6 +111,8 @@ def test_a_metric_that_is_not_there_is_an_error(tmp_path):
         Checkpoint(tmp_path, mode="up")
     with pytest.raises(ValueError, match="monitor=3; expected the name of a metric"):
         Checkpoint(tmp_path, monitor=3)
+    with pytest.raises(ValueError, match="'loss', and the epoch has measured nothing"):
+        Monitor("loss", "min").score({}, False, None)
     # An epoch without validation, in a run with some.
     assert Monitor("val_f", "max").score({"loss": 1.0}, True, None) is None
 

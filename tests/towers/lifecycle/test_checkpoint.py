@@ -23,11 +23,12 @@ from tests.towers.lifecycle.runs import (
 )
 from towers.keras_adapter.randomness import random_states
 from towers.lifecycle.checkpoint import Checkpoint
-from towers.lifecycle.checkpoints import states, store
+from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.stop_at_step import StopAtStep
+from towers.machine import limits
 from towers.numerics.not_finite import NotFinite
 
 pytestmark = pytest.mark.oldest
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.oldest
         ({"save_steps": "3"}, "save_steps='3'; expected an integer"),
         ({"save_minutes": -1}, "save_minutes=-1; expected a number of at least 0"),
         ({"save_minutes": "1"}, "save_minutes='1'; expected a number"),
+        ({"background": 1}, "background=1; expected True, False or None"),
         ({"directory": None}, "directory=None; expected a path"),
     ],
 )
@@ -255,6 +257,68 @@ class TestNotFinite:
         values = np.array([1.0, 1e300 if dtype == "float64" else 1e4])
         assert store.is_finite(tf.cast(values, dtype))
         assert not store.is_finite(tf.cast(values / 0, dtype))
+
+
+class TestMemory:
+    @pytest.mark.parametrize("free", [0, 2**40])
+    def test_training_waits_where_a_copy_has_no_room(
+        self, tmp_path, monkeypatch, capsys, free
+    ):
+        monkeypatch.setattr(limits, "free_memory", lambda: float(free))
+        copied, take = [], saved_model.values
+        monkeypatch.setattr(
+            saved_model, "values", lambda model: copied.append(1) or take(model)
+        )
+        model = as_new("adam")
+        checkpoint = Checkpoint(tmp_path, save_steps=2)
+        fit(model, checkpoint, epochs=1)
+        assert len(copied) == (3 if free else 0)
+        said = capsys.readouterr().err
+        assert said.count("Training waits while checkpoints are written") == (not free)
+        saved = store.load(checkpoint.latest).values
+        for a, b in zip(
+            [*saved["model"], *saved["optimizer"]], values(model), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+    def test_what_is_known_of_a_run_holds_no_variables(self, tmp_path):
+        model = as_new("adam")
+        fit(model, Checkpoint(tmp_path), epochs=1)
+        again = Checkpoint(tmp_path)
+        again.restore(model)
+        assert [*again.run.known.values] == ["callbacks"]
+
+    def test_hosts_read_what_they_divide_once_and_in_order(self, monkeypatch):
+        """Also where the first one could not write all of it."""
+        model = as_new("adam")
+        read, together = [], []
+        divided = {id(v) for v in model.optimizer.variables[1:]}
+        monkeypatch.setattr(saved_model, "is_divided", lambda v: id(v) in divided)
+        monkeypatch.setattr(saved_model, "_read", read.append)
+        values_of = saved_model.ValuesOnDemand(model)
+        written = iter(values_of.by_part["optimizer"])
+        for _ in range(3):
+            next(written)
+        values_of.read_rest_together()
+        for variable in model.optimizer.variables[1:]:
+            monkeypatch.setattr(
+                variable, "numpy", lambda v=variable: together.append(v)
+            )
+        saved_model.read_together(model)
+        found = [id(v) for v in read if id(v) in divided]
+        assert found == [id(v) for v in together] and len(found) > 3
+
+    def test_one_that_fails_ends_the_run_at_once(self, tmp_path):
+        folder = tmp_path / "run"
+        checkpoint = Checkpoint(folder, save_steps=2, background=False)
+        seen = []
+        in_the_way = Breaks(2, lambda: folder.write_text(""))
+        counts = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append(batch)
+        )
+        with pytest.raises(SaveError, match=r"nothing was saved yet[.]"):
+            fit(as_new("adam"), checkpoint, in_the_way, counts, epochs=1)
+        assert len(seen) == 2
 
 
 class TestDisk:

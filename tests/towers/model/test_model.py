@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import keras
 import numpy as np
@@ -176,6 +177,33 @@ def test_fit_with_everything():
     assert float(parallel.optimizer.learning_rate) == pytest.approx(0.01 / 3)
 
 
+class _Number(float):
+    """Unlike other numbers, it can be seen to be gone."""
+
+
+def test_tensors_of_numbers_are_kept_for_an_epoch_at_most():
+    kept = []
+
+    def make_a_tensor(epoch, logs):
+        number = _Number(epoch)
+        kept.append(weakref.ref(number))
+        tf.constant(number)
+
+    by_epoch = []
+    _compiled().fit(
+        _batches(),
+        epochs=3,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=make_a_tensor,
+                on_epoch_end=lambda *_: by_epoch.append([n() is None for n in kept]),
+            )
+        ],
+    )
+    assert by_epoch == [[False], [True, False], [True, True, False]]
+
+
 def test_batches_by_hand():
     x, y = _data(7)
     parallel = _compiled(gpus=4)
@@ -312,12 +340,12 @@ def test_weights_save_and_export(tmp_path):
 class Custom(keras.Model):
     def __init__(self):
         super().__init__()
-        self.dense = keras.layers.Dense(3, activation="softmax")
         self.dropout = keras.layers.Dropout(0.9)
+        self.classes = keras.layers.Dense(3, activation="softmax")
 
     def call(self, x, training=False):
         # Passes `training` on to nobody: Keras's call context does.
-        return self.dense(self.dropout(x))
+        return self.classes(self.dropout(x))
 
 
 def test_a_subclassed_model_is_built_and_trains():
@@ -367,12 +395,12 @@ class _AssignsTensorFlow(keras.layers.Layer):
         return x + self.count
 
 
-class _SumsUp(keras.layers.Layer):
+class _KeepsLargest(keras.layers.Layer):
     def build(self, shape):
         self.total = self.add_weight(shape=(), trainable=False, initializer="zeros")
 
     def call(self, x):
-        self.total.assign(self.total + keras.ops.sum(x))
+        self.total.assign(keras.ops.maximum(self.total, keras.ops.sum(x)))
         return x
 
 
@@ -401,7 +429,7 @@ class _AddsVariance(keras.layers.Layer):
     ("layer", "words"),
     [
         (_AssignsTensorFlow, "assigns a tf.Variable"),
-        (_SumsUp, "assigns .*sums_up.* a value that towers cannot put"),
+        (_KeepsLargest, "assigns .*keeps_largest.* a value that towers cannot put"),
         (_Measures, "updates its metric 'mean_input'"),
         (_AddsVariance, "calls add_loss with a value that towers cannot"),
         (_Unseeded, "global random seed"),
@@ -509,7 +537,7 @@ class _Unreadable(keras.layers.Layer):
 def test_doubts_and_placement_are_said_once(caplog):
     data = _batches()
     model = Custom()
-    model.dense = keras.Sequential([_Unreadable(), model.dense])
+    model.classes = keras.Sequential([_Unreadable(), model.classes])
     parallel = _compiled(model)
     parallel.fit(data, epochs=2, shuffle=False, verbose=0)
     parallel.evaluate(data, verbose=0)
@@ -527,7 +555,7 @@ class _Centres(keras.layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [_Centres, _SumsUp])
+@pytest.mark.parametrize("layer", [_Centres, _KeepsLargest])
 def test_strictness_can_be_waived(layer):
     data = _batches()
     model = keras.Sequential([keras.Input((6,)), layer(), keras.layers.Dense(3)])

@@ -17,7 +17,7 @@ def finished(*flags, model_dir):
 
 
 def predicted(model_dir, *names, code=0):
-    """What towers.predict writes for files, as rows."""
+    """What towers.predict writes for files, as rows; flags may be among the names."""
     output = model_dir / "predictions.csv"
     argv = [model_dir, *names, f"--output={output}", "--batch_size=4"]
     assert predict.predict(arguments.read([*map(str, argv)], "")) == code

@@ -30,10 +30,10 @@ for name in ("towers", "keras"):
     sys.modules[name] = None
 import tensorflow as tf
 
-def tensor(name, value):
+def tensor(name, value, spec):
     if name == "pictures":
         value = [open(path, "rb").read() for path in value]
-    return tf.constant(value)
+    return tf.constant(value, spec.dtype)
 
 def plain(value):
     found = value.tolist()
@@ -42,8 +42,10 @@ def plain(value):
 told = []
 for folder, signature, given in json.load(open(sys.argv[1])):
     model = tf.saved_model.load(folder)
-    given = {name: tensor(name, value) for name, value in given.items()}
-    found = model.signatures[signature](**given)
+    function = model.signatures[signature]
+    specs = function.structured_input_signature[1]
+    given = {name: tensor(name, value, specs[name]) for name, value in given.items()}
+    found = function(**given)
     told.append({name: plain(each.numpy()) for name, each in found.items()})
 print(json.dumps(told))
 """
@@ -160,15 +162,15 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     assert [row["row"] for row in found[:2]] == ["1", "3"] and len(found) == 22
     # Keras's own, of what is computed here by hand.
     numbers = np.array(
-        [[3, 3001], [5, 5002], *([i, 1000 * i + i % 3] for i in range(20))], np.float32
+        [[3, 3001], [5, 5002], *([i, 1000 * i + i % 3] for i in range(20))]
     )
     moods = [2, 0, *(1 if i % 4 else 2 for i in range(20))]
     scaling = job.data.scaling
-    dense = (numbers - np.float32(scaling.mean)) / np.float32(scaling.std)
+    dense = np.float32((numbers - scaling.mean) / scaling.std)
     scores = job.model.predict({"dense": dense, "mood": np.array(moods)}, verbose=0)
     expected = tf.nn.softmax(scores).numpy()
-    chances = [float(row["probability"]) for row in found]
-    np.testing.assert_allclose(chances, expected.max(axis=1), rtol=1e-5)
+    chances = [float(row["probability_owl"]) for row in found]
+    np.testing.assert_allclose(chances, expected[:, 1], rtol=1e-5)
     assert [row["class"] for row in found] == [
         ("cat", "owl")[k] for k in expected.argmax(axis=1)
     ]
@@ -177,7 +179,7 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     parquet.write_table(pa.table(some), run / "new.parquet")
     again = predicted(run, run / "new.parquet")
     # Of a batch of other size, the last bit may differ.
-    again = [float(row["probability"]) for row in again]
+    again = [float(row["probability_owl"]) for row in again]
     np.testing.assert_allclose(again, chances[:2], rtol=1e-5)
     trained = towers.load_model(str(run))
     with pytest.raises(ValueError, match="columns a size, 2a-size, mood; expected a d"):
@@ -195,8 +197,8 @@ def test_ids_stay_in_their_range(tmp_path, capsys):
     said = "row 2: column 'table_0' is '3', expected an id of 0 to 2."
     assert said in capsys.readouterr().err
     x = {"dense": np.float32([[0.5], [0.5]]), "table_0": np.array([2, 1])}
-    expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy().max(axis=1)
-    chances = [float(row["probability"]) for row in found]
+    expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy()[:, 1]
+    chances = [float(row["probability_1"]) for row in found]
     np.testing.assert_allclose(chances, expected, rtol=1e-5)
     with pytest.raises(ValueError, match="'table_0' has ids of 3 to 3; expected 0 to"):
         towers.load_model(str(tmp_path)).predict({"number_0": [1], "table_0": [3]})
@@ -290,8 +292,8 @@ def test_an_array_and_what_needs_a_target(tmp_path):
     np.save(tmp_path / "x.npy", x)
     found = predicted(tmp_path, tmp_path / "x.npy", f"--model={file}")
     expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy()
-    chances = [float(row["probability"]) for row in found]
-    np.testing.assert_allclose(chances, expected.max(axis=1), rtol=1e-5)
+    chances = [float(row["probability_1"]) for row in found]
+    np.testing.assert_allclose(chances, expected[:, 1], rtol=1e-5)
     assert [int(row["class"]) for row in found] == expected.argmax(axis=1).tolist()
     trained = load_model(str(tmp_path), model=str(file))
     with pytest.raises(ValueError, match=r"\[2, 3\] of float64; expected .* \[B, 2\]"):
@@ -322,7 +324,8 @@ def test_pictures_that_the_users_file_prepares(tmp_path):
     (row,) = predicted(tmp_path, root / "bee" / "0.png", f"--model={mine}")
     scores = tf.nn.softmax(job.model(pixels[None] / np.float32(255))).numpy()
     assert row["class"] == ("ant", "bee")[scores.argmax()]
-    np.testing.assert_allclose(float(row["probability"]), scores.max(), rtol=1e-5)
+    found = float(row["probability_bee"])
+    np.testing.assert_allclose(found, scores[0, 1], rtol=1e-5)
     trained = load_model(str(tmp_path), model=mine)
     assert trained.predict(pixels[None])[0]["class"] == row["class"]
 

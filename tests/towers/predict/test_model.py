@@ -30,7 +30,7 @@ def stopped(tmp_path_factory):
     job = assembled(
         *(f"--dataset=text:{folder}/text.txt", f"--model_dir={folder}/run", *SMALL)
     )
-    with files.alone(job):
+    with files.alone(job.model_dir):
         run.train(job)
     return job
 

@@ -2,19 +2,24 @@
 
 import dataclasses
 
+import keras
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 from PIL import Image
+from pyarrow import parquet
 
 import towers
 from tests.towers.predict.runs import finished, predicted
 from towers import input_pipeline
 from towers.export import arguments as export_arguments
 from towers.export import saved_model
-from towers.predict import arguments, output
+from towers.predict import arguments, inputs, output
+from towers.predict.preprocessor import Preprocessor
 from towers.predict.trained import Trained, load_model
 from towers.train.outputs.preprocessing import Preprocessing
+from towers.train.parts.task import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,8 @@ def test_pictures(pictures, tmp_path, capsys):
     assert f"towers.predict: {broken}: " in err and err.count("\n") == 2
     assert "towers.predict: 10 predictions, 1 example left out" in err
     assert [row["file"] for row in rows] == [*map(str, paths)]
-    found = [float(row["probability"]) for row in rows]
-    np.testing.assert_allclose(sorted(found), sorted(expected.max(axis=1)), rtol=1e-4)
+    found = [float(row["probability_bee"]) for row in rows]
+    np.testing.assert_allclose(sorted(found), sorted(expected[:, 1]), rtol=1e-4)
     trained = load_model(str(model_dir))
     each = trained.predict([path.read_bytes() for path in paths])
     assert [row["class"] for row in rows] == [one["class"] for one in each]
@@ -126,8 +131,8 @@ def test_rows(tables, capsys):
     assert [int(row["row"]) for row in rows] == [1, 4, *range(1, 21)]
     numbers = np.array([[3, 3001], [5, 5002]], np.float32)
     scores = job.model.predict(job.data.scaling(numbers), verbose=0)
-    expected = tf.nn.softmax(scores).numpy().max(axis=1)
-    found = [float(row["probability"]) for row in rows[:2]]
+    expected = tf.nn.softmax(scores).numpy()[:, 1]
+    found = [float(row["probability_owl"]) for row in rows[:2]]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert {row["class"] for row in rows} <= {"cat", "owl"}
     (root / "other.csv").write_text("a size,c\n1,2\n")
@@ -148,8 +153,8 @@ def test_texts(tmp_path, capsys):
     lines = predicted(tmp_path, tmp_path / "lines.txt", tmp_path / "mail.csv")
     assert [row["row"] for row in lines[:3]] == ["1", "3", "1"]
     batch = job.data.batches(1)[0]
-    scores = tf.nn.softmax(job.model(batch[0])).numpy().max(axis=1)
-    given = {*(round(float(row["probability"]), 3) for row in lines)}
+    scores = tf.nn.softmax(job.model(batch[0])).numpy()[:, 1]
+    given = {*(round(float(row["probability_1"]), 3) for row in lines)}
     assert {*(round(float(score), 3) for score in scores)} == given
 
 
@@ -174,13 +179,13 @@ def test_folders_of_texts(tmp_path, capsys):
     texts = [open(name, "rb").read() for name in names]
     tokens = job.data.source.tokenizer.encode(tf.constant(texts))[:, :6]
     scores = job.model(tokens.to_tensor(shape=[None, 6]))
-    expected = tf.nn.softmax(scores).numpy().max(axis=1)
-    found = [float(row["probability"]) for row in rows]
+    expected = tf.nn.softmax(scores).numpy()[:, 1]
+    found = [float(row["probability_b"]) for row in rows]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_words_are_tagged(tmp_path):
+def test_words_are_tagged(tmp_path, capsys):
     sentences = ["Ann PER\nsings O\n", "Bo PER\nsees O\nAnn PER\nagain O\n"]
     (tmp_path / "a.txt").write_text("\n".join(sentences * 6))
     flags = f"--dataset=conll:{tmp_path}/a.txt", "--sequence_length=3", "--layers=1"
@@ -215,6 +220,12 @@ def test_words_are_tagged(tmp_path):
     found = [[tag.decode() for tag in row if tag] for row in served["class"].numpy()]
     assert [" ".join(row) for row in found] == wanted
     assert (served["label"].numpy() == -1).sum() == 3
+    # Which of its columns a line has lost, nobody knows.
+    (tmp_path / "bad.conll").write_text("Ann PER\nO\n\nBo PER\nsees O\n")
+    (row,) = predicted(tmp_path, tmp_path / "bad.conll", code=1)
+    assert row["row"] == "4"
+    wanted = "bad.conll: line 2: has 1 column, expected 2, divided by spaces or tabs"
+    assert wanted in capsys.readouterr().err
 
 
 def test_what_is_told_depends_on_the_task(tmp_path):
@@ -279,3 +290,116 @@ def test_arguments_of_export(pictures, tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ValueError, match="is there already and no SavedModel"):
         export_arguments.read([model_dir, str(tmp_path)], "")
+
+
+def test_large_numbers_are_told_apart_by_prediction_and_export(tmp_path):
+    times = 1_700_000_000 + np.arange(4)
+    scaling = input_pipeline.Scaling(("time",), (1_700_000_000.0,), (1.0,))
+    # As the run's folder has it.
+    Preprocessing(
+        *("regression", False, "row", (1,)), features=("time",), scaling=scaling
+    ).save(str(tmp_path))
+    known = Preprocessing.load(str(tmp_path))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Activation("linear")])
+    trained = Trained(model, known, Preprocessor(known))
+    (tmp_path / "a.csv").write_text("\n".join(["time", *map(str, times)]))
+    ((_, of_file),) = inputs.batches(trained, [str(tmp_path / "a.csv")], 4, print)
+    saved_model.write(trained, str(tmp_path / "exported"))
+    served = tf.saved_model.load(str(tmp_path / "exported"))
+    for found in (
+        trained.prepare({"time": times}),
+        trained.prepare(times[:, None]),
+        of_file,
+        served.serve([[float(time)] for time in times])["values"],
+        served.serve_columns(times.astype(float).tolist())["values"],
+    ):
+        np.testing.assert_array_equal(found, [[0], [1], [2], [3]])
+
+
+def _written(tmp_path, prediction, of_all_classes=False, **names):
+    with open(tmp_path / "out.csv", "w", newline="") as file:
+        rows = output.Rows(file, None, of_all_classes=of_all_classes)
+        rows.write({"file": "a.csv", **names}, prediction)
+    return (tmp_path / "out.csv").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("task", "scores", "of_all_classes", "header", "row"),
+    [
+        ("binary", [0.25], False, "class,probability_owl", "cat,0.25"),
+        (
+            "binary",
+            [0.25],
+            True,
+            "class,probability_cat,probability_owl",
+            "cat,0.75,0.25",
+        ),
+        ("classification", [0.75, 0.25], False, "class,probability_owl", "cat,0.25"),
+        (
+            *("text_classification", [0.75, 0.25], True),
+            *("class,probability_cat,probability_owl", "cat,0.75,0.25"),
+        ),
+        ("classification", [0.5, 0.25, 0.25], False, "class,probability", "cat,0.5"),
+        (
+            *("classification", [0.25, 0.25, 0.5], True),
+            *("class,probability_cat,probability_owl,probability_2", "2,0.25,0.25,0.5"),
+        ),
+        (
+            *("multilabel", [0.75, 0.25], False),
+            *("labels,probabilities_cat,probabilities_owl", "cat,0.75,0.25"),
+        ),
+        ("regression", [0.75], True, "value", "0.75"),
+    ],
+)
+def test_probabilities_under_the_names_of_classes(
+    tmp_path, task, scores, of_all_classes, header, row
+):
+    (found,) = TASKS[task].decode(np.array([scores]), ["cat", "owl"], False)
+    expected = [f"file,{header}", f"a.csv,{row}"]
+    assert _written(tmp_path, found, of_all_classes) == expected
+
+
+def test_a_column_that_is_kept_has_its_name(tmp_path):
+    prediction = {"class": "cat", "probability": 1.0, "probabilities": {"cat": 1.0}}
+    found = _written(tmp_path, prediction, id="007", **{"class": "owl"})
+    header = "file,id,class,predicted_class,probability"
+    assert found == [header, "a.csv,007,owl,cat,1"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_columns_of_tables_are_kept(tables, kind):
+    root, model_dir, _ = tables
+    times = [12345678901.0, 12345678902.0]
+    columns = {"id": ["007", "008"], "b": [1, 2], "time": times, "a size": [3, 4]}
+    new = root / f"kept.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.table(columns), new)
+    else:
+        rows = zip(*columns.values(), strict=True)
+        new.write_text("\n".join(",".join(map(str, row)) for row in (columns, *rows)))
+    rows = predicted(model_dir, new, "--keep_columns=id,time,b", "--probabilities")
+    header = "file row id time b class probability_cat probability_owl"
+    assert " ".join(rows[0]) == header
+    kept = [(row["id"], float(row["time"]), row["b"]) for row in rows]
+    assert kept == [("007", times[0], "1"), ("008", times[1], "2")]
+    with pytest.raises(ValueError, match="no column 'name', which --keep_columns nam"):
+        predicted(model_dir, new, "--keep_columns=name")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("row", "which predictions have, so leave out 'row'"),
+        ("id,", "so leave out ''"),
+        ("id,id", "expected each column once"),
+    ],
+)
+def test_columns_that_cannot_be_kept(tables, flag, said):
+    root, model_dir, _ = tables
+    with pytest.raises(ValueError, match=said):
+        predicted(model_dir, root / "rows.csv", f"--keep_columns={flag}")
+
+
+def test_pictures_have_no_columns_to_keep(pictures):
+    with pytest.raises(ValueError, match="expected CSV or Parquet files to copy col"):
+        predicted(pictures[1], pictures[0][0], "--keep_columns=id")

@@ -1,6 +1,25 @@
-"""A file gets its name once it is whole."""
+"""A file gets its name once it is whole, and the disk has it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
 
 from towers.program import whole_file
+
+KILLED = """
+import os, signal, sys
+from towers.program import whole_file
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(os, sys.argv[2], die)
+whole_file.write_text(sys.argv[1], "after")
+"""
 
 
 def test_a_link_stays(tmp_path):
@@ -12,3 +31,64 @@ def test_a_link_stays(tmp_path):
     assert link.is_symlink()
     assert target.read_text() == "after"
     assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_kill_before_the_name_leaves_what_was_there(tmp_path, call):
+    path = tmp_path / "file"
+    path.write_text("before")
+    command = [sys.executable, "-c", KILLED, str(path), call]
+    done = subprocess.run(command, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_text("before")
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        whole_file.write_text(str(path), "after")
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == "before"
+
+
+def test_the_disk_has_the_file_before_the_name_and_then_the_folder(
+    tmp_path, monkeypatch
+):
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, _n=name, _c=call: (calls.append(_n), _c(*args))
+        )
+    whole_file.write_text(str(tmp_path / "file"), "text")
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_what_has_not_changed_is_not_written(tmp_path):
+    path = tmp_path / "file"
+    whole_file.write_text(str(path), "text\udcff")
+    before = path.stat().st_ino
+    whole_file.write_text(str(path), "text\udcff")
+    assert path.stat().st_ino == before
+    assert path.read_bytes() == b"text\xff"
+    whole_file.write_text(str(path), "other")
+    assert path.read_text() == "other"
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    whole_file.write_text(str(tmp_path / "file"), "text")
+    assert (tmp_path / "file").read_text() == "text"

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests import warm
 from tests.browser import needs_browser, open_browser
+from towers.program.extras import install_command
 from towers.report import __main__ as report
 from towers.report import charts
 from towers.report.read import Series, read
@@ -494,5 +495,5 @@ def test_missing_libraries(tmp_path, capsys, monkeypatch):
     assert report.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "towers.report: The report is made with jinja2 and matplotlib, which are not "
-        "installed; run: pip install 'keras-towers[report]'\n"
+        f"installed; run: {install_command('report')}\n"
     )

@@ -96,7 +96,10 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
             "--dataset=folder:{made}/images_with_an_empty_class --image_size=8",
             ["{made}/images_with_an_empty_class/bee", "no JPEG, PNG, GIF"],
         ),
-        ("--dataset=folder:{made}/images", ["differ in size", "--image_size"]),
+        (
+            "--dataset=folder:{made}/images",
+            ["differ in size, such as", "--image_size=224"],
+        ),
         (
             "--dataset=tfrecord:{made}/labels.tfrecord --num_classes=5 --image_size=8",
             ["{made}/labels.tfrecord", "record 5", "label 5", "[0, 5)"],

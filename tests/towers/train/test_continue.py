@@ -139,7 +139,7 @@ def test_clean_starts_over(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "train", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         train_run.run(job)
-    assert {p.name for p in path.iterdir()} == {"notes.txt", "lock"}
+    assert {p.name for p in path.iterdir()} == {"notes.txt"}
 
 
 @pytest.mark.slow
@@ -212,6 +212,7 @@ def test_a_worse_run_leaves_the_best_model(worse, resumed):
         "monitor": "val_loss",
         "value": pytest.approx(first["best"]["value"], rel=1e-5),
         "epoch": epoch,
+        "logs": first["best"]["logs"],
         "model": str(best),
         "checkpoint": f"{worse.path}/checkpoints/ckpt-{epoch}-0",
     }

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tests import small
 from tests.towers.train.runs import (
     assembled,
+    run_here,
     setup,
     snapshot,
     write_folder,
@@ -329,6 +330,44 @@ def test_a_model_whose_call_is_wrong():
     ):
         build.return_value = keras.Sequential([Layer()])
         model_parts.build_model(setup(shape=(2,)), "/CPU:0")
+
+
+def test_each_number_at_the_end_is_said_of_its_model():
+    best = {"monitor": "val_loss", "value": 0.5, "epoch": 3, "model": "best.keras"}
+    best["logs"] = {"val_loss": 0.5, "val_accuracy": 0.9, "loss": 0.1}
+    summary = dict.fromkeys(("measured", "bad_records", "model", "checkpoint"))
+    summary |= {"steps": 9, "towers": [], "model_dir": "runs", "best": best}
+    summary |= {"val_loss": 0.7, "val_accuracy": 0.8}
+    last = "  validation loss 0.7000, validation accuracy 0.8000"
+    of_best = " " * 15 + "validation loss 0.5000, validation accuracy 0.9000"
+    said = last_lines.text({**summary, "epochs": 4}, trained=False).splitlines()
+    assert said[1] == f"{last} (model.keras, after epoch 4)"
+    line = "  best model   best.keras, val_loss 0.5000 after epoch 3"
+    assert said[said.index(line) + 1] == of_best
+    # Where the last is the best, there is but one model.
+    said = last_lines.text({**summary, "epochs": 3}, trained=False).splitlines()
+    assert said[1] == last and of_best not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [((), [1, 2, 3]), (("--log_steps=2",), [2])],
+)
+def test_short_epochs_have_scalars(tmp_path, flags, expected):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data = "--dataset=synthetic:4x4x1:3:8", "--batch_size=8", "--model=mlp"
+    folder = f"--model_dir={tmp_path}", "--train_epochs=3"
+    run_here(*data, *folder, *flags)
+    logs = EventAccumulator(str(tmp_path / "train"))
+    logs.Reload()
+    steps = {
+        event.step
+        for tag in logs.Tags()["tensors"]
+        if tag.startswith("batch")
+        for event in logs.Tensors(tag)
+    }
+    assert sorted(steps) == expected, logs.Tags()["tensors"]
 
 
 def test_commands_that_are_printed_quote_paths():

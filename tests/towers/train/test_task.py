@@ -107,13 +107,25 @@ NAMES = ["ant", "bee", "cow"]
     [
         (
             *("classification", [[0, np.log(2), 0]]),
-            {"class": "bee", "probability": pytest.approx(0.5)},
+            {
+                "class": "bee",
+                "probability": pytest.approx(0.5),
+                "probabilities": pytest.approx({"ant": 0.25, "bee": 0.5, "cow": 0.25}),
+            },
         ),
-        ("binary", [[np.log(3)]], {"class": "bee", "probability": pytest.approx(0.75)}),
-        (
-            "binary",
-            [[-9.0]],
-            {"class": "ant", "probability": pytest.approx(1, abs=1e-3)},
+        *(
+            (
+                *("binary", [[logit]]),
+                {
+                    "class": name,
+                    "probability": pytest.approx(max(second, 1 - second)),
+                    "probabilities": pytest.approx({"ant": 1 - second, "bee": second}),
+                },
+            )
+            for logit, name, second in (
+                (np.log(3), "bee", 0.75),
+                (-np.log(3), "ant", 0.25),
+            )
         ),
         ("regression", [[1.5]], {"value": 1.5}),
         ("regression", [[1, 2, 3]], {"ant": 1.0, "bee": 2.0, "cow": 3.0}),
@@ -140,7 +152,11 @@ def test_a_prediction_of_a_mask_without_names():
 
 def test_probabilities_stay_as_they_are():
     (found,) = TASKS["classification"].decode(np.array([[0.25, 0.75]]), None, False)
-    assert found == {"class": "1", "probability": 0.75}
+    assert found == {
+        "class": "1",
+        "probability": 0.75,
+        "probabilities": {"0": 0.25, "1": 0.75},
+    }
 
 
 def test_what_text_logs():

@@ -218,7 +218,7 @@ class _Call:
         values = tf.nest.flatten([local], expand_composites=True)
         pairs = zip(given, values, strict=True)
         found = {tensor.name: value for tensor, value in pairs if tensor is not None}
-        return found | {self._trace.fraction.name: tf.ones([])}
+        return found | {self._trace.fraction.name: tf.ones([], batch.FRACTION)}
 
     def _needed(self, following):
         """The names of what home, and the tower, take from a phase on."""

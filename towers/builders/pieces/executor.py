@@ -138,7 +138,8 @@ class TowerExecutor:
 
         def everything():
             rows = data.joined(context.plan)
-            return self._call(towers, 0, values[0], rows, data.size, tf.ones([]))
+            fraction = tf.ones([], batch.FRACTION)
+            return self._call(towers, 0, values[0], rows, data.size, fraction)
 
         if unread and towers.rules.unread:
             self._check_rows(towers, data)
@@ -166,7 +167,7 @@ class TowerExecutor:
         specs = [
             *batch.specs(values[0]),
             batch.local_spec(data.like, rows),
-            tf.TensorSpec([], tf.float32),
+            tf.TensorSpec([], batch.FRACTION),
             *batch.specs(towers.extra),
         ]
         # Passes over a gathered loss's towers are merged only where both are copied.

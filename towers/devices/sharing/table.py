@@ -11,11 +11,10 @@ import os
 import typing
 from collections.abc import Iterator
 
-from towers.devices.sharing import lock
 from towers.devices.sharing.division import Run
 from towers.devices.sharing.errors import RegistryError
 from towers.devices.sharing.machine import Machine, file_name
-from towers.program import small_file, whole_file
+from towers.program import locks, small_file, whole_file
 from towers.program.voice import warn
 
 # Others hold the lock for as long as it takes to write the file.
@@ -68,15 +67,9 @@ class Table:
 
     @contextlib.contextmanager
     def _lock(self):
-        name = f"{self.path}.lock"
-        while True:
-            os.makedirs(os.path.dirname(name), mode=0o700, exist_ok=True)
-            with lock.opened(name) as file:
-                lock.take(file, _LOCK_S)
-                # Somebody may have emptied the folder meanwhile.
-                if _is_at(file, name):
-                    yield
-                    return
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        with locks.waited_for(f"{self.path}.lock", _LOCK_S):
+            yield
 
     def _read(self) -> list[Run] | None:
         """Reads the file; `None` if it is torn."""
@@ -100,13 +93,6 @@ class Table:
     def _write(self, runs):
         with whole_file.opened(self.path) as file:
             json.dump({"runs": [dataclasses.asdict(run) for run in runs]}, file)
-
-
-def _is_at(file, name):
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(name))
-    except FileNotFoundError:
-        return False
 
 
 def _run(entry: dict) -> Run:

@@ -10,6 +10,7 @@ from towers.doctor import versions
 from towers.doctor.devices import Probe
 from towers.doctor.finding import WRONG, Finding, note, ok, wrong
 from towers.doctor.gpus.seen import HIDES, Card, Machine, look
+from towers.program.extras import install_command
 
 __all__ = ["Card", "Machine", "look"]
 
@@ -284,9 +285,7 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     # For the version that is there, as another one may ask for other libraries.
     if version := versions.version("tensorflow"):
         return f"pip install 'tensorflow[and-cuda]=={version}'"
-    if (ours / "setup.py").exists():
-        return "pip install -e '.[gpu]'"
-    return "pip install 'keras-towers[gpu]'"
+    return install_command("gpu")
 
 
 def _holders(machine: Machine, card: Card) -> str:

@@ -20,12 +20,14 @@ class Best:
         epoch: Epochs that were done.
         monitor: Name of the metric.
         value: Its value after the last of them.
+        logs: Other metrics of that epoch, by name, as far as they are known.
     """
 
     path: str
     epoch: int
     monitor: str
     value: float
+    logs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -69,6 +71,12 @@ class Monitor:
             ValueError: There is no such metric, or it is not known whether more is
                 better.
         """
+        if self.asked is not None and not logs:
+            raise ValueError(
+                f"Received monitor='{self.asked}', and the epoch has measured nothing "
+                "at all; expected training data of at least one batch, and a "
+                "train_step that returns what it measures."
+            )
         if self.asked is None:
             self.name = "val_loss" if validates or "val_loss" in logs else "loss"
         elif self.asked not in logs and not (
@@ -117,16 +125,13 @@ class Monitor:
 
     def read(self, about: Mapping[str, Any]) -> float | None:
         """Returns the score of a checkpoint, if it is of an epoch's end."""
-        epoch, batch = about.get("position", (0, 0))
+        _, batch = about.get("position", (0, 0))
         if batch:
             return None
         if self.name == (about.get("monitor") or _before_names(about)):
             return _number(about.get("score"))
         # By another metric; but all of them are in the history.
-        values = about["history"]["history"].get(self.name) or [None]
-        whole = about["history"]["epoch"]
-        last = bool(whole) and whole[-1] == epoch - 1
-        return _number(values[-1]) if last and len(values) == len(whole) else None
+        return last_logs(about).get(self.name)
 
     def epochs_since_best(self, about: Mapping[str, Any]) -> int:
         """Returns how many epochs of a checkpoint's history came after its best one."""
@@ -144,6 +149,20 @@ class Monitor:
         choose = max if self.mode == "max" else min
         path, _ = choose(scored, key=lambda each: each[1], default=(None, None))
         return path
+
+
+def last_logs(about: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics of the epoch at whose end a checkpoint was made, by name."""
+    epoch, batch = about.get("position", (0, 0))
+    whole, history = about["history"]["epoch"], about["history"]["history"]
+    if batch or not whole or whole[-1] != epoch - 1:
+        return {}
+    found = {
+        name: _number(values[-1])
+        for name, values in history.items()
+        if len(values) == len(whole)
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _before_names(about):

@@ -1,4 +1,9 @@
-"""The checkpoints of one run: a thread writes them; the last and the best stay."""
+"""The checkpoints of one run: a thread writes them; the last and the best stay.
+
+The thread writes from a copy of the state, so that training goes on meanwhile. Where
+there is no room for one, training waits, and the thread reads each variable as it
+writes it.
+"""
 
 import concurrent.futures
 import contextlib
@@ -12,10 +17,16 @@ import keras
 from towers.cluster import process_group
 from towers.collectives.hosts import this_host
 from towers.lifecycle.checkpoints import saved_model, store
-from towers.lifecycle.checkpoints.best import Best, Monitor
-from towers.lifecycle.checkpoints.store import Contents, Position
+from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs
+from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
+from towers.machine import heap, limits
 from towers.numerics.not_finite import NotFinite
+from towers.program import words
 from towers.program.voice import say, warn
+
+# Training goes on beside a copy of the state if so many times its size are free: once
+# for the copy, and as much for the gradients and activations of a step.
+_FREE_STATES = 2
 
 
 class SaveError(Exception):
@@ -38,6 +49,7 @@ class CheckpointManager:
         keep_checkpoints: int,
         monitor: Monitor,
         on_save_error: str,
+        background: bool | None = None,
     ) -> None:
         """Writes nothing yet; see `Checkpoint` for the arguments.
 
@@ -56,7 +68,11 @@ class CheckpointManager:
                 f"Received on_save_error={on_save_error!r}; expected 'stop' or "
                 "'continue'."
             )
-        self._received = None
+        if not (background is None or isinstance(background, bool)):
+            raise ValueError(
+                f"Received background={background!r}; expected True, False or None."
+            )
+        self._received, self._background = None, background
         # Where hosts come and go, each may have to write some day.
         self._elastic = process_group.member() is not None
         if self._hosts.index > 0 and not self._elastic:
@@ -70,6 +86,7 @@ class CheckpointManager:
         self.discarded: Sequence[str] = ()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: concurrent.futures.Future | None = None
+        self._trimming: concurrent.futures.Future | None = None
         self._scores: dict[str, float | None] = {}
 
     @property
@@ -156,7 +173,9 @@ class CheckpointManager:
             return None
         self.monitor.settle(model)
         path = self.monitor.best(reversed(scores.items()))
-        return Best(path, store.position(path).epoch, self.monitor.name, scores[path])
+        logs = last_logs(store.load_about(path))
+        epoch = store.position(path).epoch
+        return Best(path, epoch, self.monitor.name, scores[path], logs)
 
     def score(
         self, logs: Mapping[str, Any], validates: bool, model: keras.Model
@@ -185,17 +204,62 @@ class CheckpointManager:
         saved_model.read_together(model)
         return {}
 
-    def save(self, position: Position, contents: Contents) -> None:
-        """Begins to write a checkpoint, once the one before is written.
+    def save(
+        self,
+        position: Position,
+        contents: Contents,
+        model: keras.Model,
+        values: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Writes a checkpoint, or begins to; all hosts call it together.
 
         Only the first host writes.
 
+        Args:
+            position: Of the run.
+            contents: What to write besides the model's variables.
+            model: The model.
+            values: What `values` has returned earlier; None for the values now.
+
         Raises:
-            SaveError: The one before could not be written.
+            SaveError: It could not be written, or the one before could not.
+            NotFinite: A variable is not finite.
         """
         self.wait()
-        if self._hosts.index == 0:
-            self._saving = self._writer.submit(self._write, position, contents)
+        if self._trimming is not None:
+            self._trimming.result()  # So that there are never two copies.
+        if self._hosts.index > 0:
+            if values is None:
+                saved_model.read_together(model)
+        elif values is not None or self._has_room_for_copy(model):
+            values = self.values(model) if values is None else values
+            self._begin_to_write(position, contents, values)
+        else:
+            values = saved_model.ValuesOnDemand(model)
+            self._begin_to_write(position, contents, values.by_part)
+            self.finish()
+            # Other hosts take part in reading all, also where writing has failed.
+            values.read_rest_together()
+            self.wait()
+
+    def _begin_to_write(self, position, contents, values):
+        contents = Contents({**values, **contents.values}, contents.about)
+        self._saving = self._writer.submit(self._write, position, contents)
+        # It begins when that has ended, which frees the copy.
+        self._trimming = self._writer.submit(heap.trim)
+
+    def _has_room_for_copy(self, model):
+        """Whether training may go on while the state is written from a copy."""
+        if self._background is None:
+            size, free = saved_model.nbytes(model), limits.free_memory()
+            if free < _FREE_STATES * size:
+                self._background = False
+                say(
+                    "Note: Training waits while checkpoints are written: a copy of the "
+                    f"state, of {words.size(size)}, has no room beside a step in the "
+                    f"{words.size(free)} of free memory."
+                )
+        return self._background is not False
 
     def wait(self, only_if_done: bool = False) -> None:
         """Waits until what was saved is written, and says if it could not be.
@@ -236,25 +300,43 @@ class CheckpointManager:
         Raises:
             NotFinite: It is not.
         """
-        for part, described in about["variables"].items():
-            for value, (name, *_) in zip(values[part], described, strict=True):
-                if not store.is_finite(value):
-                    saved = self.tell_latest("the last checkpoint, from before, is {}")
-                    raise NotFinite(
-                        f"The variable {name} is not finite at step {about['step']}; "
-                        f"{saved}. Look for such numbers in the data, or train with a "
-                        "smaller learning rate."
-                    )
+        checked = self._checked(values, about)
+        for part in about["variables"]:
+            for _ in checked[part]:
+                pass
+
+    def _checked(self, values, about):
+        """The same values, each of which is checked when it is asked for."""
+
+        def check(value, name):
+            if not store.is_finite(value):
+                saved = self.tell_latest("the last checkpoint, from before, is {}")
+                raise NotFinite(
+                    f"The variable {name} is not finite at step {about['step']}; "
+                    f"{saved}. Look for such numbers in the data, or train with a "
+                    "smaller learning rate."
+                )
+            return value
+
+        def checked(of_part, described):
+            names = [name for name, *_ in described]
+            return OnDemand(lambda i: check(of_part[i], names[i]), range(len(of_part)))
+
+        described = about["variables"]
+        return {
+            part: checked(of_part, described[part]) if part in described else of_part
+            for part, of_part in values.items()
+        }
 
     def _write(self, position, contents):
-        self.check_finite(contents.values, contents.about)
         if self.latest and not os.path.isdir(self.directory):
             raise OSError("the directory is gone")
-        while self.discarded:
-            *self.discarded, path = self.discarded
-            store.remove(path)
-            self._scores.pop(path, None)
-        path = store.save(self.directory, position, contents)
+        checked = self._checked(contents.values, contents.about)
+        contents = Contents(checked, contents.about)
+        path = store.save(self.directory, position, contents, self.discarded)
+        for discarded in self.discarded:
+            self._scores.pop(discarded, None)
+        self.discarded = ()
         self._scores[path] = contents.about["score"]
         self.latest = path
         self._prune(position)
@@ -270,6 +352,7 @@ class CheckpointManager:
         for path in older:
             if path not in scored:
                 store.remove(path)
+                self._scores.pop(path, None)
 
     def _up_to(self, position):
         # Later ones were passed over, as damaged say, when the run was continued.

@@ -1,11 +1,12 @@
 """The variables of a model that is saved, and which checkpoints are of it."""
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from towers.collectives.spread.variable import SpreadVariable
@@ -13,6 +14,7 @@ from towers.keras_adapter.optimizers import innermost, known_variables
 from towers.layers import sharded
 from towers.layers.variables import optimizers, plain
 from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints.store import OnDemand
 from towers.program.voice import warn
 
 
@@ -122,17 +124,58 @@ def averages(optimizer: keras.optimizers.Optimizer) -> bool:
     return inner.use_ema and inner.ema_overwrite_frequency is None
 
 
-def values(model: keras.Model) -> dict[str, list[np.ndarray]]:
-    """Returns copies of all variables, by what they belong to."""
+def values(model: keras.Model) -> dict[str, list[Any]]:
+    """Returns the values of all variables as they are now, by what they belong to.
+
+    They stay what they are while training goes on, for which it takes a copy of each
+    variable that it changes.
+    """
     return {part: copies(variables) for part, variables in parts(model).items()}
 
 
-def own_values(model: keras.Model) -> dict[str, list[np.ndarray]]:
-    """Returns what `values` does, of what hosts have divided only this one's part."""
-    return {
-        part: [_own(variable) for variable in variables]
-        for part, variables in parts(model).items()
-    }
+class ValuesOnDemand:
+    """What `values` returns, but each value is read when it is asked for.
+
+    What hosts divide is read by all of them together: see `read_together`.
+
+    Attributes:
+        by_part: The values, each to be asked for once, in order.
+    """
+
+    def __init__(self, model: keras.Model):
+        """Reads nothing yet."""
+        self.by_part = {
+            part: OnDemand(self._read, variables)
+            for part, variables in parts(model).items()
+        }
+        variables = itertools.chain.from_iterable(parts(model).values())
+        self._unread = [variable for variable in variables if is_divided(variable)]
+
+    def _read(self, variable):
+        value = _read(variable)
+        if is_divided(variable):
+            # One that could not be read is tried again, for what is then said.
+            self._unread.pop(0)
+        return value
+
+    def read_rest_together(self) -> None:
+        """Reads what hosts divide and nobody has asked for, as other hosts do."""
+        while self._unread:
+            self._read(self._unread[0])
+
+
+def own_values(model: keras.Model) -> dict[str, OnDemand]:
+    """Returns the values on demand, of what hosts divide only this one's part."""
+    return {part: OnDemand(_own, variables) for part, variables in parts(model).items()}
+
+
+def nbytes(model: keras.Model) -> int:
+    """Returns the bytes of what `values` returns."""
+    variables = itertools.chain.from_iterable(parts(model).values())
+    return sum(
+        math.prod(size or 1 for size in v.shape) * tf.as_dtype(v.dtype).size
+        for v in variables
+    )
 
 
 def is_divided(variable: keras.Variable | tf.Variable) -> bool:
@@ -143,7 +186,7 @@ def is_divided(variable: keras.Variable | tf.Variable) -> bool:
 def _own(variable):
     if is_divided(variable):
         return sharded.of(variable).own()
-    return _copy(variable)
+    return _read(variable)
 
 
 def read_together(model: keras.Model) -> None:
@@ -155,26 +198,30 @@ def read_together(model: keras.Model) -> None:
 
 
 def assign(model: keras.Model, values: Mapping[str, Sequence[Any]]) -> None:
-    """Gives all variables the values that `values` has returned."""
+    """Gives all variables the values that `values` has returned, or a checkpoint."""
     for part, variables in parts(model).items():
         for variable, value in zip(variables, values[part], strict=True):
             variable.assign(value)
 
 
-def copies(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+def copies(variables: Sequence[keras.Variable]) -> list[Any]:
     """Returns the values as they are now, in the host's memory."""
-    return [*map(_copy, variables)]
+    return [_copy(variable) for variable in variables]
 
 
 def _copy(variable):
     # What is in the host's memory already is not copied: TensorFlow does that when it
     # is next written to. This takes a third of the time of `tf.identity`.
+    return store.on_host(_read(variable))
+
+
+def _read(variable):
+    """The value where it is: the variable's own memory, if nothing was put behind."""
     if not isinstance(variable, tf.Variable):
         if sharded.of(variable) is not None:
             return variable.numpy()
         variable = variable.value
-    read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    return np.asarray(read)
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def describe(variables: Sequence[keras.Variable]) -> list[list[Any]]:

@@ -3,28 +3,46 @@
 A checkpoint is a folder, `ckpt-EPOCH-BATCH`, of TensorFlow's own files, which
 `tf.train.load_checkpoint` reads. (To write a ResNet-20, `tf.train.Checkpoint` takes 45
 ms, for its graph of objects; the operation under it takes 6.) It is written under
-another name, flushed to the disk, read back, and only then renamed.
+another name, flushed to the disk, read back, and only then renamed. One of the same
+position is called `ckpt-EPOCH-BATCH.replaced` until the new one has its name.
 There is no list of them that could be wrong (`tf.train.CheckpointManager` removes what
 its list names, wherever that is): the folders are the list.
+
+A state may fill most of the memory, so it is written and read back in pieces. A large
+value is stored in slices, as TensorFlow stores partitioned variables, and each file
+holds about as much as one slice.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-_NAME = re.compile(r"ckpt-(\d+)-(\d+)")
+from towers.devices import HOST
+
+_REPLACED = ".replaced"
+_NAME = re.compile(rf"ckpt-(\d+)-(\d+)({re.escape(_REPLACED)})?")
 _UNFINISHED = ".unfinished"
 _FILES = "variables"
 _ABOUT = "about"
 _FORMAT = 1
+# The most bytes of a piece; a checkpoint says it. Older ones have each value in one.
+_PIECE_BYTES, _PIECES_OF = 2**25, "piece bytes"
+# The types of which TensorFlow can join slices; others are always in one piece.
+_CAN_BE_CUT = (
+    *(tf.float32, tf.float64, tf.bfloat16, tf.complex64, tf.complex128, tf.bool),
+    *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8),
+)
 # Where Linux has the folders that a process has opened.
 _OPENED = "/proc/self/fd"
 
@@ -51,7 +69,8 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        values: The values of variables, in order, by the name of their part.
+        values: The values of variables, in order, by the name of their part. They may
+            be `OnDemand`.
         about: What else there is to say, as JSON has it.
     """
 
@@ -59,10 +78,78 @@ class Contents:
     about: Mapping[str, Any]
 
 
+class OnDemand(Sequence):
+    """Values of which each is read when it is asked for, and not kept."""
+
+    def __init__(self, read: Callable[[Any], Any], sources: Sequence[Any]):
+        """Reads nothing yet.
+
+        Args:
+            read: Returns the value of a source.
+            sources: The source of each value.
+        """
+        self._read, self._sources = read, sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._read(self._sources[index])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A whole value, or a slice of it.
+
+    Attributes:
+        name: Name of the value in the files.
+        shape: Shape of the whole value.
+        dtype: Its type.
+        axis: The axis that is cut.
+        rows: The slice on that axis; `None` for the whole value.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    axis: int = 0
+    rows: range | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        whole = math.prod(self.shape) * self.dtype.size
+        if self.rows is None:
+            return whole
+        return whole // self.shape[self.axis] * len(self.rows)
+
+    @property
+    def slice_spec(self) -> str:
+        """The slice as TensorFlow's operations take it; empty for the whole value."""
+        if self.rows is None:
+            return ""
+        cuts = ["-"] * len(self.shape)
+        cuts[self.axis] = f"{self.rows.start},{len(self.rows)}"
+        return f"{' '.join(map(str, self.shape))} {':'.join(cuts)}"
+
+    def cut_from(self, value: Any) -> tf.Tensor:
+        """Returns the piece of a value, in the host's memory."""
+        if self.rows is not None:
+            rows = slice(self.rows.start, self.rows.stop)
+            value = value[(slice(None),) * self.axis + (rows,)]
+        return on_host(value)
+
+
+def on_host(value: Any) -> tf.Tensor:
+    """Returns a value as a tensor in the host's memory, without a copy if it is one."""
+    with tf.device(HOST):
+        return tf.raw_ops.Identity(input=value)  # `tf.identity` copies it
+
+
 def find(directory: str) -> list[str]:
     """Returns the paths of all checkpoints, the latest first."""
     try:
-        names = os.listdir(directory)
+        names = {*os.listdir(directory)}
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -70,7 +157,13 @@ def find(directory: str) -> list[str]:
             f"Cannot read the checkpoints in {directory}: {error.strerror}; choose "
             "another directory."
         ) from error
-    paths = [os.path.join(directory, name) for name in names if _NAME.fullmatch(name)]
+    # Where a save was killed, what it should have replaced is all that there is.
+    replaced = {name + _REPLACED for name in names}
+    paths = [
+        os.path.join(directory, name)
+        for name in names - replaced
+        if _NAME.fullmatch(name)
+    ]
     # A link may lead anywhere; we make none.
     paths = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
     return sorted(paths, key=position, reverse=True)
@@ -83,16 +176,21 @@ def is_one(path: str) -> bool:
 
 def position(path: str) -> Position:
     """Reads the position from a checkpoint's name."""
-    return Position(*map(int, _NAME.fullmatch(os.path.basename(path)).groups()))
+    epoch, batch, _ = _NAME.fullmatch(os.path.basename(path)).groups()
+    return Position(int(epoch), int(batch))
 
 
-def save(directory: str, at: Position, contents: Contents) -> str:
+def save(
+    directory: str, at: Position, contents: Contents, discarded: Sequence[str] = ()
+) -> str:
     """Writes a checkpoint; until it is whole, there is none of that name.
 
     Args:
         directory: Where the checkpoints lie; made if there is none.
-        at: Its position, which names it. One of that name is replaced.
-        contents: What to write.
+        at: Its position, which names it. One of that name is replaced: it stays until
+            the new one has the name.
+        contents: What to write. Each value is asked for once, in order.
+        discarded: Checkpoints to remove once this one is whole, before it has its name.
 
     Returns:
         Its path.
@@ -104,6 +202,7 @@ def save(directory: str, at: Position, contents: Contents) -> str:
     unfinished = os.path.join(directory, _UNFINISHED)
     try:
         os.makedirs(directory, exist_ok=True)
+        _settle(directory)
         shutil.rmtree(unfinished, ignore_errors=True)
         os.mkdir(unfinished)
         _write(os.path.join(unfinished, _FILES), at, contents)
@@ -111,10 +210,11 @@ def save(directory: str, at: Position, contents: Contents) -> str:
             _sync(os.path.join(unfinished, name))
         _sync(unfinished)
         load(unfinished)
+        for each in discarded:
+            remove(each)
         if os.path.lexists(path):
-            os.rename(path, os.path.join(unfinished, "replaced"))
+            os.rename(path, path + _REPLACED)
         os.rename(unfinished, path)
-        shutil.rmtree(os.path.join(path, "replaced"), ignore_errors=True)
         _sync(directory)
     except tf.errors.OpError as error:
         raise OSError(reason(error)) from error
@@ -123,26 +223,72 @@ def save(directory: str, at: Position, contents: Contents) -> str:
         raise OSError(f"it is not read back as it was written: {why}") from error
     finally:
         with contextlib.suppress(OSError):
-            shutil.rmtree(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _settle(directory)
     return path
+
+
+def _settle(directory):
+    """Removes what was replaced; gives it its name again if nothing took its place."""
+    for name in os.listdir(directory):
+        if not (_NAME.fullmatch(name) and name.endswith(_REPLACED)):
+            continue
+        path = os.path.join(directory, name)
+        successor = path.removesuffix(_REPLACED)
+        if os.path.lexists(successor):
+            remove(path)
+        else:
+            os.rename(path, successor)
 
 
 def load(path: str) -> Contents:
     """Reads a checkpoint whole, so that each of its checksums is looked at.
 
+    It keeps no value: each is read again when it is asked for.
+
     Raises:
-        DamagedError: It is not one, or not as it was written.
+        DamagedError: It is not one, or not as it was written. Whoever asks for a value
+            gets it, too, if that can be read no more.
     """
     with _reading(path) as prefix:
         reader = tf.train.load_checkpoint(prefix)
-        names = reader.get_variable_to_shape_map()
-        found = {name: reader.get_tensor(name) for name in names}
-        about = _parse(path, found[_ABOUT])
+        about = _parse(path, reader.get_tensor(_ABOUT))
+        shapes = reader.get_variable_to_shape_map()
+        dtypes = reader.get_variable_to_dtype_map()
+        most_bytes = about.get(_PIECES_OF, math.inf)
+        pieces = itertools.chain.from_iterable(
+            _cut(_Piece(name, tuple(shape), dtypes[name]), most_bytes)
+            for name, shape in shapes.items()
+        )
+        for group in _grouped((piece, None) for piece in pieces):
+            _restore(prefix, [piece for piece, _ in group])
         values = {
-            part: [found[f"{part}/{i}"] for i in range(count)]
+            part: OnDemand(
+                functools.partial(_read_value, path),
+                [
+                    _Piece(name, tuple(shapes[name]), dtypes[name])
+                    for name in (f"{part}/{i}" for i in range(count))
+                ],
+            )
             for part, count in about["parts"].items()
         }
     return Contents(values, about)
+
+
+def _read_value(path, whole):
+    with _reading(path) as prefix:
+        (value,) = _restore(prefix, [whole])
+    return value
+
+
+def _restore(prefix, pieces):
+    with tf.device(HOST):
+        return tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=[piece.name for piece in pieces],
+            shape_and_slices=[piece.slice_spec for piece in pieces],
+            dtypes=[piece.dtype for piece in pieces],
+        )
 
 
 def load_about(path: str) -> dict[str, Any]:
@@ -168,6 +314,7 @@ def remove(path: str) -> None:
 def remove_all(directory: str) -> None:
     """Removes all that this module has written, and nothing else."""
     for path in find(directory):
+        remove(path + _REPLACED)
         remove(path)
     for name in (_UNFINISHED, f"{_UNFINISHED}-removal"):
         shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
@@ -179,17 +326,65 @@ def _write(prefix, at, contents):
         "parts": {part: len(values) for part, values in contents.values.items()},
         **contents.about,
         "position": dataclasses.astuple(at),
+        _PIECES_OF: _PIECE_BYTES,
     }
-    tensors = {_ABOUT: tf.constant(json.dumps(about))}
-    for part, values in contents.values.items():
-        tensors |= {f"{part}/{i}": value for i, value in enumerate(values)}
-    with tf.device("/CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=prefix,
-            tensor_names=[*tensors],
-            shape_and_slices=[""] * len(tensors),
-            tensors=[*tensors.values()],
-        )
+    written = []
+    for group in _grouped(_all_pieces(json.dumps(about), contents.values)):
+        written.append(f"{prefix}-{len(written)}")
+        pieces, tensors = zip(*group, strict=True)
+        with tf.device(HOST):
+            tf.raw_ops.SaveV2(
+                prefix=written[-1],
+                tensor_names=[piece.name for piece in pieces],
+                shape_and_slices=[piece.slice_spec for piece in pieces],
+                tensors=tensors,
+            )
+        group.clear()  # Before more is read.
+        del tensors
+    # It renames the files, and writes one index of all.
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=written, destination_prefix=prefix, delete_old_dirs=False
+    )
+
+
+def _all_pieces(about, values):
+    """Yields what a checkpoint holds: each piece, and its tensor."""
+    yield from pieces_of(_ABOUT, tf.constant(about))
+    for part, of_part in values.items():
+        for i, value in enumerate(of_part):
+            yield from pieces_of(f"{part}/{i}", value)
+
+
+def pieces_of(name: str, value: Any) -> Iterator[tuple[_Piece, tf.Tensor]]:
+    """Cuts a value into pieces, each in the host's memory, one after another."""
+    whole = _Piece(name, tuple(value.shape), tf.as_dtype(value.dtype))
+    for piece in _cut(whole, _PIECE_BYTES):
+        yield piece, piece.cut_from(value)
+
+
+def _cut(whole, most_bytes):
+    """Cuts a value into slices of at most so many bytes, or of one row."""
+    axis = next((k for k, size in enumerate(whole.shape) if size > 1), None)
+    if axis is None or whole.nbytes <= most_bytes or whole.dtype not in _CAN_BE_CUT:
+        return [whole]
+    rows = range(whole.shape[axis])
+    step = max(1, int(len(rows) * most_bytes // whole.nbytes))
+    return [
+        dataclasses.replace(whole, axis=axis, rows=rows[start : start + step])
+        for start in rows[::step]
+    ]
+
+
+def _grouped(pieces):
+    """Yields lists of pieces that together have about the bytes of a large one."""
+    group, nbytes = [], 0
+    for piece, tensor in pieces:
+        if group and nbytes + piece.nbytes > _PIECE_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append((piece, tensor))
+        nbytes += piece.nbytes
+    yield group
 
 
 def _parse(path, about):
@@ -259,4 +454,4 @@ def is_finite(value: Any) -> bool:
     dtype = tf.as_dtype(value.dtype)
     if not dtype.is_floating and not dtype.is_complex:
         return True
-    return bool(np.isfinite(np.asarray(value)).all())
+    return all(np.isfinite(piece.numpy()).all() for _, piece in pieces_of("", value))

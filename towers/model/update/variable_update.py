@@ -14,7 +14,7 @@ from towers.cluster.membership import Membership
 from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost, this_host
 from towers.devices import HOST, is_gpu
-from towers.keras_adapter.models import compile_config
+from towers.keras_adapter.models import already, compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.keras_adapter.variables import (
     empty,
@@ -115,7 +115,8 @@ class VariableUpdate:
 
     def state(self) -> list[Any]:
         """Returns objects that are others when the model is compiled or moved."""
-        return [compile_config(self.model), *(v.value for v in self.model.variables)]
+        own = already(self.model, "variables")
+        return [compile_config(self.model), *(v.value for v in own)]
 
     def differs(self, before: list[Any]) -> bool:
         """Tells whether `state` has changed."""

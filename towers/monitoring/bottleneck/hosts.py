@@ -15,7 +15,7 @@ _WHY = {
     "copy_s": "copies to its towers",
     "compute_s": "computes",
     "reduce_s": "adds its own gradients and updates",
-    "between_s": "is in Python and callbacks",
+    "between_s": "is between steps (callbacks, evaluation, checkpoints)",
 }
 _TAGS = {
     "input": "input_s",

@@ -15,7 +15,7 @@ from towers.elastic import balance, requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.program import small_file
+from towers.program import small_file, whole_file
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
@@ -28,24 +28,45 @@ LOG = "log.csv"
 
 
 @contextlib.contextmanager
-def alone(job: Job) -> Iterator[None]:
-    """Inside, no other run writes to the model_dir.
+def alone(model_dir: str) -> Iterator[None]:
+    """Inside, no other run writes to the model_dir, which is made.
+
+    If nothing is written there, it is gone afterwards.
 
     Raises:
         SaveError: If another one does already, or nothing can be written.
     """
     with contextlib.ExitStack() as stack:
-        with _written(job):
-            os.makedirs(job.model_dir, exist_ok=True)
-            links.check(job.model_dir)
-            try:
-                stack.enter_context(requests.locked(job.model_dir))
-            except BlockingIOError as error:
-                raise SaveError(
-                    f"Another run writes to {job.model_dir}; expected one at a time, "
-                    "so wait for its end, or choose another --model_dir."
-                ) from error
+        try:
+            for folder in _missing(model_dir):
+                os.makedirs(folder, exist_ok=True)
+                stack.callback(_remove_if_empty, folder)
+            links.check(model_dir)
+            stack.enter_context(requests.locked(model_dir))
+        except BlockingIOError as error:
+            raise SaveError(
+                f"Another run writes to {model_dir}; expected one at a time, so wait "
+                "for its end, or choose another --model_dir."
+            ) from error
+        except OSError as error:
+            raise SaveError(
+                f"Cannot write to the model_dir {model_dir}: {error}; expected a "
+                "folder that can be written to, so choose another --model_dir, or "
+                "correct that."
+            ) from error
         yield
+
+
+def _missing(folder: str) -> list[str]:
+    """Returns those of a folder and its parents that are not there, the first first."""
+    if os.path.isdir(folder):
+        return []
+    return [*_missing(os.path.dirname(folder)), folder]
+
+
+def _remove_if_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 def describe(job: Job) -> None:
@@ -97,7 +118,7 @@ def _forget_epochs_after(path, epochs):
     header, *rows = _rows(path) or [[]]
     kept = [row for row in rows if int(row[0]) < epochs]
     if kept != rows:
-        with open(path, "w", newline="") as file:
+        with whole_file.opened(path, newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([header, *kept])
 
 
@@ -168,14 +189,11 @@ def _save_model(job: Job, path: str) -> None:
     unfinished = os.path.join(job.model_dir, "unfinished.keras")
     with averaged(job.settings, job.model), kept_rate(job.model.optimizer):
         job.model.save(unfinished)
-    os.replace(unfinished, path)
+    whole_file.rename(unfinished, path)
 
 
 def _write(job: Job, name: str, text: str) -> None:
-    # A path need not be UTF-8.
-    path = os.path.join(job.model_dir, name)
-    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
+    whole_file.write_text(os.path.join(job.model_dir, name), text)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 
 from towers.program import small_file
-from towers.train.outputs.preprocessing import OWN, Preprocessing, write_json
+from towers.train.outputs.json_files import write_json
+from towers.train.outputs.preprocessing import OWN, Preprocessing
 from towers.train.parts.data import Data
 from towers.train.settings import ARCHITECTURE
 
@@ -20,7 +21,10 @@ def write(job: Any) -> None:
     model.json describes the model's layers, as Keras does. Only a model of classes gets
     classes.json, and only one of texts gets a tokenizer.
     """
-    _preprocessing(job).save(job.model_dir)
+    preprocessing = _preprocessing(job)
+    preprocessing.save(job.model_dir)
+    # Each checkpoint has a copy: the numbers of scaling stand nowhere else.
+    job.checkpoint.run.preprocessing = preprocessing.to_json()
     model = json.loads(job.model.to_json())
     write_json(os.path.join(job.model_dir, ARCHITECTURE), model)
     target = job.setup.facts.target

@@ -1,14 +1,14 @@
 """What a trained model is given and what it returns, as preprocessing.json says."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from towers import input_pipeline
 from towers.input_pipeline.images import recipes
-from towers.program import small_file
+from towers.train.outputs import recorded
+from towers.train.outputs.json_files import write_json
 from towers.train.parts.task import TASKS, Task
 from towers.train.settings import PREPROCESSING
 
@@ -65,38 +65,45 @@ class Preprocessing:
         """The task, which decodes what the model returns."""
         return self.task and TASKS[self.task]
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        content = dataclasses.asdict(self)
+        content["scaling"] = self.scaling and self.scaling.to_json()
+        return content
+
     def save(self, folder: str) -> None:
         """Writes it into a folder."""
-        found = dataclasses.asdict(self)
-        found["scaling"] = self.scaling and self.scaling.to_json()
-        write_json(os.path.join(folder, PREPROCESSING), found)
+        write_json(os.path.join(folder, PREPROCESSING), self.to_json())
 
     @classmethod
     def load(cls, folder: str) -> Self:
-        """Reads what `save` has written.
+        """Reads what `save` has written; of a checkpoint's copy if the file is lost.
 
         Raises:
             ValueError: It is not there, or of another version.
         """
-        path = os.path.join(folder, PREPROCESSING)
         try:
-            found = small_file.read_json(path, dict)
-            for name in ("range", "features", "outputs"):
-                found[name] = found[name] and tuple(found[name])
-            found["shape"] = _shapes(found["shape"])
-            if "input_shape" in found["known"]:
-                shapes = _shapes(found["known"]["input_shape"])
-                found["known"]["input_shape"] = shapes
-            if found["scaling"]:
-                found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
-            if found["task"] not in (None, *TASKS):
-                raise ValueError(f"task is {found['task']!r}")
-            return cls(**found)
+            return recorded.read(folder, cls._from_json)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            path = os.path.join(folder, PREPROCESSING)
             raise ValueError(
                 f"Cannot read {path} ({error}); expected the model_dir of a run of "
                 "this version of Towers, so train again."
             ) from error
+
+    @classmethod
+    def _from_json(cls, found: dict[str, Any]) -> Self:
+        for name in ("range", "features", "outputs"):
+            found[name] = found[name] and tuple(found[name])
+        found["shape"] = _shapes(found["shape"])
+        if "input_shape" in found["known"]:
+            shapes = _shapes(found["known"]["input_shape"])
+            found["known"]["input_shape"] = shapes
+        if found["scaling"]:
+            found["scaling"] = input_pipeline.Scaling.from_json(found["scaling"])
+        if found["task"] not in (None, *TASKS):
+            raise ValueError(f"task is {found['task']!r}")
+        return cls(**found)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -116,13 +123,6 @@ class Preprocessing:
     def is_text(self, column: str) -> bool:
         """Whether a column of categories has texts, and not their numbers."""
         return column in self.vocabularies
-
-
-def write_json(path: str, content: Any) -> None:
-    """Writes JSON that people can read, too."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
 
 
 def _shapes(found):

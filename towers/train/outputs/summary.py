@@ -49,6 +49,7 @@ def best_model(job: Job) -> dict | None:
         "monitor": best.monitor,
         "value": best.value,
         "epoch": best.epoch,
+        "logs": best.logs,
         "model": os.path.join(job.model_dir, "best.keras"),
         "checkpoint": best.path,
     }
@@ -91,15 +92,21 @@ def text(summary: dict, trained: bool = True) -> str:
     """
     bad, best = summary["bad_records"], summary["best"]
     named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
+    values, of_best = values_text(summary), ""
+    if best and best["epoch"] != summary["epochs"]:
+        # Two models, so it is said of which one each number is.
+        values += f" (model.keras, after epoch {summary['epochs']})"
+        of_best = values_text(best["logs"])
     return "\n".join(
         [
             f"Done: {words.count(summary['epochs'], 'epoch')}, "
             f"{words.count(summary['steps'], 'step')} on "
             f"{words.count(len(summary['towers']), 'tower')}.",
-            f"  {values_text(summary)}",
+            f"  {values}",
             *([textwrap.indent(summary["measured"], "  ")] if trained else []),
             f"  model        {summary['model']}",
             *([f"  best model   {named}"] if named else []),
+            *([f"               {of_best}"] if of_best else []),
             f"  checkpoint   {summary['checkpoint']}",
             f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['model_dir'])}",
             *([f"  bad records  {bad:,} passed over"] if bad is not None else []),

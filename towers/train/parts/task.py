@@ -137,8 +137,9 @@ class Task:
             from_logits: Whether these are logits; see `returns_logits`.
 
         Returns:
-            For each example, values by name: `class` and `probability`; `value`, or one
-            for each number; `labels` and `probabilities`; `mask`, `tags` or `tokens`.
+            For each example, values by name: `class`, its `probability`, and the
+            `probabilities` of all classes; `value`, or one for each number; `labels`
+            and `probabilities`; `mask`, `tags` or `tokens`.
         """
         scores = np.asarray(outputs, np.float32)
         if from_logits and self.probability:
@@ -161,7 +162,11 @@ def _exp(value):
 def _of_class(scores, names):
     best = scores.argmax(axis=-1)
     return [
-        {"class": names[label], "probability": float(row[label])}
+        {
+            "class": names[label],
+            "probability": float(row[label]),
+            "probabilities": dict(zip(names, row.tolist(), strict=False)),
+        }
         for row, label in zip(scores, best, strict=True)
     ]
 

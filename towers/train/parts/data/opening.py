@@ -158,8 +158,6 @@ def choose_image_shape(
     if (asked := read_image_size(settings.image_size)) is not None:
         height, width = asked
     if height is None or width is None:
-        raise ValueError(
-            f"The images of {source.name} differ in size; expected one size for all, "
-            "so give --image_size, such as --image_size=224."
-        )
+        text = input_pipeline.unknown_size(source)
+        raise ValueError(f"{text[0].upper()}{text[1:]}.")
     return height, width, channels

@@ -5,7 +5,7 @@ import os
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
-from towers.program import small_file
+from towers.train.outputs import recorded
 from towers.train.settings import PREPROCESSING, Settings
 
 _TABLES = ("csv", "parquet")
@@ -21,11 +21,38 @@ def choose(
         source: The training data, without bad records.
 
     Returns:
-        The scaling, and a note on it; nothing of images and text.
+        The scaling, `None` of images and text, and a note on it and on numbers that
+        float32 cannot tell apart.
 
     Raises:
         ValueError: --scale is not for such data, or not what a run began with.
     """
+    scaling, note = _scaling(settings, source)
+    with input_pipeline.blame_records(source):
+        merged = input_pipeline.columns_merged_by_float32(source, scaling is not None)
+    return scaling, " ".join(filter(None, [note, *map(_merged, merged, _ADVICE)]))
+
+
+# On numbers to learn from, and on those to predict.
+_ADVICE = (
+    "--scale=standard takes their mean off first",
+    "take a number near their mean off them first",
+)
+
+
+def _merged(names, advice):
+    """Says which columns models cannot learn from, or predict."""
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names[:10])) + ", ..." * (len(names) > 10)
+    return (
+        f"float32, in which models compute, cannot tell most of the numbers apart in "
+        f"{listed}; {advice}."
+    )
+
+
+def _scaling(settings, source):
+    """How rows are scaled, and a note on that."""
     if source.input_kind not in ("row", "columns"):
         if settings.scale == "standard":
             raise ValueError(
@@ -88,15 +115,18 @@ def _goes_on(settings):
 
 def _read(model_dir):
     """The scaling of a run, `None` if it has none, and its vocabularies."""
-    path = os.path.join(model_dir, PREPROCESSING)
     try:
-        found = small_file.read_json(path, dict)
-        scaling = found.get("scaling")
-        return scaling and Scaling.from_json(scaling), found.get("vocabularies")
+        return recorded.read(model_dir, _parse)
     except FileNotFoundError:
         return None, None  # a run of before
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        path = os.path.join(model_dir, PREPROCESSING)
         raise ValueError(
             f"{path} cannot be read: {error}; expected what this run wrote, so copy it "
             "from a backup, or start over with --clean."
         ) from error
+
+
+def _parse(found):
+    scaling = found.get("scaling")
+    return scaling and Scaling.from_json(scaling), found.get("vocabularies")

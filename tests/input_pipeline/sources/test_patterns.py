@@ -1,0 +1,78 @@
+"""Files by their names, by patterns, and in folders."""
+
+import pytest
+
+from tests.variants import slow
+from towers.input_pipeline import open_source
+from towers.input_pipeline.convert.conversion import convert
+from towers.input_pipeline.sources.files.file_source import group_by_split
+
+ROWS = "a,label\n1,0\n2,1\n"
+TAGS = "Ann PER\nsings O\n\n"
+# What Spark, and others, write beside files of data.
+HIDDEN = "_SUCCESS", "_metadata", ".part-0.crc"
+
+
+def _write(kind, path):
+    """Writes a file of some kind, whatever its name."""
+    if kind == "parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), path)
+    elif kind == "tfrecord":
+        folder = path.parent / "converted"
+        (path.parent / "rows.txt").write_text(ROWS)
+        source = open_source(f"csv:{path.parent}/rows.txt", eval_fraction=0)
+        convert(source, str(folder), shards=1)
+        (file,) = folder.glob("train-*")
+        file.rename(path)
+        (path.parent / "rows.txt").unlink()
+    else:
+        path.write_text({"csv": ROWS, "conll": TAGS, "text": "some words\n"}[kind])
+
+
+OPENED = pytest.mark.parametrize(
+    "kind", ["csv", slow("parquet"), slow("tfrecord"), slow("conll"), slow("text")]
+)
+NAMES = "i[1].csv", "what?.csv", "a*b.csv", "_x.csv", "[a-b]{c}.csv"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@OPENED
+def test_a_file_that_is_there_is_no_pattern(tmp_path, kind, name):
+    (tmp_path / "data [2]").mkdir()
+    path = tmp_path / "data [2]" / name
+    _write(kind, path)
+    # Which the pattern would match.
+    (tmp_path / "data [2]" / "i1.csv").write_text("other")
+    source = open_source(f"{kind}:{path}")
+    assert {file for split in source.splits for file in source.files(split)} <= {
+        str(path)
+    }
+
+
+@OPENED
+def test_files_that_describe_a_folder_are_no_data(tmp_path, kind):
+    folder = tmp_path / "data [2]"
+    folder.mkdir()
+    _write(kind, folder / "part-0")
+    for name in HIDDEN:
+        (folder / name).write_text("nothing")
+    expected = {"train": [f"{folder}/part-0"]}
+    assert group_by_split(kind, str(folder)) == expected
+    open_source(f"{kind}:{folder}")
+    for name in HIDDEN:
+        assert group_by_split(kind, f"{folder}/{name}") == {
+            "train": [f"{folder}/{name}"]
+        }
+
+
+def test_patterns_leave_hidden_files_out_unless_they_are_asked_for(tmp_path):
+    for name in ("a.csv", *HIDDEN):
+        (tmp_path / name).write_text(ROWS)
+    assert group_by_split("csv", f"{tmp_path}/*") == {"train": [f"{tmp_path}/a.csv"]}
+    asked = [f"{tmp_path}/_SUCCESS", f"{tmp_path}/_metadata"]
+    assert group_by_split("csv", f"{tmp_path}/_*") == {"train": asked}
+    with pytest.raises(ValueError, match="no file matches"):
+        group_by_split("csv", f"{tmp_path}/none-[1].csv")

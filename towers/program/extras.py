@@ -1,0 +1,28 @@
+"""Names the command that installs an optional part of Towers."""
+
+import importlib.metadata
+import shlex
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra of setup.py.
+
+    The command names these packages, and not ``keras-towers[EXTRA]``, because no
+    package index has Towers.
+
+    Args:
+        extra: Its name, such as "parquet".
+
+    Returns:
+        A command such as ``pip install 'pyarrow>=20'``.
+    """
+    try:
+        requirements = importlib.metadata.requires("keras-towers") or []
+    except importlib.metadata.PackageNotFoundError:  # the checkout is only on the path
+        return f"pip install -e '.[{extra}]' in the checkout of Towers"
+    packages = [
+        package.strip()
+        for package, _, marker in (line.partition(";") for line in requirements)
+        if f'extra == "{extra}"' in marker
+    ]
+    return f"pip install {shlex.join(packages)}"

@@ -1,0 +1,288 @@
+"""Locks of folders, which end with their process, however that ends.
+
+A lock is a file that flock(2) locks. Some file systems have no such locks: Lustre that
+is mounted without them, or NFS without its daemon. There, a link beside the file names
+the process that has the lock. A link has its target as soon as it exists, so nobody
+reads half of it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from typing import IO
+
+import psutil
+
+from towers.program import voice
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_BOOT = "/proc/sys/kernel/random/boot_id"
+_PROCESSES = "/proc/self/ns/pid"
+_CHECK_PAUSE_S = 0.1
+_WAIT_PAUSE_S = 0.05
+# The locks that this process has, and their files.
+_held: set[str] = set()
+_files: list[IO] = []
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Inside, no other process has the lock; this one may take it again.
+
+    Args and errors are those of `taken`.
+    """
+    if os.path.realpath(path) in _held:
+        yield
+        return
+    with taken(path):
+        yield
+
+
+@contextlib.contextmanager
+def taken(path: str) -> Iterator[None]:
+    """Inside, nobody else has the lock.
+
+    The file is removed at the end. Only its owner can open it, so that nobody else can
+    keep it locked.
+
+    Args:
+        path: The file of the lock, whose folder has to be there.
+
+    Raises:
+        BlockingIOError: Another process has the lock, or this one has it already.
+        OSError: The file cannot be made.
+    """
+    path = os.path.realpath(path)
+    with contextlib.ExitStack() as stack:
+        _take(path, stack)
+        _held.add(path)
+        stack.callback(_held.discard, path)
+        yield
+
+
+@contextlib.contextmanager
+def waited_for(path: str, seconds: float, message: str = "") -> Iterator[None]:
+    """Waits for a lock, and has it inside.
+
+    Args:
+        path: As of `taken`.
+        seconds: How long to wait for a process that has it.
+        message: A line to say once if another process has it.
+
+    Raises:
+        TimeoutError: Another process still has it: it stands still, or is none of ours.
+        OSError: The file cannot be made.
+    """
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(taken(path))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise TimeoutError(
+                        f"another process has held the lock {path} for {seconds:g} s"
+                    ) from None
+            if message:
+                voice.say(message)
+                message = ""
+            time.sleep(_WAIT_PAUSE_S)
+        yield
+
+
+def is_locked(path: str) -> bool:
+    """Tells whether a process has a lock."""
+    if os.path.realpath(path) in _held:
+        return True
+    try:
+        with _open(path, os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        # Somebody else's file is there only while it is locked.
+        return True
+    except OSError as error:
+        return error.errno in (*_NO_LOCKS, errno.ENOENT) and _is_taken(_link(path))
+    return False
+
+
+def _take(path: str, stack: contextlib.ExitStack) -> None:
+    while True:
+        file = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(file)
+        except OSError as error:
+            file.close()
+            if error.errno not in _NO_LOCKS:
+                raise
+            _take_link(path, error, stack)
+            stack.callback(_remove, path)
+            return
+        if _is_at(file, path):
+            break
+        file.close()  # The process that had it has removed the file.
+    _files.append(file)
+    stack.callback(_release, file, path)
+
+
+def _open(path: str, flags: int) -> IO:
+    """Opens the file of a lock, which nobody but its owner can open from now on."""
+    # A pipe in its place is not waited for.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    file = os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        with contextlib.suppress(OSError):  # Some file systems have no modes.
+            os.fchmod(descriptor, 0o600)
+    return file
+
+
+def _lock(file: IO) -> None:
+    # A process that only looks whether it is locked has it for a moment.
+    for again in (True, True, False):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not again:
+                raise
+            time.sleep(_CHECK_PAUSE_S)
+
+
+def _is_at(file: IO, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _release(file: IO, path: str) -> None:
+    if file not in _files:
+        return  # A child of the process that has the lock has forgotten it.
+    # While it is locked: later it may be another process's already.
+    if _is_at(file, path):
+        _remove(path)
+    file.close()
+    _files.remove(file)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.remove(path)
+
+
+# Without flock.
+
+
+def _take_link(path: str, error: OSError, stack: contextlib.ExitStack) -> None:
+    link = _link(path)
+    for again in (True, False):
+        try:
+            os.symlink(_this_process(), link)
+            break
+        except FileExistsError as taken:
+            if not (again and _remove_if_dead(link)):
+                raise BlockingIOError(
+                    errno.EAGAIN, f"{link} names the process that has it", path
+                ) from taken
+    stack.callback(_remove_own, link, os.getpid())
+    voice.say(
+        f"The file system of {os.path.dirname(path)} has no locks ({error.strerror}), "
+        f"so {link} names the process that uses the folder."
+    )
+
+
+def _remove_own(link: str, pid: int) -> None:
+    if os.getpid() == pid:
+        _remove(link)
+
+
+def _link(path: str) -> str:
+    return f"{os.path.realpath(path)}.holder"
+
+
+def _this_process() -> str:
+    """Names this process, apart from all others of all machines and containers."""
+    pid = os.getpid()
+    return " ".join([*_this_machine(), str(pid), _started(pid)])
+
+
+def _this_machine() -> tuple[str, str, str]:
+    try:
+        with open(_BOOT) as file:
+            boot = file.read().strip()
+        processes = str(os.stat(_PROCESSES).st_ino)
+    except OSError:
+        boot = processes = "unknown"
+    return socket.gethostname(), boot, processes
+
+
+def _started(pid: int) -> str:
+    return f"{psutil.Process(pid).create_time():.2f}"
+
+
+def _is_taken(link: str) -> bool:
+    try:
+        holder = os.readlink(link)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return not _is_dead(holder)
+
+
+def _is_dead(holder: str) -> bool:
+    """Tells whether a process is known to have ended; of other machines, none is."""
+    try:
+        host, boot, processes, pid, started = holder.split(" ")
+        here = _this_machine()
+        if host != here[0]:
+            return False
+        if boot != here[1]:
+            return True
+        return processes == here[2] and _started(int(pid)) != started
+    except psutil.NoSuchProcess:
+        return True
+    except (ValueError, psutil.Error):
+        return False
+
+
+def _remove_if_dead(link: str) -> bool:
+    """Removes a link that a process has left that is dead; tells whether it did so."""
+    try:
+        holder = os.readlink(link)
+        if not _is_dead(holder):
+            return False
+        # One process at a time: another one's new link is not to be removed.
+        taking = f"{link}.taking"
+        os.symlink(_this_process(), taking)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        if os.readlink(link) == holder:
+            os.remove(link)
+        return True
+    except OSError:
+        return False
+    finally:
+        _remove(taking)
+
+
+def _forget() -> None:
+    """In a child made by fork, closes the locks, which end with their own process."""
+    for file in _files:
+        file.close()
+    _files.clear()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
