@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
-    *("keras_adapter", "_start", "_deprecated", "program", "machine"),
-    "processes",
+    *("keras_adapter", "_deprecated", "program", "machine"),
+    *("processes", "_start"),
     *("input_pipeline", "models"),
     *("cluster", "devices", "analysis", "layers", "collectives", "tower"),
     *("stages", "loop"),

@@ -23,7 +23,10 @@ if _is_ours():
 
     import signal
 
+    from towers.processes import signals
+
     # Until `startup.begin` has a sentence for it, Ctrl-C ends the process in silence.
     # Jobs that a shell runs in the background ignore it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signals.refuse_to_save()

@@ -23,6 +23,7 @@ from towers.input_pipeline.local_store import notes
 from towers.input_pipeline.local_store.ahead import Ahead, Group
 from towers.input_pipeline.local_store.packs import Entry, Key, Packs
 from towers.input_pipeline.local_store.places import block_bytes
+from towers.program import forks
 
 # Enough to hide the time that an object store takes for an answer.
 _THREADS = 32
@@ -96,7 +97,7 @@ class LocalStore:
         self._writer = ThreadPoolExecutor(1, "local_store_writer")
         self._writing: list[Future] = []
         self.remote_bytes = self.remote_blocks = 0
-        atexit.register(self.close)
+        self._at_exit = forks.at_exit(self.close)
 
     def open(self, name: str, paths: Sequence[str]) -> "StoredFiles":
         """Returns a data set's files, to be read through the store.
@@ -165,7 +166,7 @@ class LocalStore:
 
         Says what has found no room.
         """
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._ahead.close()
         self.flush()
         # Else it is closed, or why it takes nothing is said; or nothing was remote.

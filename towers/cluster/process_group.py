@@ -1,6 +1,5 @@
 """The hosts that this process trains with: one generation, or one after another."""
 
-import atexit
 import contextlib
 import functools
 import json
@@ -14,6 +13,7 @@ from towers.cluster.elastic import Member
 from towers.cluster.heartbeat import SILENT_S, Heartbeat, HostFailedError
 from towers.cluster.links import LinkError, Links
 from towers.cluster.membership import Membership
+from towers.program import forks
 
 # From when a connection has ended to when the heartbeat knows why.
 _PATIENCE_S = SILENT_S + 3
@@ -191,9 +191,7 @@ def _draw_from(seed, seeds):
 @functools.cache
 def _tell_of_the_end():
     """Has the others told once this host's program is at its end."""
-    atexit.register(_finish)
-    # The end of a process that this one has forked is not that of the host.
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(_finish))
+    forks.at_exit(_finish)
 
 
 def _finish():

@@ -10,7 +10,7 @@ import tensorflow as tf
 from towers.devices.sharing import machine
 from towers.machine import nvml
 from towers.processes.described import describe_holder
-from towers.program import voice, words
+from towers.program import forks, voice, words
 
 _LOCK = "free.lock"
 
@@ -89,6 +89,7 @@ def one_at_a_time() -> Iterator[None]:
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)
     with open(os.path.join(folder, _LOCK), "w") as lock:
+        forks.close_in_children(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

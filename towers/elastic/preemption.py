@@ -13,7 +13,8 @@ from towers.elastic.notice import Notice, NoticeError, Source
 from towers.lifecycle.signals import Signals
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
-from towers.program import voice
+from towers.processes.signals import do_nothing
+from towers.program import forks, voice
 
 
 class Lookout:
@@ -135,10 +136,10 @@ class PreemptionNotice(keras.callbacks.Callback):
             return
         if threading.current_thread() is threading.main_thread():
             # At the end of `fit`, `Signals` puts back what there was before.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            forks.handle(signal.SIGTERM, do_nothing)
 
 
 def _has_heard() -> bool:
     """Whether `fit` is about to stop for a signal already."""
-    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    owner = getattr(forks.handler_of(signal.SIGTERM), "__self__", None)
     return isinstance(owner, Signals) and owner.stop is not None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from towers.program import voice, whole_file
+from towers.program import forks, voice, whole_file
 
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
@@ -75,6 +75,7 @@ def locked(model_dir: str) -> Iterator[None]:
         BlockingIOError: Another run has locked it.
     """
     with open(os.path.join(model_dir, LOCK), "a") as lock:
+        forks.close_in_children(lock)
         _take(lock)
         path = os.path.realpath(model_dir)
         _held.add(path)

@@ -4,6 +4,9 @@ import os
 import signal
 import threading
 
+from towers.processes.signals import Wakeup, refuse_to_save
+from towers.program import forks
+
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """The signals that ask for the end, as users know them."""
 
@@ -30,29 +33,26 @@ class Signals:
     def __init__(self):
         self.stop: int | None = None
         self.save = False
-        self._before = None
+        self._before = self._wakeup = None
+        self._stops = 0
+        refuse_to_save()  # before `fit` and after it
 
     def __enter__(self) -> "Signals":
-        self.stop, self.save = None, False
+        self.stop, self.save, self._stops = None, False, 0
         if threading.current_thread() is not threading.main_thread():
             return self
-        receive, send = os.pipe()
-        os.set_blocking(send, False)
         numbers = {signal.SIGUSR1: self._on_save, **dict.fromkeys(NAMES, self._on_stop)}
-        self._before = {n: signal.signal(n, what) for n, what in numbers.items()}
-        self._pipe = send, signal.set_wakeup_fd(send, warn_on_full_buffer=False)
-        threading.Thread(target=_watch, args=(receive,), daemon=True).start()
+        self._before = {n: forks.handle(n, what) for n, what in numbers.items()}
+        self._wakeup = Wakeup(self._leave_at_the_second)
         return self
 
     def __exit__(self, *_) -> None:
         if self._before is None:
             return
-        send, before = self._pipe
-        signal.set_wakeup_fd(before)
-        os.close(send)  # which ends the thread
+        self._wakeup.close()
         for number, what in self._before.items():
             signal.signal(number, what)
-        self._before = None
+        self._before = self._wakeup = None
 
     def _on_stop(self, number, _):
         self.stop = number
@@ -60,13 +60,8 @@ class Signals:
     def _on_save(self, *_):
         self.save = True
 
-
-def _watch(receive):
-    """Leaves at the second signal to stop."""
-    stops = 0
-    with os.fdopen(receive, "rb", buffering=0) as numbers:
-        while number := numbers.read(1):
-            stops += number[0] in NAMES
-            if stops > 1:
-                os.write(2, b"\nLeft at once; the checkpoints are as they were.\n")
-                os._exit(128 + number[0])
+    def _leave_at_the_second(self, number):
+        self._stops += number in NAMES
+        if self._stops > 1:
+            os.write(2, b"\nLeft at once; the checkpoints are as they were.\n")
+            os._exit(128 + number)

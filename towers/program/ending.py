@@ -4,7 +4,7 @@ import gc
 import signal
 from collections.abc import Callable
 
-from towers.program import startup
+from towers.program import forks, startup
 from towers.program.commands import fail, quieten
 
 ANOTHER_FAILED = 75
@@ -43,7 +43,7 @@ def run(program: str, body: Callable[[], int | None]) -> int:
 
 def stop_at_sigterm() -> None:
     """Has SIGTERM end the program by an exception, as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, _terminate)
+    forks.handle(signal.SIGTERM, _terminate)
 
 
 def _terminate(number, frame):

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,8 @@ class _Calls:
 
 
 _calls = _Calls()
+# A child has none of the threads that call, and one of them may hold the lock.
+os.register_at_fork(after_in_child=_calls.__init__)
 atexit.register(_calls.end)
 
 

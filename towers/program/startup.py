@@ -3,7 +3,6 @@
 To import TensorFlow takes seconds. This module does without, to be there before.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -21,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import keras_settings
+from towers.program import forks, keras_settings
 
 T = TypeVar("T")
 
@@ -79,7 +78,7 @@ def begin(
             said. Or only the help was asked for.
     """
     # First, to be called last.
-    atexit.register(_end_at_once)
+    forks.at_exit(_end_at_once)
     # What imports make stays: 600,000 objects. To look for garbage in them again and
     # again, as Python does, takes a quarter of the time.
     global _paused
@@ -97,7 +96,7 @@ def begin(
     ours = signal.default_int_handler, signal.SIG_DFL
     if signal.getsignal(signal.SIGINT) in ours:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
-        signal.signal(signal.SIGINT, leave)
+        forks.handle(signal.SIGINT, leave)
     try:
         found = read(sys.argv)
         notes = [*keras_settings.ignored(), *versions.notes()]
@@ -150,7 +149,7 @@ def end() -> None:
         gc.freeze()
         gc.enable()
         _paused = False
-    if getattr(signal.getsignal(signal.SIGINT), "func", None) is _leave:
+    if getattr(forks.handler_of(signal.SIGINT), "func", None) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -220,7 +219,7 @@ def _sift_from_now_on() -> None:
     own = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     sifted = _sifted(_TWICE)
     sifted.__enter__()
-    atexit.register(sifted.__exit__, None, None, None)
+    forks.at_exit(sifted.__exit__, None, None, None)
     sys.stderr = own
 
 

@@ -1,6 +1,5 @@
 """A run that is ready to start, put together from settings."""
 
-import atexit
 import dataclasses
 import itertools
 import os
@@ -24,7 +23,7 @@ from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
 from towers.loop import alike
 from towers.model.tower_model import TowerModel
-from towers.program import words
+from towers.program import forks, words
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
@@ -310,7 +309,7 @@ def _read_by(settings, ratios):
 def folder_aside() -> str:
     """Makes a folder for what a host writes that nobody keeps, until it ends."""
     aside = tempfile.mkdtemp(prefix="towers-")
-    atexit.register(shutil.rmtree, aside, ignore_errors=True)
+    forks.at_exit(shutil.rmtree, aside, ignore_errors=True)
     return aside
 
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from towers.program import forks
+
 _MOST_BYTES = 2**16
 
 
@@ -65,11 +67,12 @@ class Connections:
 
     def listen(self, server: socket.socket) -> None:
         """Adds what listens."""
+        forks.close_in_children(server)
         self._selector.register(server, selectors.EVENT_READ)
 
     def add(self, connection: socket.socket, rank: int | None) -> None:
         """Adds one to a host, if its number is known."""
-        connection.setblocking(False)
+        forks.close_in_children(connection).setblocking(False)
         with self.lock:
             self._selector.register(connection, selectors.EVENT_READ, Peer(rank))
 

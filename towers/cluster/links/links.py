@@ -13,7 +13,7 @@ from towers.cluster import addresses
 from towers.cluster.links.greeting import Greeting, LinkError
 from towers.cluster.links.shared_memory import SharedMemoryConnection, share
 from towers.cluster.membership import HostsDifferError, Membership
-from towers.program import words
+from towers.program import forks, words
 
 # Every message tells how many bytes follow, and what they are.
 _HEAD, _NAMED = struct.Struct("<Q56s"), 56
@@ -87,7 +87,7 @@ class Links:
         greeting = Greeting(self._membership, lambda: self._aborted)
         _, port = addresses.split(self._membership.addresses[self.rank])
         own = self.own_address
-        with greeting.listen(own, port) as server:
+        with forks.close_in_children(greeting.listen(own, port)) as server:
             # A host waits for those before it only, so nobody waits in a circle.
             for peer in sorted(peer for peer in peers if peer < self.rank):
                 self._to[peer] = greeting.dial(peer)
@@ -95,7 +95,7 @@ class Links:
             self._to.update(greeting.admit(server, self._woken, missing))
         # All do this in the same order, so that nobody waits in a circle.
         for peer in sorted(peers):
-            connection = self._to[peer]
+            connection = forks.close_in_children(self._to[peer])
             connection.settimeout(max(greeting.until_s - time.monotonic(), 0.001))
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,6 +14,8 @@ import secrets
 import socket
 from typing import Any
 
+from towers.program import forks
+
 _GREETING = b"towers-1"
 _NONCE, _CODE, _LENGTH = 16, hashlib.sha256().digest_size, 4
 # What the first host tells of 1,024 hosts takes 100 KB. What others tell is short, and
@@ -55,6 +57,11 @@ class Channel:
         self._sent = self._received = 0
         self._key = b""
         _notice_silence(writer)
+        forks.close_in_children(self)
+
+    def fileno(self) -> int:
+        """Returns the descriptor of its socket, -1 once that is closed."""
+        return self._writer.get_extra_info("socket").fileno()
 
     @property
     def own_host(self) -> str:

@@ -23,7 +23,7 @@ from towers.cluster.rendezvous.host import (
     warn_of_token,
     within,
 )
-from towers.program import voice
+from towers.program import forks, voice
 
 # For a process of an earlier generation to free the port, or a name to be known.
 _PORT_S = 30.0
@@ -75,7 +75,8 @@ async def listen(place: Place) -> socket.socket:
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    bound = forks.close_in_children(socket.socket(family))
     try:
         # Connections of an earlier generation may linger.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from towers.devices.sharing.division import Run
 from towers.devices.sharing.errors import RegistryError
 from towers.devices.sharing.machine import Machine, file_name
-from towers.program import whole_file
+from towers.program import forks, whole_file
 from towers.program.voice import warn
 
 _TYPES = {
@@ -70,6 +70,7 @@ class Table:
         while True:
             os.makedirs(os.path.dirname(name), mode=0o700, exist_ok=True)
             with open(name, "a") as file:
+                forks.close_in_children(file)
                 fcntl.flock(file, fcntl.LOCK_EX)
                 # Somebody may have emptied the folder meanwhile.
                 if _is_at(file, name):

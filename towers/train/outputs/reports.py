@@ -10,6 +10,7 @@ import keras
 from towers.cluster.environment import REPORTS
 from towers.loop import listeners
 from towers.monitoring.steps import Interval
+from towers.program import forks
 
 
 @listeners.changes_no_variable
@@ -29,7 +30,10 @@ class Reports(keras.callbacks.Callback):
         self, descriptor: int, latest: Callable[[], str | None], log_steps: int
     ):
         super().__init__()
-        self._descriptor, self._latest = descriptor, latest
+        # Neither forks nor programs that the run starts keep it open.
+        os.set_inheritable(descriptor, False)
+        pipe = open(descriptor, "wb", buffering=0, closefd=False)
+        self._pipe, self._latest = forks.close_in_children(pipe), latest
         self._interval = Interval(log_steps)
 
     def on_train_begin(self, logs=None):
@@ -57,7 +61,7 @@ class Reports(keras.callbacks.Callback):
 
     def _write(self, line):
         with contextlib.suppress(OSError):  # the launcher has gone
-            os.write(self._descriptor, f"{json.dumps(line)}\n".encode())
+            self._pipe.write(f"{json.dumps(line)}\n".encode())
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -1,7 +1,5 @@
 """Sets up the devices of a run, and shares them with others."""
 
-import atexit
-
 import keras
 import tensorflow as tf
 
@@ -10,7 +8,7 @@ from towers.devices import Devices, configure, free
 from towers.doctor.gpus import at_start
 from towers.elastic.shares import Shares, share
 from towers.machine import nvml
-from towers.program import voice
+from towers.program import forks, voice
 from towers.train import tower_flags
 from towers.train.parts.devices import auto_count
 from towers.train.settings import Settings
@@ -124,5 +122,5 @@ def share_devices(
     name = settings.absolute_model_dir
     shares = share(devices.every, *fractions, name, settings.join_seconds)
     # They go to others also where an error ends the program.
-    atexit.register(shares.leave)
+    forks.at_exit(shares.leave)
     return devices.with_towers(shares.first), shares
