@@ -16,6 +16,7 @@ __all__ = [
     "ReductionOverHosts",
     "XSpace",
     "device_memory_limits",
+    "forget_scalars",
     "is_deterministic",
     "nccl_sums",
     "now",
@@ -58,6 +59,15 @@ def device_memory_limits() -> dict[str, int]:
         }
     finally:
         pywrap_tf_session.TF_DeleteDeviceList(found)
+
+
+def forget_scalars() -> None:
+    """Frees the tensors that TensorFlow keeps of numbers of Python's.
+
+    Of each different int and float that became a tensor eagerly, such as the step of a
+    summary, it would keep one of some 650 bytes until the process ends.
+    """
+    pywrap_tfe.TFE_ClearScalarCache()
 
 
 class ReductionOverHosts(tf.distribute.ReductionToOneDevice):

@@ -18,6 +18,7 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
 from towers.cluster.membership import HostsDifferError
+from towers.keras_adapter import runtime
 from towers.loop import listeners
 from towers.loop.agreement import HostsChange
 from towers.model import fit_data, generations
@@ -276,6 +277,8 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def reset_metrics(self) -> None:
         """Begins an epoch; see `keras.Model`."""
+        # Those that callbacks have made, such as Keras's own TensorBoard.
+        runtime.forget_scalars()
         self.builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 

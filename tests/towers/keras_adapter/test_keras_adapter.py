@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import traceback
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1080,6 +1081,25 @@ def _():
 
 
 # TensorFlow's runtime.
+
+
+class _Number(float):
+    """Unlike other numbers, it can be seen to be gone."""
+
+
+@contract(
+    "pywrap_tfe.TFE_ClearScalarCache",
+    "forget_scalars",
+    "frees the tensors that TensorFlow keeps of Python's numbers",
+)
+def _():
+    number = _Number(1.5)
+    kept = weakref.ref(number)
+    tf.constant(number)
+    del number
+    assert kept() is not None
+    runtime.forget_scalars()
+    assert kept() is None
 
 
 @contract(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import keras
 import numpy as np
@@ -174,6 +175,33 @@ def test_fit_with_everything():
     assert [batch for batch, _ in seen.calls[:2]] == [1, 3]
     assert seen.calls[0][1] == ["accuracy", "loss"]
     assert float(parallel.optimizer.learning_rate) == pytest.approx(0.01 / 3)
+
+
+class _Number(float):
+    """Unlike other numbers, it can be seen to be gone."""
+
+
+def test_tensors_of_numbers_are_kept_for_an_epoch_at_most():
+    kept = []
+
+    def make_a_tensor(epoch, logs):
+        number = _Number(epoch)
+        kept.append(weakref.ref(number))
+        tf.constant(number)
+
+    by_epoch = []
+    _compiled().fit(
+        _batches(),
+        epochs=3,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=make_a_tensor,
+                on_epoch_end=lambda *_: by_epoch.append([n() is None for n in kept]),
+            )
+        ],
+    )
+    assert by_epoch == [[False], [True, False], [True, True, False]]
 
 
 def test_batches_by_hand():

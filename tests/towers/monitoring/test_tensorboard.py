@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import types
+import weakref
 
 import keras
 import numpy as np
@@ -828,3 +829,19 @@ class TestProfile:
 
 def _node(tensor):
     return tensor.lstrip("^").partition(":")[0]
+
+
+class _Number(float):
+    """Unlike other numbers, it can be seen to be gone."""
+
+
+def test_tensors_of_what_was_measured_are_not_kept(tmp_path):
+    kept = []
+
+    def measure():
+        number = _Number(len(kept))
+        kept.append(weakref.ref(number))
+        return {"measured": number}
+
+    fit(build(), TensorBoard(str(tmp_path), 1, measures=[measure]))
+    assert [number() for number in kept] == 3 * [None]

@@ -270,6 +270,7 @@ class CheckpointManager:
         for path in older:
             if path not in scored:
                 store.remove(path)
+                self._scores.pop(path, None)
 
     def _up_to(self, position):
         # Later ones were passed over, as damaged say, when the run was continued.

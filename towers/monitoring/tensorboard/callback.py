@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
+from towers.keras_adapter import runtime
 from towers.lifecycle.checkpoints.store import reason
 from towers.loop import listeners
 from towers.model.fit_call import FitCall, if_broken_off
@@ -176,6 +177,8 @@ class TensorBoard(keras.callbacks.Callback):
             self._write_measures()
             with self._writer("train").as_default(self._interval.step):
                 self._timeline.write_if_due()
+            # An epoch may have millions of steps.
+            runtime.forget_scalars()
 
     @_while_it_works
     def on_test_end(self, logs=None):
