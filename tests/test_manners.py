@@ -228,7 +228,7 @@ def test_what_nobody_reads_any_more(environ):
     receive, send = os.pipe()
     os.close(receive)
     with open(send, "w") as pipe:
-        stream = startup._outlive(pipe)
+        stream = startup.outlive(pipe)
         for _ in range(2):
             assert stream.write("lost\n") == 5
             stream.flush()
@@ -237,7 +237,7 @@ def test_what_nobody_reads_any_more(environ):
 
 def test_output_that_cannot_be_written_is_said(capfd):
     with open("/dev/full", "w") as full:
-        stream = startup._outlive(full)
+        stream = startup.outlive(full)
         for _ in range(2):
             print("lost", file=stream)
             stream.flush()

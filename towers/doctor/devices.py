@@ -84,7 +84,7 @@ def _fault(said: dict[str, Any], code: int | None, limit_s: float, log: str) -> 
     if "error" in said:
         return f"{does} fails: {said['error']}"
     if code < 0:
-        return f"{does} ends with {signal.Signals(-code).name}{_HINTS.get(-code, '')}"
+        return f"{does} ends with {words.signal_name(-code)}{_HINTS.get(-code, '')}"
     if code:
         *_, last = log.strip().splitlines() or [""]
         return f"{does} ends with exit code {code}: {last}"

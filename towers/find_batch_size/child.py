@@ -22,7 +22,7 @@ import tensorflow as tf
 from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.devices import Devices
-from towers.program import commands, startup
+from towers.program import commands, startup, words
 from towers.program.ending import ANOTHER_FAILED
 from towers.tower.errors import StageError
 
@@ -129,7 +129,7 @@ def how_it_died(code: int, stderr: str, limited: bool) -> dict[str, Any]:
         return {"fits": False, "why": why}
     if limited and code < 0:
         # oneDNN, for one, does not look whether it got what it allocates.
-        why = f"crashed by {signal.Signals(-code).name} under the limit of memory"
+        why = f"crashed by {words.signal_name(-code)} under the limit of memory"
         return {"fits": False, "why": why}
     last = (stderr.strip() or "it wrote nothing").splitlines()[-1]
     return {"error": f"A probe ended with exit code {code}: {last}"}

@@ -11,6 +11,8 @@ from typing import IO, Any
 
 import psutil
 
+from towers.program import words
+
 # A line longer than this is shown in parts.
 _LINE = 2**16
 
@@ -88,7 +90,7 @@ class Child:
         """How it has ended, in words."""
         if self.code >= 0:
             return f"exit code {self.code}"
-        name = signal.Signals(-self.code).name
+        name = words.signal_name(-self.code)
         if self.code == -signal.SIGKILL and _killed_for_memory() > self._killed_before:
             return f"{name}, by the kernel for want of memory"
         return name

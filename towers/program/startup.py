@@ -91,7 +91,7 @@ def begin(
         _sift_from_now_on()
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
-    sys.stdout, sys.stderr = map(_outlive, (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = map(outlive, (sys.stdout, sys.stderr))
     # It is ignored in the jobs that a shell runs in the background.
     ours = signal.default_int_handler, signal.SIG_DFL
     if signal.getsignal(signal.SIGINT) in ours:
@@ -312,7 +312,8 @@ def is_lost(stream: Any) -> bool:
     return getattr(stream, "_self_lost", False)
 
 
-def _outlive(stream):
+def outlive(stream: Any) -> Any:
+    """Returns a stream that goes on where nothing can be written; see `_Outlives`."""
     try:
         stream.fileno()
     except (AttributeError, OSError, ValueError):

@@ -1,6 +1,7 @@
-"""Words for the user: numbers with their nouns, and what an error says."""
+"""Words for the user: numbers with their nouns, signals, and what an error says."""
 
 import re
+import signal
 from collections.abc import Sequence
 
 # Lines of TensorFlow's that say nothing of what is wrong, and beginnings of others.
@@ -64,3 +65,11 @@ def error_sentence(error: BaseException) -> str:
     said = rest[0] if call and rest else first
     said = said.partition(". ")[0].rstrip(".")
     return f"{call[1]}: {said}" if call else said
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as SIGTERM; others have none but a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

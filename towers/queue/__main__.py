@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from towers.machine import limits
 from towers.processes import signals
 from towers.processes.strays import Strays
-from towers.program import voice, words
+from towers.program import startup, voice, words
 from towers.program.commands import fail
 from towers.queue import entry as states
 from towers.queue import queue_flags, record, runs, schedule, slots, table
@@ -34,6 +34,8 @@ _PROGRAM = "towers.queue"
 def main(argv: Sequence[str]) -> int:
     """Runs all, and returns the exit code once the last one has ended."""
     signals.raise_at_ctrl_c()
+    # The runs do not end with who reads this, nor with room on the disk.
+    sys.stdout, sys.stderr = map(startup.outlive, (sys.stdout, sys.stderr))
     try:
         options = queue_flags.read(argv, __doc__)
         with record.alone(options.queue_dir):

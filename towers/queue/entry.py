@@ -54,6 +54,7 @@ class Entry:
         path = os.path.join(self.run.model_dir, "summary.json")
         try:
             with open(path) as file:
-                return json.load(file)
-        except (OSError, ValueError):
+                summary = json.load(file)
+        except (OSError, ValueError, RecursionError):
             return {}
+        return summary if isinstance(summary, dict) else {}

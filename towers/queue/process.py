@@ -64,9 +64,12 @@ class Process(Child):
         """Why it has failed, in a line: its last words."""
         if self.code < 0:
             return self.how
-        with open(self.log, "rb") as file:
-            file.seek(max(self._begin, os.path.getsize(self.log) - _TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(self._begin, os.path.getsize(self.log) - _TAIL))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"{self.how}, and its log cannot be read ({error.strerror})"
         lines = [line.rstrip() for line in lines if line.strip()]
         said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
         # Else what ends a traceback.
@@ -74,8 +77,10 @@ class Process(Child):
         return textwrap.shorten(last, _LONGEST, placeholder="...")
 
     def _read(self, receive, told):
-        with open(receive) as lines:
+        with open(receive, errors="replace") as lines:
             for line in lines:
                 # The run never waits for a reader, so a report may come in part.
-                with contextlib.suppress(ValueError):
-                    told(self, json.loads(line))
+                with contextlib.suppress(ValueError, RecursionError):
+                    report = json.loads(line)
+                    if isinstance(report, dict):
+                        told(self, report)

@@ -48,9 +48,15 @@ class Record:
         return there and self._finished.get(run.model_dir) == run.settings.as_text()
 
     def finish(self, run: Run) -> None:
-        """Notes that a run has ended well."""
+        """Notes that a run has ended well; says so if that cannot be written."""
         self._finished[run.model_dir] = run.settings.as_text()
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            warn(
+                f"{self._path} cannot be written ({error.strerror}), so {run.name} may "
+                "start again with the next queue, and finds nothing left to train."
+            )
 
     def begin(self, strays: Strays) -> None:
         """Waits for what an earlier queue has left running, and notes what now runs.

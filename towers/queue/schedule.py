@@ -143,9 +143,12 @@ def run(
     listen((*STOPS, signal.SIGUSR1), queue.events.put)
     try:
         queue.run(show)
-        strays.end(_LAST_WORDS_S)
-    finally:
-        strays.end(0)
+    except BaseException:
+        # No fault of the runs: they save.
+        strays.signal(signal.SIGTERM)
+        strays.end(SAVE_S)
+        raise
+    strays.end(_LAST_WORDS_S)
 
 
 def entries(runs: Sequence, record: Record) -> list[Entry]:

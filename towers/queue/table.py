@@ -169,7 +169,7 @@ def shown_path(path: str) -> str:
 
 
 def _number(value, form):
-    return "" if value is None else f"{value:{form}}"
+    return f"{value:{form}}" if isinstance(value, int | float) else ""
 
 
 def _columns(rows, left):

@@ -254,7 +254,7 @@ def test_a_full_disk_is_an_error(run, tmp_path):
     options = arguments.read([str(run), str(run.parent / "rows.csv")], "")
     with (
         open("/dev/full", "w") as full,
-        mock.patch("sys.stdout", startup._outlive(full)),
+        mock.patch("sys.stdout", startup.outlive(full)),
     ):
         assert predict.predict(options) == 1
 

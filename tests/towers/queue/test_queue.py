@@ -1,9 +1,13 @@
 """Which runs there are, where they run, and what is said of them."""
 
+import errno
 import io
 import json
 import os
+import queue
+import shutil
 import signal
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -15,9 +19,11 @@ from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline import room
 from towers.machine import limits
 from towers.processes.strays import Strays
+from towers.program import whole_file
 from towers.queue import entry as states
 from towers.queue import queue_flags, record, runs, schedule, slots, table
 from towers.queue.entry import Entry
+from towers.queue.process import Process
 from towers.queue.queue_flags import Options
 from towers.queue.runs import Run
 from towers.queue.slots import Device, Slots
@@ -431,6 +437,91 @@ def test_a_process_that_cannot_be_started(tmp_path):
     played.play(lambda: played.processes["b"].end(0))
     assert played.states == {"a": states.FAILED, "b": states.FINISHED}
     assert played.entries[0].reason == "Cannot start it: no more processes"
+
+
+def test_a_record_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
+    played = Played(tmp_path, [run(name, folder=str(tmp_path)) for name in "abc"])
+    opened = whole_file.opened
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(whole_file, "opened", mock.Mock(side_effect=full))
+
+    def make_room():
+        monkeypatch.setattr(whole_file, "opened", opened)
+        played.processes["b"].end(0)
+
+    played.play(
+        lambda: played.processes["a"].end(0),
+        make_room,
+        lambda: played.processes["c"].end(0),
+    )
+    assert {*played.states.values()} == {states.FINISHED}
+    assert caplog.text.count("cannot be written (No space left on device), so a") == 1
+    again = json.loads((tmp_path / record.FILE).read_text())
+    assert len(again["finished"]) == 3  # the next write has all
+
+
+@pytest.fixture
+def failed(tmp_path):
+    """A run that has been refused at once."""
+    ended, reports = queue.SimpleQueue(), queue.SimpleQueue()
+    process = Process(
+        ["--no_such_flag=1"],
+        str(tmp_path / "run" / "output.log"),
+        dict(os.environ),
+        told=lambda _, report: reports.put(report),
+        ended=ended.put,
+    )
+    assert ended.get(timeout=60) is process
+    return process
+
+
+def test_why_a_run_has_failed_whose_folder_is_gone(tmp_path, failed):
+    assert "no_such_flag" in failed.reason
+    shutil.rmtree(tmp_path / "run")
+    said = "exit code 1, and its log cannot be read (No such file or directory)"
+    assert failed.reason == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 1])
+def test_how_a_run_was_killed(failed, monkeypatch, number):
+    monkeypatch.setattr(type(failed), "code", -number)
+    assert failed.reason in ("SIGKILL", f"signal {number}")
+
+
+@pytest.mark.parametrize("line", ["[]", "1", "{", "[" * 9_999, "\xff"])
+def test_a_report_that_is_none(failed, line):
+    receive, send = os.pipe()
+    with open(send, "w", encoding="latin-1") as file:
+        file.write(f'{line}\n{{"progress": {{}}}}\n')
+    reports = []
+    failed._read(receive, lambda _, report: reports.append(report))
+    assert reports == [{"progress": {}}]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 9_999, '{"val_loss": "x", "steps": [], "val_a": 0.5}']
+)
+def test_a_summary_that_is_damaged(tmp_path, text):
+    entry = Entry(run("a", folder=str(tmp_path)), devices=cpus(1))
+    os.makedirs(entry.run.model_dir)
+    (tmp_path / "a" / "summary.json").write_text(text)
+    entry.end(0, "", is_stopping=False)
+    stream = io.StringIO()
+    table.Lines(stream)([entry], "")
+    assert "a: finished" in stream.getvalue()
+    assert len(table.final([entry])) == 2
+
+
+def test_whatever_ends_the_queue_has_the_runs_save():
+    strays = mock.Mock()
+    waiting = mock.Mock()
+    waiting.run.side_effect = MemoryError
+    with pytest.raises(MemoryError):
+        schedule.run(waiting, strays, mock.Mock(), mock.Mock())
+    assert strays.mock_calls[1:] == [
+        mock.call.signal(signal.SIGTERM),
+        mock.call.end(record.SAVE_S),
+    ]
 
 
 # What is remembered.

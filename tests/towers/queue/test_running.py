@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,3 +213,15 @@ def test_ctrl_c_has_all_save(tmp_path):
     assert not left(folder)
     for log in folder.glob("*/output.log"):
         assert "Stopped by SIGTERM" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_gone_ends_no_other(tmp_path):
+    folder = tmp_path / "q"
+    process = start(*REPEATABLE, "--sweep=seed=1,2", f"--queue_dir={folder}")
+    wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2)
+    shutil.rmtree(folder / "seed=1", ignore_errors=True)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, err
+    assert "1 of 2 runs failed: seed=1; start the same command" in err
+    assert [line.split()[1] for line in out.splitlines()[1:3]] == ["failed", "finished"]
