@@ -54,6 +54,8 @@ def main() -> int:
         SystemExit: The program exits, or there is no such command.
     """
     name, *flags = sys.argv[1:] or ["--help"]
+    if (plain := name.replace("-", "_")) in COMMANDS:
+        name = plain  # as commands of other packages are written
     if name in ("-h", "-help", "--help", "help"):
         print(_HELP)
     elif name == "--version":

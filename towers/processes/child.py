@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import psutil
 
-from towers.program import words
+from towers.program import voice, words
 
 # A line longer than this is shown in parts.
 _LINE = 2**16
@@ -106,13 +106,21 @@ class Child:
     def signal(self, number: int) -> None:
         """Sends a signal to it, and to what it has started in its own group.
 
-        Only it may know what to do with others than those that ask for the end.
+        Only it may know what to do with others than those that ask for the end. Such a
+        one is not sent where it would end the process, as while that still starts.
         """
         if self.code is not None:
             return
         try:
             if number == signal.SIGUSR1:
-                self._process.send_signal(number)
+                if _handles(self.pid, number):
+                    self._process.send_signal(number)
+                else:
+                    name = words.signal_name(number)
+                    voice.say(
+                        f"{name} is not passed on to process {self.pid}, which does "
+                        "not handle it, or not yet."
+                    )
             else:
                 os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -136,6 +144,16 @@ class Child:
                 except OSError:
                     pass  # the disk is full
                 show(line)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Tells whether a process handles or ignores a signal, as far as is known."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", status, re.M)
+    return not masks or any(int(mask, 16) >> number - 1 & 1 for mask in masks)
 
 
 def _killed_for_memory() -> int:

@@ -30,7 +30,7 @@ def called(monkeypatch):
     ("name", "meant"),
     [
         ("trian", "train"),
-        ("find-batch-size", "find_batch_size"),
+        ("find-batchsize", "find_batch_size"),
         ("towers.doctor", "doctor"),
         ("Report", "report"),
         ("frobnicate", None),
@@ -40,6 +40,11 @@ def test_an_unknown_command(called, name, meant):
     said = called(name, "--num_gpus=2")
     assert said.startswith(f"towers: Received the command {name}; expected one of ")
     assert said.endswith(f"service (did you mean {meant}?)." if meant else "service.")
+
+
+def test_a_hyphen_is_an_underscore(called, capsys):
+    assert called("find-batch-size", "--help") == 0
+    assert "towers.find_batch_size" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [(), ("--help",), ("-h",), ("help",)])
