@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,12 @@ from towers.models import spec
 from towers.models.facts import Facts, arguments
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__} ({' '.join(str(error).split())})"
+def one_line(error: BaseException, path: Path) -> str:
+    """Says what a user's file has raised, and in which of its lines."""
+    said = f"{type(error).__name__} ({' '.join(str(error).split())})"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    return f"{said} in line {lines[-1]}" if lines else said
 
 
 def build(
@@ -49,7 +54,7 @@ def build(
     except (Exception, SystemExit) as error:
         shown = [*map(repr, given), *(f"{name}={v!r}" for name, v in named.items())]
         raise ValueError(
-            f"{what} raised {_one_line(error)} when called with "
+            f"{what} raised {one_line(error, path)} when called with "
             f"({', '.join(shown)}); correct the function."
         ) from error
     if not isinstance(model, keras.Model):
@@ -88,7 +93,7 @@ def load(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[found.name]
         raise ValueError(
-            f"The file {str(path)!r} raised {_one_line(error)} when loaded; "
+            f"The file {str(path)!r} raised {one_line(error, path)} when loaded; "
             "correct the file."
         ) from error
     return module

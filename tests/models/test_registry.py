@@ -290,10 +290,16 @@ def test_user_file_errors_found_by_check(user_file, text, message):
         ("import nosuch\ndef f(s, n): ...", r"raised ModuleNotFoundError \(No module"),
         (
             "def f(s, n): return s[9]",
-            r"raised IndexError \(.*\) when called with \(\(4,\), 2\); correct the fun",
+            r"raised IndexError \(.*\) in line \d+ when called with \(\(4,\), 2\); correct the fun",
         ),
-        ("import sys; sys.exit('no')\ndef f(s, n): ...", r"raised SystemExit \(no\) w"),
-        ("def f(s, n): raise SystemExit", r"raised SystemExit \(\) when called"),
+        (
+            "import sys; sys.exit('no')\ndef f(s, n): ...",
+            r"raised SystemExit \(no\) in line 1 w",
+        ),
+        (
+            "def f(s, n): raise SystemExit",
+            r"raised SystemExit \(\) in line 1 when called",
+        ),
         ("def f(): ...", r"returned NoneType, not a keras.Model"),
         (
             "def f(input_shape, num_outputs): return num_outputs + 'x'",

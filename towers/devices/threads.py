@@ -50,3 +50,12 @@ def set_up(parts: int = 1) -> str:
     except RuntimeError:
         ours = []  # once TensorFlow is initialised, its threads stay
     return cpus.note("Threads" if any(ours) else "Threads of the input")
+
+
+def inter_op() -> int:
+    """Returns how many operations TensorFlow runs at once on the CPUs."""
+    found = tf.config.threading.get_inter_op_parallelism_threads()
+    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if found == 0 and asked.isdecimal():
+        found = int(asked)
+    return found or limits.processors().count

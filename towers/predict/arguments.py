@@ -12,6 +12,8 @@ from towers.program.flags.arguments import Parser
 from towers.train import checks, flags
 from towers.train.settings import ARCHITECTURE, PREPROCESSING, Settings
 
+# These are of towers that come and go while a run trains.
+_OF_TRAINING = "max_gpus", "share_gpus", "join_seconds"
 # Files that a run writes, without which there is nothing to predict with.
 FILES = {"last": "model.keras", "best": "best.keras"}
 
@@ -42,7 +44,7 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     )
     devices = parser.add_argument_group("Devices")
     fields = {field.name: field for field in dataclasses.fields(Settings)}
-    names = [*flags.HELPS["Devices"]]
+    names = [name for name in flags.HELPS["Devices"] if name not in _OF_TRAINING]
     for name in names:
         devices.add_argument(
             f"--{name}",
@@ -96,12 +98,12 @@ def check_model(options: argparse.Namespace) -> None:
 
 def _kind(annotation, name):
     """How argparse is to read a flag of some type."""
-    kind = (typing.get_args(annotation) or (annotation,))[0]  # or None
-    if kind is bool:
+    kinds = typing.get_args(annotation) or (annotation,)  # or None
+    if kinds[0] is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind is int:
-        return {"type": int, "metavar": "N"}
-    return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
+    if typing.get_origin(kinds[0]) is tuple:
+        return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
+    return {"type": kinds[0], "metavar": {int: "N", float: "X"}[kinds[0]]}
 
 
 def _task(model_dir):

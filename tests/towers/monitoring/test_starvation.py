@@ -44,6 +44,14 @@ def judge(parts_ms, found=(), advice=None):
     return verdict(parts_ms, bound_by(parts_ms), found, advice)
 
 
+def test_nothing_is_advised_about_copies_that_may_wait_for_a_thread():
+    copying = parts(copy=60, compute=30, python=10)
+    bound = bound_by(copying)
+    assert "try a larger batch" in verdict(copying, bound, ())
+    crowded = verdict(copying, bound, (), copies_wait=True)
+    assert crowded.startswith("copy-bound:") and "try" not in crowded
+
+
 PREFETCH = Stage("prefetch", "", 0.1, 1, 1, 2)
 MAP = Stage("map", "decode", 60.0, 2, 2, 2)
 BATCH = Stage("batch", "", 1.0, 1, 3, 0)

@@ -264,6 +264,8 @@ def test_scaling_is_kept_exactly(tmp_path):
         (["{run}", "{run}", "--num_gpu=2"], "--num_gpu"),
         (["{run}", "{run}", "--num_gpus=0"], "--num_gpus=0; expected at least 1"),
         (["{run}", "{run}", "--batch_size=0"], "--batch_size=0; expected at least 1"),
+        (["{run}", "{run}", "--share_gpus=0:1"], "--share_gpus"),
+        (["{run}", "{run}", "--gpu_memory_fraction=a"], "a; expected a number"),
         (["{run}", "{run}", "--output=/proc/a/b.csv"], "choose another --output"),
     ],
 )
@@ -271,6 +273,12 @@ def test_bad_arguments(pictures, tmp_path, argv, said):
     names = {"run": pictures[1], "none": tmp_path}
     with pytest.raises(ValueError, match=said):
         arguments.read([each.format(**names) for each in argv], "")
+
+
+def test_a_fraction_is_a_number(pictures):
+    model_dir = str(pictures[1])
+    options = arguments.read([model_dir, model_dir, "--gpu_memory_fraction=0.5"], "")
+    assert options.settings.gpu_memory_fraction == 0.5
 
 
 def test_arguments_of_export(pictures, tmp_path):

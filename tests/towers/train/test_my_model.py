@@ -124,7 +124,7 @@ def test_what_is_not_expected(tmp_path, name, value, said):
 
 def test_a_function_that_fails(tmp_path):
     mine = loaded(tmp_path, "\ndef loss():\n    raise KeyError('a')\n")
-    said = r"'loss' of '.*mine.py' raised KeyError \('a'\); correct the function"
+    said = r"'loss' of '.*mine.py' raised KeyError \('a'\) in line \d+; correct the function"
     with pytest.raises(ValueError, match=said):
         mine.loss()
 

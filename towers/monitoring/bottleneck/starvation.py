@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
+from towers.devices import threads
 from towers.loop import listeners
 from towers.monitoring.bottleneck import hosts, stages, tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
@@ -162,7 +163,9 @@ class Starvation(StepTime):
         if not any(parts.values()):
             return False
         self._bound = bound_by(parts, before)
-        said = [verdict(parts, self._bound, found, self._words())]
+        # Each tower may keep one of the threads that copies need.
+        crowded = len(self.model.builder.plan.towers) >= threads.inter_op()
+        said = [verdict(parts, self._bound, found, self._words(), crowded)]
         times = self._timers.hosts
         if times is not None:
             said.append(hosts.sentence(times, split.hosts))

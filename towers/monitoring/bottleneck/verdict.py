@@ -74,6 +74,7 @@ def verdict(
     bound: Sequence[str],
     stages: Sequence[Stage],
     advice: Mapping[str, str] | None = None,
+    copies_wait: bool = False,
 ) -> str:
     """Says in a sentence what a run is bound by, and what to do.
 
@@ -83,12 +84,15 @@ def verdict(
         stages: Of the input, the last one first; none if nothing is known.
         advice: What to do about a stage, by its label, if the pipeline has words of its
             own; see `advice.advise`.
+        copies_wait: Whether what is timed as copying may be waiting for a thread, so
+            that nothing is advised about it.
     """
     step_ms = sum(parts_ms.values())
     waiting = parts_ms["input"] / step_ms
     named = [name for name in _TOOK if name in bound or name == "input"]
     said = [_TOOK[name].format(_share(parts_ms[name] / step_ms)) for name in named]
-    tips = [f"try {_TRY[name]}" for name in bound if name in _TRY]
+    known = _TRY.keys() - ({"copy"} if copies_wait else ())
+    tips = [f"try {_TRY[name]}" for name in bound if name in known]
     if "input" in bound or waiting >= _WORTHWHILE:
         wait_ms = parts_ms["input"]
         cause = _cause(wait_ms, step_ms - wait_ms, stages, advice or {})

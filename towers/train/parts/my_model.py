@@ -65,10 +65,10 @@ class MyModel:
         try:
             return found(**given)
         except (Exception, SystemExit) as error:
-            said = " ".join(str(error).split())
+            raised = user_file.one_line(error, self.path)
             raise ValueError(
-                f"The function {name!r} of {str(self.path)!r} raised "
-                f"{type(error).__name__} ({said}); correct the function."
+                f"The function {name!r} of {str(self.path)!r} raised {raised}; correct "
+                "the function."
             ) from error
 
     def asks(self, name: str, parameter: str) -> bool:
