@@ -15,6 +15,7 @@ from tests.towers.train.runs import (
     assert_same_bits,
     heard,
     read_settings,
+    run,
     run_here,
     weights,
 )
@@ -124,7 +125,7 @@ def test_what_is_not_expected(tmp_path, name, value, said):
 
 def test_a_function_that_fails(tmp_path):
     mine = loaded(tmp_path, "\ndef loss():\n    raise KeyError('a')\n")
-    said = r"'loss' of '.*mine.py' raised KeyError \('a'\) in line \d+; correct the function"
+    said = r"'loss' of '.*mine.py' raised KeyError \('a'\) in line \d+; correct the"
     with pytest.raises(ValueError, match=said):
         mine.loss()
 
@@ -508,3 +509,38 @@ def test_pixels_without_a_class_count_in_no_metric(tmp_path):
         for k in range(4)
     ]
     assert found["mean_iou"] == pytest.approx(np.mean(overlap), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_batches_of_other_processes(tmp_path):
+    """Keras ends its workers by SIGTERM, which is no signal to the run."""
+    path = tmp_path / "mine.py"
+    path.write_text(WORKERS)
+    flags = f"--model={path}", "--train_epochs=3", f"--model_dir={tmp_path}/run"
+    done = run(*flags)
+    assert "Done: 3 epochs, 18 steps" in done.stdout
+
+
+WORKERS = """
+import keras
+import numpy as np
+
+loss = "mse"
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        x = np.random.default_rng(number).normal(size=(16, 4))
+        return x, x.sum(axis=1, keepdims=True)
+
+
+def build():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
+def train_data():
+    return Batches(workers=2, use_multiprocessing=True)
+"""
