@@ -163,8 +163,7 @@ class Starvation(StepTime):
         if not any(parts.values()):
             return False
         self._bound = bound_by(parts, before)
-        # Each tower may keep one of the threads that copies need.
-        crowded = len(self.model.builder.plan.towers) >= threads.inter_op()
+        crowded = "copy" in self._bound and self._is_crowded()
         said = [verdict(parts, self._bound, found, self._words(), crowded)]
         times = self._timers.hosts
         if times is not None:
@@ -184,6 +183,10 @@ class Starvation(StepTime):
         if not uneven.comparable(len(towers), plan.on_gpus):
             return None
         return uneven.sentence(split.towers_ms, [each.ratio for each in towers])
+
+    def _is_crowded(self):
+        """Tells whether towers may keep all the threads that copies need."""
+        return len(self.model.builder.plan.towers) >= threads.inter_op()
 
     def _words(self):
         """What to do about stages of a pipeline that has words of its own."""
