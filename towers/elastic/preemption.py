@@ -13,7 +13,6 @@ from towers.elastic.notice import Notice, NoticeError, Source
 from towers.lifecycle.signals import Signals
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
-from towers.processes.signals import do_nothing
 from towers.program import forks, voice
 
 
@@ -136,7 +135,7 @@ class PreemptionNotice(keras.callbacks.Callback):
             return
         if threading.current_thread() is threading.main_thread():
             # At the end of `fit`, `Signals` puts back what there was before.
-            forks.handle(signal.SIGTERM, do_nothing)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _has_heard() -> bool:

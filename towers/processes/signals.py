@@ -52,7 +52,7 @@ def listen(numbers: Iterable[int], heard: Callable[[int], None]) -> None:
     numbers = {n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     Wakeup(lambda number: number in numbers and heard(number))
     for number in numbers:
-        forks.handle(number, do_nothing)
+        forks.handle(number, _do_nothing)
 
 
 def refuse_to_save() -> None:
@@ -78,5 +78,5 @@ def raise_at_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def do_nothing(number: int, frame: Any) -> None:
+def _do_nothing(number: int, frame: Any) -> None:
     """Handles a signal whose number is read from the pipe, or that is passed over."""
