@@ -112,7 +112,10 @@ class RunState:
                 self._newest = self._find_newest()
 
     def _find_newest(self):
-        return next(iter(store.find(self.checkpoints.directory)), None)
+        # A folder that cannot be read is said where it is read for more.
+        with contextlib.suppress(store.DamagedError):
+            return next(iter(store.find(self.checkpoints.directory)), None)
+        return None
 
     def _check_newest(self):
         """Checks that nobody has saved since this process has read the folder."""

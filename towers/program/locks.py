@@ -159,7 +159,7 @@ def _lock(file: IO) -> None:
 def _is_at(file: IO, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
+    except OSError:  # It is gone, or its folder is.
         return False
 
 

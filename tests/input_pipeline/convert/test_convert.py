@@ -1,5 +1,6 @@
 """Conversion: the same records, whole files only, and bad input in one sentence."""
 
+import fcntl
 import json
 import os
 import re
@@ -598,3 +599,13 @@ def test_the_program_explains_itself(capsys):
         main(["convert", "--help"])
     assert ended.value.code == 0
     assert "--shards" in capsys.readouterr().out
+
+
+def test_another_conversion_into_the_folder_is_said(few_digits, tmp_path):
+    with open(tmp_path / ".convert.lock", "w") as lock:
+        # Of another opened file, as of another process.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="Another conversion writes into"):
+            convert(few_digits, str(tmp_path))
+    convert(few_digits, str(tmp_path))
+    assert not (tmp_path / ".convert.lock").exists()

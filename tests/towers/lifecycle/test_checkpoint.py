@@ -344,9 +344,13 @@ class TestDisk:
     def test_the_last_save_is_heard_of(self, tmp_path):
         folder = tmp_path / "run"
         checkpoint = Checkpoint(folder)
-        in_the_way = Breaks(STEPS, lambda: folder.write_text(""))
+
+        def vanish():
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+
         with pytest.raises(SaveError, match=r"nothing was saved yet[.]"):
-            fit_traced(checkpoint, in_the_way, epochs=1)
+            fit_traced(checkpoint, Breaks(STEPS, vanish), epochs=1)
 
     def test_a_directory_that_is_gone_is_not_made_anew(self, tmp_path):
         checkpoint = Checkpoint(tmp_path / "run", save_steps=1)
