@@ -87,7 +87,8 @@ NAMES = {
     "sparsify",
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError LocalStore Mix "
-    "Pipeline Scaling Source SourceOptions Target blame_records cached find_bad_record "
+    "Pipeline Scaling Source SourceOptions Target blame_records cached "
+    "columns_merged_by_float32 find_bad_record "
     "free_memory make_dataset measure_scaling normalize open_source quarantine "
     "scan_labels stage_advice",
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from towers.elastic import requests
 from towers.processes.strays import Strays
-from towers.program import small_file, whole_file
+from towers.program import locks, small_file, whole_file
 from towers.program.voice import say, warn
 from towers.queue.runs import Run
 
@@ -89,7 +89,7 @@ def alone(queue_dir: str) -> Iterator[None]:
     os.makedirs(queue_dir, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(requests.locked(queue_dir))
+            stack.enter_context(locks.taken(os.path.join(queue_dir, requests.LOCK)))
         except BlockingIOError as error:
             raise ValueError(
                 f"Another queue runs in {queue_dir}; expected one at a time, so wait "
