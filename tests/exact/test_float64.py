@@ -98,18 +98,18 @@ def _synchronized():
 NUMBERS, TOKENS, IMAGES = "numbers", "tokens", "images"
 MODELS = {
     "mean": (_dense, NUMBERS, {}),
-    "a sum": (_dense, NUMBERS, {"loss": losses.MeanSquaredError("sum")}),
+    "a sum": (_dense, NUMBERS, {"loss": lambda: losses.MeanSquaredError("sum")}),
     "weighted mean": (
         _dense,
         NUMBERS,
-        {"loss": losses.MeanAbsoluteError("mean_with_sample_weight")},
+        {"loss": lambda: losses.MeanAbsoluteError("mean_with_sample_weight")},
     ),
     "metrics": (
         _dense,
         NUMBERS,
         {"metrics": ["mae", "cosine_similarity"], "weighted_metrics": ["mse"]},
     ),
-    "a gathered loss": (_dense, NUMBERS, {"loss": _ratio}),
+    "a gathered loss": (_dense, NUMBERS, {"loss": lambda: _ratio}),
     "losses of layers": (_regularized, NUMBERS, {}),
     "frozen": (_frozen, NUMBERS, {}),
     "BatchNormalization, synchronized": (_synchronized, NUMBERS, {}),
@@ -162,9 +162,11 @@ def _run(case, weighted, **options):
     if make is _of_tokens:
         data = data.map(lambda x, y, *w: (x, ops.tile(y[..., None], (1, 2, 1)), *w))
     trained = towers.multi_gpu_model(model, **options) if options else model
-    compiled = {"loss": "mse"} | compiled
+    # A loss has the type that is Keras's as it is made.
+    compiled = {"loss": lambda: "mse"} | compiled
     optimizer = compiled.pop("optimizer", lambda: keras.optimizers.Adam(epsilon=1e-3))
-    trained.compile(optimizer=optimizer(), **compiled)
+    loss = compiled.pop("loss")()
+    trained.compile(optimizer=optimizer(), loss=loss, **compiled)
     history = trained.fit(data, epochs=2, verbose=0).history
     found = {
         f"{variable.path} {i}": variable.numpy()
