@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, losses, ops, regularizers
 
 import towers
@@ -40,7 +41,7 @@ class OwnStep(keras.Model):
 
     def train_step(self, data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        with keras.backend.tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             squares = ops.mean(ops.square(self(x, training=True) - y), axis=-1)
             loss = ops.mean(squares)
             if weights is not None:
