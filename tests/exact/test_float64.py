@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, losses, ops, regularizers
 
 import towers
@@ -26,7 +27,7 @@ def _dense(*more, outputs=3):
     return keras.Model(inputs, layers.Dense(outputs)(x))
 
 
-class _OwnStep(keras.Model):
+class OwnStep(keras.Model):
     """Has two losses, the one a mean and the other a ratio of sums."""
 
     def __init__(self):
@@ -40,7 +41,7 @@ class _OwnStep(keras.Model):
 
     def train_step(self, data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        with keras.backend.tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             squares = ops.mean(ops.square(self(x, training=True) - y), axis=-1)
             loss = ops.mean(squares)
             if weights is not None:
@@ -98,24 +99,24 @@ def _synchronized():
 NUMBERS, TOKENS, IMAGES = "numbers", "tokens", "images"
 MODELS = {
     "mean": (_dense, NUMBERS, {}),
-    "a sum": (_dense, NUMBERS, {"loss": losses.MeanSquaredError("sum")}),
+    "a sum": (_dense, NUMBERS, {"loss": lambda: losses.MeanSquaredError("sum")}),
     "weighted mean": (
         _dense,
         NUMBERS,
-        {"loss": losses.MeanAbsoluteError("mean_with_sample_weight")},
+        {"loss": lambda: losses.MeanAbsoluteError("mean_with_sample_weight")},
     ),
     "metrics": (
         _dense,
         NUMBERS,
         {"metrics": ["mae", "cosine_similarity"], "weighted_metrics": ["mse"]},
     ),
-    "a gathered loss": (_dense, NUMBERS, {"loss": _ratio}),
+    "a gathered loss": (_dense, NUMBERS, {"loss": lambda: _ratio}),
     "losses of layers": (_regularized, NUMBERS, {}),
     "frozen": (_frozen, NUMBERS, {}),
     "BatchNormalization, synchronized": (_synchronized, NUMBERS, {}),
     "masks": (_tokens, TOKENS, {}),
     "masks of outputs": (_of_tokens, TOKENS, {}),
-    "an own step": (_OwnStep, NUMBERS, {}),
+    "an own step": (OwnStep, NUMBERS, {}),
     "accumulated": (
         _dense,
         NUMBERS,
@@ -162,16 +163,18 @@ def _run(case, weighted, **options):
     if make is _of_tokens:
         data = data.map(lambda x, y, *w: (x, ops.tile(y[..., None], (1, 2, 1)), *w))
     trained = towers.multi_gpu_model(model, **options) if options else model
-    compiled = {"loss": "mse"} | compiled
+    # A loss has the type that is Keras's as it is made.
+    compiled = {"loss": lambda: "mse"} | compiled
     optimizer = compiled.pop("optimizer", lambda: keras.optimizers.Adam(epsilon=1e-3))
-    trained.compile(optimizer=optimizer(), **compiled)
+    loss = compiled.pop("loss")()
+    trained.compile(optimizer=optimizer(), loss=loss, **compiled)
     history = trained.fit(data, epochs=2, verbose=0).history
     found = {
         f"{variable.path} {i}": variable.numpy()
         for i, variable in enumerate([*model.variables, *model.optimizer.variables])
     }
     found |= {f"history {name}": value for name, value in history.items()}
-    if make is not _OwnStep:
+    if make is not OwnStep:
         results = trained.evaluate(data, return_dict=True, verbose=0)
         found |= {f"evaluate {name}": value for name, value in results.items()}
     return {name: np.asarray(value) for name, value in found.items()}
