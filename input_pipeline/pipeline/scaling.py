@@ -181,5 +181,5 @@ def _is_merged(column: np.ndarray) -> bool:
 
 
 def _without_rounding(column: np.ndarray) -> np.ndarray:
-    """Numbers of 12 digits: what differs by less is how sums of decimals are rounded."""
+    """Rounds numbers to 12 digits, as sums of decimals differ in later ones."""
     return np.array([float(f"{value:.12g}") for value in column])
