@@ -147,14 +147,18 @@ def columns_merged_by_float32(
     Returns:
         Names of the columns to learn from, and of those to predict.
     """
+    of_rows = source.input_kind in ("row", "columns") and source.image_shape[0] > 0
+    has_rows, has_targets = of_rows and not scaled, source.target.kind == "numbers"
+    examples, targets = [], []
+    if not has_rows and not has_targets:
+        return examples, targets
     with tf.device("/CPU:0"):
         _, records = next(iter(source.batches(split, _AT_ONCE)))
         x, y = source.parse(records)
-    examples, targets = [], []
-    if not scaled and source.input_kind in ("row", "columns") and source.image_shape[0]:
+    if has_rows:
         rows = x["dense"] if isinstance(x, Mapping) else x
         examples = _merged(_names(source), rows)
-    if source.target.kind == "numbers":
+    if has_targets:
         size = source.target.size
         names = source.target.names or tuple(map(str, range(size)))
         targets = _merged(names, tf.reshape(y, [-1, size]))
@@ -162,10 +166,20 @@ def columns_merged_by_float32(
 
 
 def _merged(names: Sequence[str], rows: tf.Tensor) -> list[str]:
-    # What differs by less than that is how sums of decimals are rounded.
-    values = [[float(f"{value:.12g}") for value in row] for row in rows.numpy().T]
     return [
         name
-        for name, column in zip(names, values, strict=True)
-        if len({*np.float32(column).tolist()}) <= len({*column}) / 2
+        for name, column in zip(names, rows.numpy().T, strict=True)
+        # To round decimals takes seconds in a wide table, so few columns come to it.
+        if _is_merged(column) and _is_merged(_without_rounding(column))
     ]
+
+
+def _is_merged(column: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):  # such a number is a bad record's
+        merged = np.unique(column.astype(np.float32))
+    return len(merged) <= len(np.unique(column)) / 2
+
+
+def _without_rounding(column: np.ndarray) -> np.ndarray:
+    """Rounds numbers to 12 digits, as sums of decimals differ in later ones."""
+    return np.array([float(f"{value:.12g}") for value in column])

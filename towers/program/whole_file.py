@@ -3,9 +3,10 @@
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from typing import IO, Any
+
+from towers.program import small_file
 
 
 @contextlib.contextmanager
@@ -102,21 +103,20 @@ def flush_all(folder: str) -> None:
     Raises:
         OSError: It cannot keep them.
     """
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder, onerror=_raise):
         for name in names:
             flush(os.path.join(parent, name))
         flush(parent)
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _has(path: str, content: bytes) -> bool:
     try:
-        # To open something else may wait for ever.
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != len(content):
-            return False
-        with open(path, "rb") as file:
-            return file.read() == content
-    except OSError:
+        return small_file.read_bytes(path, len(content)) == content
+    except (FileNotFoundError, small_file.FileError):
         return False
 
 

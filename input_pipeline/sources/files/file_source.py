@@ -286,12 +286,12 @@ def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
         fixed, paths = os.path.dirname(pattern), [pattern]
     else:
         fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
-        wanted = os.path.basename(pattern)
+        # A pattern such as `_part*` or `_runs*/*.csv` asks for them, as in a shell.
+        asked = _is_hidden(os.path.relpath(pattern, fixed or "."))
         paths = [
             path
             for path in _glob(pattern)
-            # Unless they are asked for, as a shell has it.
-            if not _is_hidden(os.path.relpath(path, fixed or ".")) or _is_hidden(wanted)
+            if asked or not _is_hidden(os.path.relpath(path, fixed or "."))
         ]
     paths = sorted(
         path

@@ -19,6 +19,7 @@ from towers.input_pipeline import (
     measure_scaling,
     open_source,
 )
+from towers.input_pipeline.pipeline import scaling as scaling_of_rows
 
 SECONDS = 1_700_000_000 + np.arange(60)
 
@@ -123,6 +124,25 @@ def test_what_float32_cannot_tell_apart_is_found(tmp_path, values, merged):
         [],
         ["price"] if merged else [],
     )
+
+
+def test_no_record_is_read_where_no_number_can_be_lost(tmp_path, monkeypatch):
+    source = open_source(_csv(tmp_path, SECONDS))
+    monkeypatch.setattr(source, "batches", None)
+    assert columns_merged_by_float32(source, scaled=True) == ([], [])
+    # Images are read, and decoded, by whoever trains on them.
+    monkeypatch.setattr(type(source), "input_kind", "image")
+    assert columns_merged_by_float32(source, scaled=False) == ([], [])
+
+
+def test_numbers_are_rounded_only_where_float32_loses_some(tmp_path, monkeypatch):
+    rounded = []
+    monkeypatch.setattr(
+        scaling_of_rows, "_without_rounding", lambda x: rounded.append(x) or x
+    )
+    source = open_source(_csv(tmp_path, SECONDS, width=[*range(60)]))
+    assert columns_merged_by_float32(source, scaled=False) == (["time"], [])
+    assert len(rounded) == 1
 
 
 def test_what_float32_cannot_hold_is_a_bad_row(tmp_path):

@@ -76,3 +76,13 @@ def test_patterns_leave_hidden_files_out_unless_they_are_asked_for(tmp_path):
     assert group_by_split("csv", f"{tmp_path}/_*") == {"train": asked}
     with pytest.raises(ValueError, match="no file matches"):
         group_by_split("csv", f"{tmp_path}/none-[1].csv")
+
+
+@pytest.mark.parametrize("pattern", ["_runs*/a.csv", ".runs*/*.csv", "_*/*.csv"])
+def test_a_hidden_folder_that_a_pattern_names_is_read(tmp_path, pattern):
+    for name in ("_runs1", ".runs1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.csv").write_text(ROWS)
+    folder = f"{pattern[0]}runs1"
+    expected = {"train": [f"{tmp_path}/{folder}/a.csv"]}
+    assert group_by_split("csv", f"{tmp_path}/{pattern}") == expected

@@ -98,6 +98,19 @@ def test_a_host_that_saves_nothing_says_who_does(tmp_path, monkeypatch):
     assert checkpoints.tell_latest() == "host 0 saves"
 
 
+def test_a_file_system_that_flushes_no_folders_has_checkpoints(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    path = save(tmp_path)
+    assert store.find(str(tmp_path)) == [path]
+
+
 # What a save asks of the disk, as far as Python asks it.
 CALLS = (
     *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir")),

@@ -92,3 +92,8 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", files_only)
     whole_file.write_text(str(tmp_path / "file"), "text")
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_flushed(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        whole_file.flush_all(str(tmp_path / "gone"))

@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.devices import HOST
+from towers.program import whole_file
 
 _REPLACED = ".replaced"
 _NAME = re.compile(rf"ckpt-(\d+)-(\d+)({re.escape(_REPLACED)})?")
@@ -206,16 +207,14 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         os.mkdir(unfinished)
         _write(os.path.join(unfinished, _FILES), at, contents)
-        for name in os.listdir(unfinished):
-            _sync(os.path.join(unfinished, name))
-        _sync(unfinished)
+        whole_file.flush_all(unfinished)
         load(unfinished)
         for each in discarded:
             remove(each)
         if os.path.lexists(path):
             os.rename(path, path + _REPLACED)
         os.rename(unfinished, path)
-        _sync(directory)
+        whole_file.flush(directory)
     except tf.errors.OpError as error:
         raise OSError(reason(error)) from error
     except DamagedError as error:
@@ -427,15 +426,6 @@ def _not_a_pattern(path):
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield f"{_OPENED}/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path):
-    """Waits until a file, or the list of files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

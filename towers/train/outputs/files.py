@@ -41,7 +41,10 @@ def alone(model_dir: str) -> Iterator[None]:
             for folder in _missing(model_dir):
                 os.makedirs(folder, exist_ok=True)
                 stack.callback(_remove_if_empty, folder)
-            links.check(model_dir)
+            if not requests.is_running(
+                model_dir
+            ):  # Else this process has checked them.
+                links.check(model_dir)
             stack.enter_context(requests.locked(model_dir))
         except BlockingIOError as error:
             raise SaveError(
