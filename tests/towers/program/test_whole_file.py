@@ -92,3 +92,13 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", files_only)
     whole_file.write_text(str(tmp_path / "file"), "text")
     assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_what_has_the_unfinished_name_is_not_written_to(tmp_path, make):
+    other, path = tmp_path / "other", tmp_path / "file"
+    other.write_text("of somebody")
+    make(other, f"{path}.{os.getpid()}.unfinished")
+    whole_file.write_text(str(path), "after")
+    assert path.read_text() == "after"
+    assert other.read_text() == "of somebody"
