@@ -36,7 +36,7 @@ def locked(path: str) -> Iterator[None]:
 
     Args and errors are those of `taken`.
     """
-    if os.path.realpath(path) in _held:
+    if _place(path) in _held:
         yield
         return
     with taken(path):
@@ -57,7 +57,7 @@ def taken(path: str) -> Iterator[None]:
         BlockingIOError: Another process has the lock, or this one has it already.
         OSError: The file cannot be made.
     """
-    path = os.path.realpath(path)
+    path = _place(path)
     with contextlib.ExitStack() as stack:
         _take(path, stack)
         _held.add(path)
@@ -98,7 +98,7 @@ def waited_for(path: str, seconds: float, message: str = "") -> Iterator[None]:
 
 def is_locked(path: str) -> bool:
     """Tells whether a process has a lock."""
-    if os.path.realpath(path) in _held:
+    if _place(path) in _held:
         return True
     try:
         with _open(path, os.O_RDONLY) as file:
@@ -109,6 +109,12 @@ def is_locked(path: str) -> bool:
     except OSError as error:
         return error.errno in (*_NO_LOCKS, errno.ENOENT) and _is_taken(_link(path))
     return False
+
+
+def _place(path: str) -> str:
+    """The same path for one lock; its folder may be a link, and the file is none."""
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _take(path: str, stack: contextlib.ExitStack) -> None:
@@ -132,9 +138,16 @@ def _take(path: str, stack: contextlib.ExitStack) -> None:
 
 def _open(path: str, flags: int) -> IO:
     """Opens the file of a lock, which nobody but its owner can open from now on."""
-    # A pipe in its place is not waited for.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    file = os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+    # A pipe in its place is not waited for. A link could lead to anybody's file, which
+    # would be removed at the end.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a link", path) from error
+    file = os.fdopen(descriptor, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         file.close()
@@ -205,7 +218,7 @@ def _remove_own(link: str, pid: int) -> None:
 
 
 def _link(path: str) -> str:
-    return f"{os.path.realpath(path)}.holder"
+    return f"{_place(path)}.holder"
 
 
 def _this_process() -> str:

@@ -33,7 +33,7 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
         with (
             _gfile().GFile(unfinished, mode)
             if remote
-            else open(unfinished, mode, **options) as file
+            else _open_new(unfinished, mode, **options) as file
         ):
             yield file
         rename(unfinished, path)
@@ -41,6 +41,13 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
         if not remote:
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
+
+
+def _open_new(path: str, mode: str, **options: Any) -> IO:
+    # A link of that name could lead to anybody's file; a killed process leaves a file.
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    return open(path, mode.replace("w", "x"), **options)
 
 
 def write_text(path: str, text: str) -> None:

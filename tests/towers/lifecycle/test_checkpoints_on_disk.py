@@ -38,6 +38,17 @@ def test_a_renamed_checkpoint_is_refused(tmp_path, load, change):
     )
 
 
+@pytest.mark.parametrize("load", [store.load, store.load_about])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", ["variables.index", "variables.data-00000-of-00001"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path, load, make, name):
+    path = save(tmp_path)
+    os.remove(f"{path}/{name}")
+    make(f"{path}/{name}")
+    with pytest.raises(DamagedError, match=f"{name} is no regular file"):
+        load(path)
+
+
 def test_one_that_does_not_say_where_it_is_of_is_read(tmp_path, monkeypatch):
     """As they were written before."""
     dumps = store.json.dumps

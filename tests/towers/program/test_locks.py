@@ -172,3 +172,25 @@ def test_a_lock_is_waited_for(tmp_path, holder, monkeypatch):
     with locks.waited_for(str(tmp_path / "lock"), 60, "Waiting."):
         pass
     assert pauses
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_in_its_place_leads_nowhere(tmp_path, is_there):
+    other = tmp_path / "other"
+    if is_there:
+        other.write_text("of somebody")
+        other.chmod(0o644)
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / "lock"
+    link.symlink_to(other)
+    with pytest.raises(OSError, match="it is a link"), locks.taken(str(link)):
+        pass
+    assert link.is_symlink() and other.exists() == is_there
+    assert not is_there or other.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_is_a_link_has_one_lock(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with locks.taken(str(tmp_path / "run" / "lock")):
+        assert locks.is_locked(str(tmp_path / "disk" / "lock"))

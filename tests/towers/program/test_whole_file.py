@@ -97,3 +97,13 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_read_is_not_taken_for_flushed(tmp_path):
     with pytest.raises(FileNotFoundError):
         whole_file.flush_all(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_what_has_the_unfinished_name_is_not_written_to(tmp_path, make):
+    other, path = tmp_path / "other", tmp_path / "file"
+    other.write_text("of somebody")
+    make(other, f"{path}.{os.getpid()}.unfinished")
+    whole_file.write_text(str(path), "after")
+    assert path.read_text() == "after"
+    assert other.read_text() == "of somebody"

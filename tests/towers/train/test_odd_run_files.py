@@ -152,10 +152,10 @@ def test_what_is_none_of_ours(tmp_path, name, kind):
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", links.FILES)
+@pytest.mark.parametrize("name", [*links.FILES, "tokenizer/tokenizer.txt"])
 def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SaveError, match=rf"is a link to {tmp_path}/elsewhere, which"):
         files.alone(str(folder)).__enter__()

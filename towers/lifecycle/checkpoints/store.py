@@ -404,6 +404,10 @@ def _parse(path, about):
 def _reading(path):
     """Gives the prefix of a checkpoint's files, and says why they cannot be read."""
     try:
+        for name in os.listdir(path):
+            # TensorFlow would wait for ever for who writes to a pipe.
+            if not os.path.isfile(os.path.join(path, name)):
+                raise ValueError(f"{name} is no regular file")
         with _not_a_pattern(path) as folder:
             yield os.path.join(folder, _FILES)
     # A short file is an IndexError; another program's has no such names.

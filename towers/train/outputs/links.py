@@ -28,7 +28,7 @@ def check(model_dir: str) -> None:
         SaveError: A file is a link that leads out of it, or is no file.
     """
     inside = os.path.join(os.path.realpath(model_dir), "")
-    for name in FILES:
+    for name in (*FILES, *_of_tokenizer(model_dir)):
         path = os.path.join(model_dir, name)
         target = os.path.realpath(path)
         if os.path.islink(path) and not target.startswith(inside):
@@ -45,3 +45,11 @@ def check(model_dir: str) -> None:
         path = os.path.join(model_dir, name)
         if os.path.islink(path):
             say(f"Note: {path} is a link; the run writes to {os.path.realpath(path)}.")
+
+
+def _of_tokenizer(model_dir):
+    """The files in the tokenizer's folder, whose names depend on the tokenizer."""
+    folder = os.path.join(model_dir, model_files.TOKENIZER)
+    if not os.path.isdir(folder):
+        return []
+    return [os.path.join(model_files.TOKENIZER, name) for name in os.listdir(folder)]
