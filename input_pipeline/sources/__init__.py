@@ -77,6 +77,11 @@ def open_source(
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
+        if name not in SourceOptions.__annotations__:
+            raise TypeError(
+                f"open_source() got an unexpected argument {name!r}: expected one of "
+                + ", ".join(SourceOptions.__annotations__)
+            )
         if not takes(spec, name):
             raise ValueError(
                 f"received {name} for {spec!r}: expected only for {kinds_with(name)}, "

@@ -140,12 +140,14 @@ def _find_splits(
 def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
     classes = {}
     for name, path in _folders(folder).items():
-        before = found.left_out.copy()
+        before, folders_before = found.left_out.copy(), len(found.folders)
         classes[name] = found.files(path)
         if not classes[name]:
-            others = ", ".join(
-                f"{n} {kind}" for kind, n in (found.left_out - before).items()
-            )
+            left_out = found.left_out - before
+            kinds = [f"{n} {kind}" for kind, n in left_out.items()]
+            if folders := len(found.folders) - folders_before:
+                kinds.append(words.count(folders, "folder"))
+            others = ", ".join(kinds)
             raise ValueError(
                 f"the class folder {path} has no {found.what} file directly in it"
                 f"{others and f', only {others}'}: add some or remove the folder"

@@ -39,12 +39,13 @@ class ImageFolderSource(StoredFolder, IndexedSource):
         found = classes.find(directory, eval_fraction, pictures.Sorted())
         self.name = f"folder:{directory}"
         self.image_shape = (None, None, 3)
-        self.class_names, self.notes = found.names, found.notes
+        self.class_names = found.names
         self.num_classes = len(self.class_names)
         # Paths in a fixed order, and the label of each.
         self._labels = found.labels
         self.splits = {split: len(paths) for split, paths in self._labels.items()}
         paths = [path for split in self._labels.values() for path in split]
+        self.notes = (*found.notes, *pictures.notes_of_content(paths))
         self._store(local_store, paths)
 
     def files(self, split: str) -> list[str]:

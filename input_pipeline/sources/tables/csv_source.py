@@ -377,7 +377,10 @@ def _header(path: str) -> list[str]:
         try:
             line = file.readline()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not text: expected a CSV file") from error
+            raise ValueError(
+                f"{path}: line 1 is not UTF-8: expected a CSV file in UTF-8, so "
+                "convert it, such as with iconv -f ISO-8859-1 -t UTF-8, or -f UTF-16"
+            ) from error
     # Excel begins its files with a mark.
     names = _fields(f"{path}: line 1", line.removeprefix("\ufeff").rstrip("\r\n"))
     columns.check_different(path, names)

@@ -301,7 +301,8 @@ def test_the_column_of_labels(tmp_path, header, label_key, label):
         slow("a,label\n1,0\n1\n", "a.csv: line 3: Expect 2 fields but have 1"),
         ("a,label\nx,0\n", "a.csv has a column without numbers, 'a' .such as 'x'.: "),
         ("a,label\n,0\n", "a.csv has a column without numbers, 'a' .empty.: "),
-        (b"a,label\xff\n1,2", "a.csv is not text: expected a CSV file"),
+        (b"a,label\xff\n1,2", "a.csv: line 1 is not UTF-8: expected a CSV file in"),
+        ("a,label\n1,0\n".encode("utf-16"), "a.csv: line 1 is not UTF-8.*-f UTF-16$"),
         (
             b"a,label\n7\xff,2",
             "a.csv: line 2: a is '7\ufffd', expected a number in UTF-8$",
@@ -806,3 +807,8 @@ def test_splits_that_are_not_there(digits, options, message):
 def test_options_of_tfds_for_something_else():
     with pytest.raises(ValueError, match="received shard for 'synthetic:4x4x1:2': exp"):
         open_source("synthetic:4x4x1:2", shard=(0, 2))
+
+
+def test_an_argument_that_no_kind_of_data_takes():
+    with pytest.raises(TypeError, match=r"argument 'image_shape': expected one of im"):
+        open_source("digits", image_shape=(8, 8, 1))

@@ -69,6 +69,40 @@ def test_a_class_of_nothing_that_is_read(tmp_path):
         open_source(f"folder:{tmp_path}")
 
 
+def test_a_class_that_has_only_folders(tmp_path):
+    _save(tmp_path / "pets" / "cat" / "a.jpg")
+    _save(tmp_path / "pets" / "dog" / "a.jpg")
+    with pytest.raises(ValueError, match=r"pets has no JPEG.* in it, only 2 folders: "):
+        open_source(f"folder:{tmp_path}")
+
+
+def _exif(orientation, order):
+    """EXIF data in one of its two orders of bytes."""
+    exif = Image.Exif()
+    exif.endian = order
+    exif[0x10F] = "a camera"
+    exif[0x112] = orientation
+    return exif.tobytes()
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_a_turned_picture_is_said(tmp_path, order, orientation):
+    for k in range(50):
+        _save(tmp_path / "a" / f"{k}.jpg", exif=_exif(orientation, order))
+    notes = open_source(f"folder:{tmp_path}", eval_fraction=0).notes
+    said = "Pictures are read as they are stored: the EXIF orientation of "
+    assert [note.startswith(said) for note in notes] == [True] * (orientation > 1)
+
+
+def test_lower_bits_that_are_ignored_are_said(tmp_path):
+    _save(tmp_path / "a" / "0.png")
+    pixels = np.full([6, 8], 1000, np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    (note,) = open_source(f"folder:{tmp_path}", eval_fraction=0).notes
+    assert f"of the 16 bits of {tmp_path}/a/1.png, the lower 8 are ignored." in note
+
+
 def test_a_split_that_is_not_used_is_named(tmp_path):
     for split in ("train", "val", "test"):
         _save(tmp_path / split / "cat" / "a.jpg")
