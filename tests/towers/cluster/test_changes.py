@@ -215,10 +215,10 @@ def test_a_process_is_started_as_one_that_joins_whoever_comes(monkeypatch):
     """The other one of the first generation is lost before it has connected."""
     monkeypatch.setattr(process_group, "_member", None)
     monkeypatch.setattr(process_group, "_ended", None)
-    with Coordinator(1, 2, "secret") as coordinator:
-        place = ElasticPlace(coordinator.address, "secret", 0)
+    with Coordinator(1, 2, "a secret of all hosts") as coordinator:
+        place = ElasticPlace(coordinator.address, "a secret of all hosts", 0)
         environ = environment.elastic_variables(place)
-        other = Member(coordinator.address, "secret", slot=1)
+        other = Member(coordinator.address, "a secret of all hosts", slot=1)
 
         def goes():
             assert other.next(0).count == 2
@@ -238,7 +238,7 @@ def test_a_process_is_started_as_one_that_joins_whoever_comes(monkeypatch):
         member = process_group.member()
         assert member is process_group.member(environ)
         # One arrives, and thinks better of it.
-        other = Member(coordinator.address, "secret", slot=1)
+        other = Member(coordinator.address, "a secret of all hosts", slot=1)
         comes = threading.Thread(target=in_threads, args=[[lambda: other.next(0)]])
         comes.start()
         until(lambda: member.change)

@@ -30,13 +30,15 @@ class Run:
 
     def __init__(self, **options):
         self.events, self.processes = queue.Queue(), {}
-        options = {"least": 1, "most": 3, "token": "secret", **options}
+        options = {"least": 1, "most": 3, "token": "a secret of all hosts", **options}
         self.coordinator = Coordinator(tell=self.events.put, **options)
         self.coordinator.start()
 
     def start(self, *slots, goal=FOREVER):
         for slot in slots:
-            place = ElasticPlace(self.coordinator.address, "secret", slot)
+            place = ElasticPlace(
+                self.coordinator.address, "a secret of all hosts", slot
+            )
             self.processes[slot] = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.towers.cluster.elastic.counting"),
