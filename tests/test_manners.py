@@ -90,7 +90,7 @@ NAMES = {
     "Pipeline Scaling Source SourceOptions Target blame_records cached "
     "columns_merged_by_float32 find_bad_record "
     "free_memory make_dataset measure_scaling normalize open_source quarantine "
-    "scan_labels stage_advice",
+    "scan_labels stage_advice unknown_size",
 }
 
 

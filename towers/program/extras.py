@@ -23,6 +23,7 @@ def install_command(extra: str) -> str:
     packages = [
         package.strip()
         for package, _, marker in (line.partition(";") for line in requirements)
-        if f'extra == "{extra}"' in marker
+        # Some tools write array-record for array_record.
+        if f'extra == "{extra}"' in marker.replace("-", "_")
     ]
     return f"pip install {shlex.join(packages)}"

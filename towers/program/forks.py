@@ -8,7 +8,6 @@ as one of a plain Python process, whoever has forked it.
 
 import atexit
 import contextlib
-import functools
 import os
 import signal
 import threading
@@ -29,14 +28,21 @@ _own_files: weakref.WeakSet = weakref.WeakSet()
 _masks = threading.local()
 
 
-class _OwnHandler(functools.partial):
-    """A handler of this process's alone.
+class _OwnHandler:
+    """A handler of this process alone.
 
     Attributes:
+        function: Handles the signal in this process.
         children: The handler that children have.
     """
 
-    children: Handler
+    def __init__(self, function: Callable[[int, Any], Any], children: Handler):
+        """Takes both."""
+        self.function, self.children = function, children
+
+    def __call__(self, number: int, frame: Any) -> Any:
+        """Handles the signal, as `signal.signal` asks of a handler."""
+        return self.function(number, frame)
 
 
 def close_in_children(file: F) -> F:
@@ -65,15 +71,14 @@ def handle(number: int, handler: Callable[[int, Any], Any]) -> Handler:
         The handler before, as `signal.signal` does.
     """
     before = signal.getsignal(number)
-    own = _OwnHandler(handler)
-    own.children = before.children if isinstance(before, _OwnHandler) else before
-    return signal.signal(number, own)
+    children = before.children if isinstance(before, _OwnHandler) else before
+    return signal.signal(number, _OwnHandler(handler, children))
 
 
 def handler_of(number: int) -> Handler:
     """Returns the handler of a signal, as it was given to `handle`."""
     handler = signal.getsignal(number)
-    return handler.func if isinstance(handler, _OwnHandler) else handler
+    return handler.function if isinstance(handler, _OwnHandler) else handler
 
 
 def at_exit(function: Callable, *args: Any, **options: Any) -> Callable[[], None]:

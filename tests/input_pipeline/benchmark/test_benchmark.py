@@ -265,7 +265,8 @@ def test_the_tricks_of_a_data_service_are_not_here():
 
 def test_sizes_that_differ(pictures):
     message = error(f"--dataset=folder:{pictures}")
-    assert "differ in size; expected one size for all" in message
+    assert "differ in size, such as" in message
+    assert "40x60 and 41x60; expected" in message
 
 
 def test_a_bad_record_is_named(tmp_path, encode, grey):

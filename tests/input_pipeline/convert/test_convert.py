@@ -53,6 +53,8 @@ def _in_files(source, split):
 
 def _decoded(source, record):
     image, label = source.decode(record)
+    if image.dtype.is_floating:
+        image = tf.cast(image, tf.float32)  # which is what TFRecord files have
     return image.numpy().tobytes(), tuple(image.shape), int(label)
 
 

@@ -192,6 +192,6 @@ def test_a_fraction_among_classes_is_no_class(tmp_path):
     source = open_source(spec, eval_fraction=0)
     path = source.files("train")[0]
     with open(path, "a") as file:
-        file.write("0,1.5\n")
+        file.write("\n0,1.5\n")
     (bad,) = find_bad_records(source, "train")
     assert "label -1 is outside" in bad.fault

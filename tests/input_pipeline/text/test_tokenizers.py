@@ -229,5 +229,5 @@ def test_what_is_no_vocabulary_is_said(tmp_path):
 def test_a_missing_package_is_said(tmp_path, monkeypatch):
     (tmp_path / "some.model").touch()
     monkeypatch.setattr(tokenizer_specs.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install 'keras-towers\[text\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'tensorflow-text<3,>=2\.19'"):
         tokenizer_specs.check(f"sentencepiece:{tmp_path}/some.model")
