@@ -78,7 +78,7 @@ def test_marks_at_the_beginning_are_no_text(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfAnn PER\nsings O\n")
     path = str(tmp_path / "x.txt")
     tagging = of_texts("tagging", None)
-    assert [*sentences.read(tagging, path)] == [(1, "Ann sings")]
+    assert [*sentences.read(tagging, path)] == [(1, "Ann sings", "")]
     bad = []
     trained = of_texts("text_classification", text.ByteTokenizer())
     (batch,) = inputs.batches(trained, [path], 4, bad.append)
