@@ -466,7 +466,7 @@ def test_wrong_flags_are_one_sentence(words):
 
 def test_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"not installed; run: pip install 'keras-to"):
+    with pytest.raises(ValueError, match=r"not installed; run: pip install 'ray"):
         read("--hosts=2 --launcher=ray -- my.py")
 
 
