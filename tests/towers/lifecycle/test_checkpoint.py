@@ -312,7 +312,12 @@ class TestMemory:
         folder = tmp_path / "run"
         checkpoint = Checkpoint(folder, save_steps=2, background=False)
         seen = []
-        in_the_way = Breaks(2, lambda: folder.write_text(""))
+
+        def vanish():
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+
+        in_the_way = Breaks(2, vanish)
         counts = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: seen.append(batch)
         )
