@@ -14,6 +14,8 @@ LOCK = "lock"
 def alone(directory: str) -> Iterator[None]:
     """Inside, no other process saves to a folder, which is made.
 
+    If nothing is saved there, it is gone afterwards.
+
     Args:
         directory: Where the checkpoints lie.
 
@@ -23,7 +25,7 @@ def alone(directory: str) -> Iterator[None]:
     path = os.path.join(directory, LOCK)
     with contextlib.ExitStack() as stack:
         try:
-            os.makedirs(directory, exist_ok=True)
+            stack.enter_context(locks.made_folder(directory))
             stack.enter_context(locks.locked(path))
         except BlockingIOError as error:
             raise SaveError(

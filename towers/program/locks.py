@@ -31,6 +31,37 @@ _files: list[IO] = []
 
 
 @contextlib.contextmanager
+def made_folder(path: str) -> Iterator[None]:
+    """Inside, a folder is there, and those above it.
+
+    Folders that were made for this are removed at the end if nothing is in them.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        for folder in _missing(path):
+            os.makedirs(folder, exist_ok=True)
+            stack.callback(_remove_if_empty, folder)
+        yield
+
+
+def _missing(folder: str) -> list[str]:
+    """Returns the folders of a path that are not there, the outermost first."""
+    if not folder or os.path.isdir(folder):
+        return []
+    return [*_missing(os.path.dirname(folder)), folder]
+
+
+def _remove_if_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+@contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
     """Inside, no other process has the lock; this one may take it again.
 

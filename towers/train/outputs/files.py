@@ -15,7 +15,7 @@ from towers.elastic import balance, requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.program import small_file, whole_file
+from towers.program import locks, small_file, whole_file
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
@@ -38,12 +38,9 @@ def alone(model_dir: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            for folder in _missing(model_dir):
-                os.makedirs(folder, exist_ok=True)
-                stack.callback(_remove_if_empty, folder)
-            if not requests.is_running(
-                model_dir
-            ):  # Else this process has checked them.
+            stack.enter_context(locks.made_folder(model_dir))
+            # While a run has the lock, it has checked them.
+            if not requests.is_running(model_dir):
                 links.check(model_dir)
             stack.enter_context(requests.locked(model_dir))
         except BlockingIOError as error:
@@ -58,18 +55,6 @@ def alone(model_dir: str) -> Iterator[None]:
                 "correct that."
             ) from error
         yield
-
-
-def _missing(folder: str) -> list[str]:
-    """Returns those of a folder and its parents that are not there, the first first."""
-    if os.path.isdir(folder):
-        return []
-    return [*_missing(os.path.dirname(folder)), folder]
-
-
-def _remove_if_empty(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
 
 
 def describe(job: Job) -> None:
