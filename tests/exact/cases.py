@@ -1357,8 +1357,8 @@ def _state():
         _of(centered, _dense(OUTPUTS)),
         expect="depend on other examples",
     )
+    yield _case(group, "moving sum", _of(_layer(Average, _sums), _dense(OUTPUTS)))
     for name, layer in {
-        "moving sum": _layer(Average, _sums),
         "moving norm": _layer(Average, _norms),
         "vector quantizer": Quantizer,
     }.items():

@@ -98,7 +98,7 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
         ),
         (
             "--dataset=folder:{made}/images",
-            ["differ in size, such as", "--image_size=224"],
+            ["nothing says that all are", "--image_size=8x8"],
         ),
         (
             "--dataset=tfrecord:{made}/labels.tfrecord --num_classes=5 --image_size=8",
