@@ -293,8 +293,8 @@ class Heartbeat:
             self._note(self._rank_in(message, "failed"), str(message["why"]))
 
     def _rank_in(self, message, name):
-        """Returns the number of a host that a message names; raises if it is none."""
-        return range(len(self._names))[message[name]]
+        """Returns the number of a host that a message names; raises if it has none."""
+        return range(len(self._names)).index(message[name])
 
     def _note_done(self, rank, why):
         with self._lock:

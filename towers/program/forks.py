@@ -106,6 +106,13 @@ def _release_signals():
 
 
 def _become_a_child():
+    try:
+        _let_go()
+    finally:
+        _release_signals()
+
+
+def _let_go():
     wakes, own = signal.set_wakeup_fd(-1), _own_descriptors()
     if wakes not in own:
         signal.set_wakeup_fd(wakes)
@@ -119,7 +126,6 @@ def _become_a_child():
         handler = signal.getsignal(number)
         if isinstance(handler, _OwnHandler):
             signal.signal(number, handler.children)
-    _release_signals()
 
 
 def _own_descriptors():

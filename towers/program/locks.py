@@ -18,16 +18,15 @@ from typing import IO
 
 import psutil
 
-from towers.program import voice
+from towers.program import forks, voice
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _PROCESSES = "/proc/self/ns/pid"
 _CHECK_PAUSE_S = 0.1
 _WAIT_PAUSE_S = 0.05
-# The locks that this process has, and their files.
+# The locks that this process has.
 _held: set[str] = set()
-_files: list[IO] = []
 
 
 @contextlib.contextmanager
@@ -163,8 +162,8 @@ def _take(path: str, stack: contextlib.ExitStack) -> None:
         if _is_at(file, path):
             break
         file.close()  # The process that had it has removed the file.
-    _files.append(file)
-    stack.callback(_release, file, path)
+    # A lock ends with the process that has it, and not with its children.
+    stack.callback(_release, forks.close_in_children(file), path)
 
 
 def _open(path: str, flags: int) -> IO:
@@ -208,13 +207,11 @@ def _is_at(file: IO, path: str) -> bool:
 
 
 def _release(file: IO, path: str) -> None:
-    if file not in _files:
-        return  # A child of the process that has the lock has forgotten it.
-    # While it is locked: later it may be another process's already.
+    # While it is locked: later it may be another process's already. In a child, the
+    # descriptor leads nowhere.
     if _is_at(file, path):
         _remove(path)
     file.close()
-    _files.remove(file)
 
 
 def _remove(path: str) -> None:
@@ -321,12 +318,4 @@ def _remove_if_dead(link: str) -> bool:
         _remove(taking)
 
 
-def _forget() -> None:
-    """In a child made by fork, closes the locks, which end with their own process."""
-    for file in _files:
-        file.close()
-    _files.clear()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_held.clear)

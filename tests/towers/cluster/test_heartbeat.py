@@ -184,7 +184,7 @@ def test_strangers_harm_nobody(said):
     assert hosts.failure(0) == "host 1 has ended"
 
 
-@pytest.mark.parametrize("rank", [2, -3, "1", None])
+@pytest.mark.parametrize("rank", [2, -1, -3, "1", None])
 def test_a_host_that_is_none(rank):
     hosts = Hosts(2)
     secret = json.loads(hosts.told)[2]

@@ -84,7 +84,7 @@ class Preprocessing:
         """
         try:
             return recorded.read(folder, cls._from_json)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except recorded.FAULTS as error:
             path = os.path.join(folder, PREPROCESSING)
             raise ValueError(
                 f"Cannot read {path} ({error}); expected the model_dir of a run of "

@@ -11,7 +11,8 @@ from towers.train.outputs.json_files import write_json
 from towers.train.settings import PREPROCESSING
 
 T = TypeVar("T")
-_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""The errors of a file that is lost or damaged."""
 
 
 def read(model_dir: str, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -25,21 +26,19 @@ def read(model_dir: str, parse: Callable[[dict[str, Any]], T]) -> T:
         What `parse` returns.
 
     Raises:
-        OSError: The file cannot be read, and no checkpoint has a copy.
-        ValueError: It has something else, and no checkpoint has a copy. So do a
-            `LookupError`, `TypeError`, `AttributeError` and `RecursionError`.
+        FAULTS: The file is lost or damaged, and no checkpoint has a copy.
     """
     path = os.path.join(model_dir, PREPROCESSING)
     try:
         return parse(small_file.read_json(path, dict))
-    except _FAULTS as error:
+    except FAULTS as error:
         fault = error
     for checkpoint in store.find(os.path.join(model_dir, "checkpoints")):
         try:
             copy = store.load_about(checkpoint)["preprocessing"]
             # `parse` may change what it is given.
             value = parse(json.loads(json.dumps(copy)))
-        except (*_FAULTS, store.DamagedError):
+        except FAULTS:
             continue
         _make_anew(path, copy, checkpoint, fault)
         return value

@@ -119,7 +119,7 @@ def _read(model_dir):
         return recorded.read(model_dir, _parse)
     except FileNotFoundError:
         return None, None  # a run of before
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except recorded.FAULTS as error:
         path = os.path.join(model_dir, PREPROCESSING)
         raise ValueError(
             f"{path} cannot be read: {error}; expected what this run wrote, so copy it "
