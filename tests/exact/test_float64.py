@@ -161,7 +161,14 @@ def _run(case, weighted, **options):
     keras.utils.set_random_seed(7)
     model, data = make(), _data(kind, weighted)
     if make is _of_tokens:
-        data = data.map(lambda x, y, *w: (x, ops.tile(y[..., None], (1, 2, 1)), *w))
+        # Targets and weights of each token: Keras takes none of a row beside a mask.
+        data = data.map(
+            lambda x, y, *w: (
+                x,
+                ops.tile(y[..., None], (1, 2, 1)),
+                *(ops.tile(weights[:, None], (1, FEATURES)) for weights in w),
+            )
+        )
     trained = towers.multi_gpu_model(model, **options) if options else model
     # A loss has the type that is Keras's as it is made.
     compiled = {"loss": lambda: "mse"} | compiled
