@@ -14,10 +14,12 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 
 from absl import flags
 
+from towers.processes import signals
 from towers.program import startup, voice
 from towers.program.commands import fail
 from towers.program.flags import command_line
@@ -70,10 +72,10 @@ def main() -> int:
     startup.begin(_PROGRAM, read)
     from tensorflow.data.experimental import service
 
-    # Servers run in threads of their own; this one waits for a signal. Blocked from
-    # here on, so that none is lost meanwhile.
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    # Servers run in threads of their own; the main thread waits for a signal. Other
+    # threads run already, and one of them may receive the signal.
+    ended = threading.Event()
+    signals.listen((signal.SIGINT, signal.SIGTERM), lambda number: ended.set())
     startup.end()
     if role == "dispatcher":
         try:
@@ -103,7 +105,7 @@ def main() -> int:
         "to none, and asks for no password: who reaches it can run graphs here. Have a "
         "firewall let in your own machines only."
     )
-    signal.sigwait(ends)
+    ended.wait()
     # To end in order, a server would wait for clients that may have gone.
     sys.stdout.flush()
     os._exit(0)

@@ -25,7 +25,7 @@ FLOORS = (
 # These know nothing of towers but what all share, and only programs know them. What
 # makes layers sparse knows those layers.
 APART = ("input_pipeline", "models")
-SHARED = ("_deprecated", "program", "machine", "keras_adapter")
+SHARED = ("_deprecated", "program", "machine", "processes", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 
 INPUT_FLOORS = (

@@ -1,4 +1,7 @@
 import contextlib
+import os
+import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -20,12 +23,26 @@ def _started(*args, stderr=subprocess.DEVNULL):
     process = subprocess.Popen(command, **pipes)
     try:
         yield process.stdout.readline().strip()
-        process.send_signal(signal.SIGTERM)
+        os.kill(_another_thread(process), signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def _another_thread(process):
+    """Returns a thread that does not block SIGTERM, and is not the main one.
+
+    The kernel gives a signal to the thread whose number it is sent to, if it can.
+    """
+    blocked = 1 << (signal.SIGTERM - 1)
+    for status in pathlib.Path(f"/proc/{process.pid}/task").glob("*/status"):
+        mask = re.search(r"^SigBlk:\s+(\w+)$", status.read_text(), re.MULTILINE)[1]
+        thread = int(status.parent.name)
+        if thread != process.pid and not int(mask, 16) & blocked:
+            return thread
+    return process.pid
 
 
 @pytest.mark.slow
