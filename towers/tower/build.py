@@ -17,6 +17,7 @@ from towers.keras_adapter.models import (
     symbolic_build,
 )
 from towers.tower import eager, passes
+from towers.tower.errors import explained_build
 from towers.tower.preprocess import Preprocess
 
 _SPARSE = tf.SparseTensor | tf.SparseTensorSpec
@@ -77,7 +78,7 @@ def _build(model, data):
     if overrides(model, "compute_loss"):
         # It may need more than symbols, such as a gradient.
         of_the_user = compute_loss_replaced(model, losses)
-    with of_the_user:
+    with of_the_user, explained_build(model):
         symbolic_build(model, tf.nest.map_structure(_symbol_or_spec, data))
 
 

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layer_of
+from towers.keras_adapter.models import compiled_loss
 from towers.layers import sharded
 from towers.program import words
 
@@ -24,6 +25,8 @@ _SHAPES_DO_NOT_FIT = (
     "required shape to be",
 )
 
+_IN_THE_LOSS = ", in its loss"
+
 _ROWS_DIFFER = r"(Received .* with different numbers of rows; .*?)\] \[Condition"
 
 
@@ -37,6 +40,28 @@ class UntraceableError(ModelError):
 
 class StageError(ModelError):
     """A stage has failed, and it is not known how."""
+
+
+@contextlib.contextmanager
+def explained_build(model: keras.Model) -> Iterator[None]:
+    """Inside, Keras builds a model for a whole batch; an error about shapes is a sentence.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ModelError: Shapes do not fit, whatever the number of towers.
+    """
+    try:
+        yield
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, ModelError) or (said := _about_shapes(error)) is None:
+            raise
+        raise ModelError(
+            f"Model '{model.name}' cannot compute a whole batch{_where(model, error)} "
+            f"({said}); one device cannot either, so check the shapes of y and "
+            "sample_weight, and those that the layers expect."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -55,21 +80,24 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
         if isinstance(error, ModelError):
             raise
         # What `batch.check_rows` says, where numbers are known in the graph only.
-        if found := re.search(_ROWS_DIFFER, str(error)):
-            raise ModelError(found[1]) from error
-        lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
-        found = [
-            line for line in lines if any(word in line for word in _SHAPES_DO_NOT_FIT)
-        ]
-        if not found:
+        if rows := re.search(_ROWS_DIFFER, str(error)):
+            raise ModelError(rows[1]) from error
+        said = _about_shapes(error)
+        if said is None:
             raise
-        said = re.split(r" for '|\[\[| \[Op:", found[0].strip())[0].strip().rstrip(".")
+        where = _where(model, error)
+        if where == _IN_THE_LOSS:
+            expected = "y and sample_weight whose shapes fit those of the outputs"
+        else:
+            expected = (
+                "layers that treat each example by itself, so do not group rows, as "
+                "`reshape(h, (-1, 4, d))` does, and make a matrix of all rows a "
+                "variable of the model"
+            )
         raise ModelError(
-            f"Model '{model.name}' cannot compute a local batch, a part of the rows "
-            f"({said}); expected layers that treat each example by itself, so do "
-            "not group rows, as `reshape(h, (-1, 4, d))` does, and make a matrix of "
-            "all rows a variable of the model. If one device raises the same error, "
-            "the shapes do not fit there either."
+            f"Model '{model.name}' cannot compute a local batch, a part of the rows"
+            f"{where} ({said}); expected {expected}. If one device raises the same "
+            "error, the shapes do not fit there either."
         ) from error
 
 
@@ -91,15 +119,34 @@ def explained_data(model: keras.Model, rows: int) -> Iterator[None]:
     except (tf.errors.OpError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
-        node = re.search(r"\{\{node (\S+?)\}\}|Detected at node (\S+)", str(error))
-        layer = node and layer_of(model, node[1] or node[2])
-        where = f", in layer '{layer}'" if layer else ""
         raise ModelError(
             f"Model '{model.name}' cannot compute a batch of "
-            f"{words.count(rows, 'example')}{where}: "
+            f"{words.count(rows, 'example')}{_where(model, error)}: "
             f"{words.error_line(error).rstrip('.')}; one device cannot either, so "
             "check the data, and the shapes that the layers expect."
         ) from error
+
+
+def _about_shapes(error):
+    """Returns the line in which TensorFlow says that shapes do not fit, or `None`."""
+    lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
+    for line in lines:
+        if any(wording in line for wording in _SHAPES_DO_NOT_FIT):
+            return re.split(r" for '|\[\[| \[Op:", line.strip())[0].strip().rstrip(".")
+    return None
+
+
+def _where(model, error):
+    """Returns ", in ..." with the layer or loss whose operation failed, or ""."""
+    node = re.search(r"\{\{node (\S+?)\}\}|Detected at node (\S+)", str(error))
+    if not node:
+        return ""
+    operation = node[1] or node[2]
+    loss = compiled_loss(model)
+    if loss is not None and loss.name in operation.split("/"):
+        return _IN_THE_LOSS
+    layer = layer_of(model, operation)
+    return f", in layer '{layer}'" if layer else ""
 
 
 @contextlib.contextmanager
