@@ -14,3 +14,5 @@ BAD_RECORDS = ("fail", "skip")
 IGNORED = 255
 # Data sets that are files: KIND:PATH.
 FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll")
+# What stands for a number that is missing in a table.
+MISSING = ("mean", "median", "fail")

@@ -1,9 +1,12 @@
 """Flags that say what is in the files of a data set: those of several programs."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
+
+from towers.input_pipeline.choices import MISSING
 
 HELPS = {
     "num_classes": (
@@ -17,7 +20,12 @@ HELPS = {
     ),
     "feature_columns": (
         "Columns of csv:, parquet: and tfds: to train on, such as age,fare. Default: "
-        "all except the label."
+        "all except the label; of texts, those that repeat."
+    ),
+    "missing": (
+        "Value of a missing number in csv: and parquet:, in training and prediction: "
+        "mean or median of its column, and a further column says so; fail: its row is "
+        "bad. Default: mean."
     ),
     "label_column": (
         "Column of csv:, parquet: and tfds: with the label. Default: label, class or "
@@ -59,10 +67,11 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
         "packing": flags.DEFINE_bool,
         "eval_fraction": flags.DEFINE_float,
         "feature_columns": flags.DEFINE_list,
+        "missing": functools.partial(flags.DEFINE_enum, enum_values=MISSING),
     }
     for name, text in HELPS.items():
         definition = definitions.get(name, flags.DEFINE_string)
-        definition(name, None, text, flag_values=values, **group)
+        definition(name, default=None, help=text, flag_values=values, **group)
 
 
 def given(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:

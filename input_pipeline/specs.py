@@ -39,6 +39,7 @@ _OF_TABLES = (
     "label_key",
     "label_column",
     "feature_columns",
+    "missing",
     "text_column",
     "tokenizer",
     "sequence_length",
@@ -120,6 +121,9 @@ class SourceOptions(TypedDict, total=False):
         feature_columns: columns of ``parquet:`` and ``csv:``, or features of a set of
             columns of ``tfds:``, to learn from: numbers, and text as categories. None:
             all except the label.
+        missing: what stands for a number that is missing in ``parquet:`` and ``csv:``:
+            the "mean" or "median" of its column; "fail" makes its row a bad record.
+            None: the mean.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
@@ -152,6 +156,7 @@ class SourceOptions(TypedDict, total=False):
     text_column: str | None
     target: str | None
     feature_columns: Sequence[str] | None
+    missing: str | None
     num_classes: int | None
     class_names: Sequence[str] | None
     eval_fraction: float | None
@@ -199,7 +204,8 @@ def check_text(spec: str, given: Collection[str]) -> None:
     if spec.partition(":")[0] not in _TABLES:
         return
     of_text = [name for name in ("tokenizer", "sequence_length") if name in given]
-    others = [name for name in ("feature_columns", "image_key") if name in given]
+    others = ("feature_columns", "image_key", "missing")
+    others = [name for name in others if name in given]
     if "text_column" in given and others:
         raise ValueError(
             f"received text_column and {others[0]} for {spec!r}: expected one of them, "

@@ -15,7 +15,7 @@ OWN = {
     "cnn": (("image",), ("dropout",)),
     "dlrm": (("columns",), ("width",)),
     "lstm": (("image",), ()),
-    "mlp": (("image", "row"), ()),
+    "mlp": (("image", "row", "columns"), ()),
     **dict.fromkeys(("resnet20", "resnet32", "resnet56"), (("image",), ())),
     "transformer_encoder": (("tokens",), _TRANSFORMER),
     "transformer_lm": (("tokens",), _TRANSFORMER),

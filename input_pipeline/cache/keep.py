@@ -60,7 +60,7 @@ def cached(
         ValueError: the request is impossible, or the disk is full.
         tf.errors.OpError: a record is bad; see ``find_bad_record``.
     """
-    if not takes_whole(recipe):
+    if not takes_whole(recipe) or len(source.image_shape) == 1:
         image_shape = None
     folder = folder and os.path.expanduser(folder)
     if source.table_sizes and cache == "auto":
@@ -155,6 +155,8 @@ def _keep(
 ) -> RowSource:
     """Reads the source, and returns what is kept of it."""
     splits = plan.splits
+    if plan.where == "memory" and (kept := source.in_memory(note)) is not None:
+        return _with_names(kept, source)
     if source.table_sizes:
         images, labels = read.read_columns(source)
     elif plan.what == "encoded":
@@ -174,9 +176,16 @@ def _keep(
         source.origin,
         note,
     )
+    return _with_names(kept, source)
+
+
+def _with_names(kept: RowSource, source: Source) -> RowSource:
+    """Gives what is kept all that is known of the source it is of."""
     kept.notes = source.notes
     kept.image_fields, kept.label_field = source.image_fields, source.label_field
     kept.table_sizes, kept.vocabularies = source.table_sizes, source.vocabularies
+    kept.missing, kept.missing_columns = source.missing, source.missing_columns
+    kept.moments = source.moments
     return kept
 
 

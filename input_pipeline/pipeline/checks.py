@@ -12,7 +12,8 @@ def check(pipeline: Any) -> None:
         ValueError: see ``Pipeline``.
     """
     source, shape = pipeline.source, pipeline.image_shape
-    check_image_shape(source, shape)
+    if pipeline.scaling is None:
+        check_image_shape(source, shape)
     if pipeline.split not in source.splits:
         known = ", ".join(source.splits) or "none yet: call prepare() first"
         raise ValueError(f"{source.name} has no split {pipeline.split!r}, only {known}")
@@ -41,11 +42,15 @@ def check(pipeline: Any) -> None:
             "of tokens: expected texts or sentences of different lengths, so leave "
             "it out"
         )
-    if pipeline.scaling is not None and shape != (len(pipeline.scaling.names),):
+    if (scaling := pipeline.scaling) is not None and (
+        tuple(source.image_shape) != (len(scaling.names),)
+        or shape != (len(scaling.all_names),)
+    ):
         raise ValueError(
-            f"scaling has {len(pipeline.scaling.names)} columns, but examples of "
-            f"{source.name} have the shape {shape}: expected the same columns, so "
-            "measure scaling on this source, or leave it out"
+            f"scaling makes {len(scaling.all_names)} columns of {len(scaling.names)}, "
+            f"but examples of {source.name} have the shape {tuple(source.image_shape)} "
+            f"and image_shape is {shape}: expected the same columns, so measure "
+            "scaling on this source, or leave it out"
         )
     if source.target.kind == "mask" and pipeline.randaugment is not None:
         raise ValueError(

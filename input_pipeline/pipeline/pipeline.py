@@ -126,6 +126,8 @@ class Pipeline:
             object.__setattr__(self, "training", self.split == "train")
         if self.image_shape is None:
             shape = tuple(self.source.image_shape)
+            if self.scaling is not None:
+                shape = (len(self.scaling.all_names),)
             if None in shape:
                 raise ValueError(unknown_size(self.source))
             object.__setattr__(self, "image_shape", shape)

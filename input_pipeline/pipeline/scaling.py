@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.tables.moments import Moments
 
 _AT_ONCE = 4096
 # Below that part of the mean, what differs is how float64 rounds sums.
@@ -16,40 +17,56 @@ _ROUNDING = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What makes columns of numbers have mean 0 and standard deviation 1.
+    """Makes numbers that a model learns from of a table's columns of numbers.
 
     Attributes:
         names: of the columns.
-        mean: of each.
-        std: standard deviation of each; 1 of a column that is constant.
+        mean: of each; 0 of columns that are not scaled.
+        std: standard deviation of each; 1 of a column that is constant or not scaled.
+        fill: of each, what stands for a number that is missing. Empty: none is.
+        marked: names of the columns of which a further column tells, as 0 or 1, whether
+            the number is missing.
     """
 
     names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    fill: tuple[float, ...] = ()
+    marked: tuple[str, ...] = ()
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of the columns that a model gets."""
+        return (*self.names, *(f"{name} is missing" for name in self.marked))
 
     def __call__(self, x: Any) -> Any:
         """Scales a batch.
 
         Args:
-            x: numbers [..., F], a tensor or an array, as exact as they are known; or a
-                dict of which that is ``dense``.
+            x: numbers [..., F], a tensor or an array, as exact as they are known, NaN
+                where one is missing; or a dict of which that is ``dense``.
 
         Returns:
-            The same, scaled: float32.
+            The same, scaled, and a column for each that is `marked`: float32.
         """
         if isinstance(x, Mapping):
-            return {**x, "dense": self(x["dense"])}
+            return {**x, "dense": self(x["dense"])} if "dense" in x else x
         # In float32, near numbers far from 0 would be one before the mean is taken off.
         x = tf.cast(x, tf.float64)
-        return tf.cast((x - np.float64(self.mean)) / np.float64(self.std), tf.float32)
+        marks = []
+        if self.fill:
+            missing = tf.math.is_nan(x)
+            x = tf.where(missing, np.float64(self.fill), x)
+            places = [self.names.index(name) for name in self.marked]
+            marks = [tf.gather(missing, places, axis=-1)] if places else []
+        x = tf.cast((x - np.float64(self.mean)) / np.float64(self.std), tf.float32)
+        return tf.concat([x, *(tf.cast(m, tf.float32) for m in marks)], axis=-1)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads; the numbers are kept exactly."""
+        """Returns what ``from_json`` reads; the numbers are kept exactly."""
         return {
-            "names": [*self.names],
-            "mean": [*self.mean],
-            "std": [*self.std],
+            field.name: [*getattr(self, field.name)]
+            for field in dataclasses.fields(self)
         }
 
     @classmethod
@@ -63,8 +80,12 @@ class Scaling:
             tuple(map(str, found["names"])),
             tuple(map(float, found["mean"])),
             tuple(map(float, found["std"])),
+            tuple(map(float, found.get("fill", ()))),
+            tuple(map(str, found.get("marked", ()))),
         )
-        if not len(scaling.names) == len(scaling.mean) == len(scaling.std):
+        count = len(scaling.names)
+        sizes = len(scaling.mean), len(scaling.std), len(scaling.fill) or count
+        if {*sizes} != {count} or not {*scaling.marked} <= {*scaling.names}:
             raise ValueError(f"received {dict(found)}: expected lists of one length")
         return scaling
 
@@ -80,15 +101,19 @@ def as_float32(x: Any) -> Any:
     return tf.cast(x, tf.float32) if x.dtype == tf.float64 else x
 
 
-@tf.autograph.experimental.do_not_convert
-def measure_scaling(source: Source, split: str = "train") -> Scaling:
+def measure_scaling(
+    source: Source, split: str = "train", standardize: bool = True
+) -> Scaling:
     """Measures mean and standard deviation of columns, in one pass over a split.
 
-    What is no number is left out of it: whoever trains on it says so.
+    Tables were measured as they were opened, and are not read again. What is no number
+    is left out, and whoever trains on it says so.
 
     Args:
         source: of rows of numbers, prepared.
         split: the training data.
+        standardize: whether columns are to have mean 0 and standard deviation 1; else
+            they stay as they are, and only what is missing is filled in.
 
     Raises:
         ValueError: the source has no rows of numbers.
@@ -97,31 +122,35 @@ def measure_scaling(source: Source, split: str = "train") -> Scaling:
         raise ValueError(
             f"{source.name} has no rows of numbers to scale: expected a table"
         )
+    moments = source.moments if split == "train" else None
+    if moments is None:
+        moments = _measured(source, split)
+    names = _names(source)
+    mean, std = moments.mean, np.sqrt(moments.squares / np.maximum(moments.count, 1))
+    std = np.where(std > _ROUNDING * np.abs(mean), std, 1)
+    fill, marked = (), ()
+    if source.missing != "fail":
+        fill = mean if source.missing == "mean" else source.medians()
+        marked = source.missing_columns
+    if not standardize:
+        mean, std = np.zeros(len(names)), np.ones(len(names))
+    return Scaling(
+        names, *(tuple(map(float, each)) for each in (mean, std, fill)), marked
+    )
 
+
+@tf.autograph.experimental.do_not_convert
+def _measured(source: Source, split: str) -> Moments:
     def parse(_, records):
         x, _ = source.parse(records)
         return x["dense"] if isinstance(x, Mapping) else x
 
-    names = _names(source)
-    size = len(names)
-    count, mean, squares = np.zeros([3, size])
+    moments = Moments.of_nothing(len(_names(source)))
     with tf.device("/CPU:0"):
         batches = source.batches(split, _AT_ONCE).map(parse, tf.data.AUTOTUNE)
         for rows in batches.prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
-            # Chan et al. 1979: exact where squares of large numbers would cancel.
-            good = np.isfinite(rows)
-            rows = np.where(good, rows, 0).astype(np.float64)
-            more = good.sum(axis=0)
-            of_these = rows.sum(axis=0) / np.maximum(more, 1)
-            apart = (np.where(good, rows - of_these, 0) ** 2).sum(axis=0)
-            total = np.maximum(count + more, 1)
-            step = of_these - mean
-            squares += apart + step**2 * count * more / total
-            mean += step * more / total
-            count += more
-    std = np.sqrt(squares / np.maximum(count, 1))
-    std = np.where(std > _ROUNDING * np.abs(mean), std, 1)
-    return Scaling(names, tuple(mean.tolist()), tuple(std.tolist()))
+            moments.add(np.asarray(rows, np.float64))
+    return moments
 
 
 def _names(source: Source) -> tuple[str, ...]:

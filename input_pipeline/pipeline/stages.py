@@ -69,7 +69,8 @@ class Stages:
         def parse(seed, numbers, records, *beside):
             images, labels = self.source.parse(records)
             if self.source.target.kind != "tokens":  # which are what they are
-                assert_good(images, labels, self.source.target)
+                may_be_missing = self.source.missing != "fail"
+                assert_good(images, labels, self.source.target, may_be_missing)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
             # At least one: `unbatch` crashes on rows of nothing.

@@ -131,8 +131,12 @@ def blame_records(*sources: Source) -> Iterator[None]:
         raise
 
 
-def assert_good(images: Any, labels: tf.Tensor, target: Target) -> None:
+def assert_good(
+    images: Any, labels: tf.Tensor, target: Target, may_be_missing: bool = False
+) -> None:
     """Fails at run time on any device where an example cannot be learnt from.
+
+    Numbers are NaN where they may be missing.
 
     On a GPU, or under XLA, a label outside [0, num_classes) would silently give a loss
     of NaN or 0; so would a number that is not finite, anywhere.
@@ -145,7 +149,10 @@ def assert_good(images: Any, labels: tf.Tensor, target: Target) -> None:
     numbers = images.get("dense") if isinstance(images, Mapping) else images
     if numbers is not None and numbers.dtype.is_floating:
         # Of NaN, that is false.
-        finite = tf.reduce_all(tf.abs(numbers) <= LARGEST)
+        good = tf.abs(numbers) <= LARGEST
+        if may_be_missing:
+            good |= tf.math.is_nan(numbers)
+        finite = tf.reduce_all(good)
         tf.debugging.Assert(finite, ["a number is not finite"])
 
 

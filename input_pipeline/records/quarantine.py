@@ -100,26 +100,36 @@ def inspect(
         return found
     bad, good = {}, {}
     for split in splits:
-        for path in source.files(split) if source.labels_need_checking else ():
-            if next(source.walk(path), None) is None:
-                voice.warn(f"{path} holds no record.")
-        counts = hosts.tell_all(_count_if_good(source, split, hosts))
-        if None not in counts:
-            bad[split], good[split] = [], sum(counts)
+        if source.faults is not None:
+            bad[split] = [*source.faults.get(split, ())]
+            good[split] = source.splits[split] - _count(bad[split])
         else:
-            some, count = _sort(source, split, most, hosts)
-            some = [dataclasses.asdict(record) for record in some]
-            told = hosts.tell_all([some, count])
-            every = [_record(each) for some, _ in told for each in some]
-            bad[split] = sorted(every, key=lambda record: record.number)
-            good[split] = sum(count for _, count in told)
-            _check_count(source, [*itertools.chain(*bad.values())], most)
+            bad[split], good[split] = _look_at(source, split, most, hosts)
+        _check_count(source, [*itertools.chain(*bad.values())], most)
         if not good[split]:
             raise BadRecordError(
                 f"{source.name} has no good record in its split {split}; the first bad "
                 f"one is {bad[split][0]}"
             )
     return Quarantine(source.name, key, bad, good)
+
+
+def _look_at(
+    source: Source, split: str, most: int, hosts: Hosts
+) -> tuple[list[Record], int]:
+    """The bad records of a split, and how many good ones, as all hosts find them."""
+    for path in source.files(split) if source.labels_need_checking else ():
+        if next(source.walk(path), None) is None:
+            voice.warn(f"{path} holds no record.")
+    counts = hosts.tell_all(_count_if_good(source, split, hosts))
+    if None not in counts:
+        return [], sum(counts)
+    some, count = _sort(source, split, most, hosts)
+    some = [dataclasses.asdict(record) for record in some]
+    of_hosts = hosts.tell_all([some, count])
+    bad = [_record(each) for some, _ in of_hosts for each in some]
+    bad.sort(key=lambda record: record.number)
+    return bad, sum(count for _, count in of_hosts)
 
 
 def write(found: Sequence[Quarantine], path: str) -> None:
@@ -160,7 +170,7 @@ def _count_if_good(source: Source, split: str, hosts: Hosts) -> int | None:
 
     def parse(_, records):
         images, labels = source.parse(records)
-        assert_good(images, labels, source.target)
+        assert_good(images, labels, source.target, source.missing != "fail")
         return images, labels
 
     def decode(image, label):

@@ -28,7 +28,7 @@ _OPENERS = {
     "tfds": ("tfds.tfds_source", "open_tfds"),
     "tfrecord": ("examples.tfrecord", "TFRecordSource"),
     "array_record": ("examples.array_record", "ArrayRecordSource"),
-    "parquet": ("tables.parquet", "ParquetSource"),
+    "parquet": ("tables.parquet", "open_parquet"),
     "csv": ("tables.csv_source", "CSVSource"),
     "folder": ("folder", "open_folder"),
     "text": ("texts.packed", "open_text"),

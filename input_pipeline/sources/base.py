@@ -13,6 +13,7 @@ import tensorflow as tf
 from towers.input_pipeline.images import masks
 from towers.input_pipeline.images.decode import decode_image
 from towers.input_pipeline.sources.files.record import Record
+from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.text import Tokenizer
 
@@ -60,6 +61,13 @@ class Source(abc.ABC):
             out: sentences.
         tokenizer: what has made tokens of text, or None.
         bytes_per_token: of text, for each split, where that is known.
+        faults: bad records of each split that has some, where opening a source finds
+            all of them; None where it does not look at all records.
+        moments: count, mean and squares of the numbers of the training rows, where they
+            are known without reading.
+        missing: what stands for a number that is missing: the "mean" or "median" of its
+            column; "fail": none may be.
+        missing_columns: columns in which some training row has no number.
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
     """
@@ -86,6 +94,10 @@ class Source(abc.ABC):
     tokenizer: Tokenizer | None = None
     bytes_per_token: Mapping[str, float] = {}
     has_padding: bool = False
+    faults: Mapping[str, Sequence[Record]] | None = None
+    moments: Moments | None = None
+    missing: str = "fail"
+    missing_columns: Sequence[str] = ()
     _target: Target | None = None
 
     @property
@@ -218,6 +230,17 @@ class Source(abc.ABC):
     def explain(self, fault: str) -> str:
         """Names the field in TensorFlow's message, where it does not."""
         return fault
+
+    def in_memory(self, note: str = "") -> "Source | None":
+        """Returns the examples as a source in memory, if they are there already.
+
+        To be called once: whoever calls it has them.
+
+        Args:
+            note: see `note`.
+        """
+        del note
+        return None
 
     def without(
         self, bad: Mapping[str, Sequence[Record]], splits: Mapping[str, int]

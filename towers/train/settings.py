@@ -15,6 +15,7 @@ from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
     CACHES,
+    MISSING,
     RECIPES,
     SCALES,
 )
@@ -84,6 +85,7 @@ class Settings:
     num_classes: int | None = None
     eval_fraction: float | None = None
     feature_columns: tuple[str, ...] | None = None
+    missing: Literal[*MISSING] | None = None
     label_column: str | None = None
     text_column: str | None = None
     tokenizer: str | None = None

@@ -18,6 +18,7 @@ from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.record import FAULTS, FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
+from towers.input_pipeline.sources.tables.columns import unused_note
 from towers.input_pipeline.specs import no_files
 
 LABELS_AT_ONCE = 1024
@@ -175,7 +176,7 @@ class FileSource(Source):
                 "--num_classes (in Python, num_classes)"
             )
         elif len(used) and len(used) < self.num_classes:
-            self.notes = (*self.notes, _unused(used))
+            self.notes = (*self.notes, unused_note(used))
 
     def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:
         """Takes over how many records the files of a split have."""
@@ -186,27 +187,6 @@ class FileSource(Source):
                 for file, size in enumerate(sizes)
             )
             self.splits = {"train": sum(sizes) - held_out, "test": held_out}
-
-
-def _unused(used: np.ndarray) -> str:
-    """Says which labels never appear.
-
-    Args:
-        used: labels that do, sorted.
-    """
-    count = int(used[-1]) + 1
-    missing = np.setdiff1d(np.arange(min(count, 2**20)), used)
-    if len(missing) <= 3:
-        never = f"{' and '.join(map(str, missing))} never appear"
-    else:
-        never = f"{count - len(used):,} of them never appear, such as {missing[0]}"
-    if len(missing) == 1:
-        never += "s"
-    return (
-        f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
-        "number the classes from 0 without gaps, or the model gets outputs that are "
-        "never right."
-    )
 
 
 class StreamFiles(FileSource, StreamSource):

@@ -1,7 +1,8 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -118,50 +119,64 @@ def find_features(
     return names
 
 
-def not_numbers(
-    where: str, wrong: dict[str, str], right: Sequence[str], asked: bool
-) -> ValueError:
-    """Says that columns do not hold numbers, in any row that was looked at.
+def nothing_to_learn_from(where: str, left_out: Sequence[str]) -> ValueError:
+    """Says that a table has neither numbers nor texts that repeat.
 
     Args:
         where: see ``check_named``.
-        wrong: what they hold instead, by their names.
-        right: the other columns of features.
-        asked: whether the user has named the columns.
+        left_out: the columns that it has, without the labels'.
     """
-    found = ", ".join(f"{name!r} ({what})" for name, what in wrong.items())
-    what = "a column" if len(wrong) == 1 else "columns"
-    them = "it" if len(wrong) == 1 else "them"
-    if asked or not right:
-        advice = f"write numbers there, or name other columns by {_FEATURES}"
-        if right:
-            advice += f"={_listed(right)}"
-    else:
-        both = [*right, *wrong]
-        advice = (
-            f"leave {them} out by {_FEATURES}={_listed(right)}, or learn from texts as "
-            f"categories, with a model such as dlrm, by {_FEATURES}={_listed(both)}"
-        )
     return ValueError(
-        f"{where} has {what} without numbers, {found}: {advice}; what is to be "
-        "predicted is named by --label_column, text to be read by --text_column (in "
-        "Python, feature_columns, label_column, text_column)"
+        f"{where} has no column of numbers or of texts that repeat, but "
+        f"{_quoted(left_out) or 'none'}: name columns to learn from by {_FEATURES}, "
+        "what is to be predicted by --label_column, or text to be read by "
+        "--text_column (in Python, feature_columns, label_column, text_column)"
     )
 
 
-def left_out_note(wrong: dict[str, str], right: Sequence[str]) -> str:
+def left_out_note(names: Sequence[str], taken: Sequence[str]) -> str:
     """Says which columns are left out, as nobody has named the columns to learn from.
 
     Args:
-        wrong: what they hold instead of numbers, by their names.
-        right: the columns of numbers.
+        names: those that are left out.
+        taken: the others.
     """
-    found = ", ".join(f"{name!r} ({what})" for name, what in [*wrong.items()][:10])
-    found += ", ..." * (len(wrong) > 10)
     return (
-        f"Left out, because not of numbers: {found}. Texts can be categories, with a "
-        f"model such as dlrm, by {_FEATURES}={_listed([*right, *wrong])}, or one of "
-        "them is read by --text_column (in Python, feature_columns, text_column)."
+        f"Left out, because neither numbers nor texts that repeat: {_quoted(names)}. "
+        f"{_FEATURES}={_listed([*taken, *names])} takes them as categories, and "
+        "--text_column reads one of them as text (in Python, feature_columns, "
+        "text_column)."
+    )
+
+
+def categories_note(names: Sequence[str], numbers: Sequence[str]) -> str:
+    """Says which columns of text are learnt from as categories."""
+    leave = f"; {_FEATURES}={_listed(numbers)} leaves them out" if numbers else ""
+    return f"Categories, because texts that repeat: {_quoted(names)}{leave}."
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:10])) + ", ..." * (len(names) > 10)
+
+
+def unused_note(used: np.ndarray) -> str:
+    """Says which labels never appear.
+
+    Args:
+        used: whole numbers, the labels that do, sorted.
+    """
+    count = int(used[-1]) + 1
+    missing = np.setdiff1d(np.arange(min(count, 2**20)), used)
+    if len(missing) <= 3:
+        never = f"{' and '.join(map(str, missing))} never appear"
+    else:
+        never = f"{count - len(used):,} of them never appear, such as {missing[0]}"
+    if len(missing) == 1:
+        never += "s"
+    return (
+        f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
+        "number the classes from 0 without gaps, or the model gets outputs that are "
+        "never right."
     )
 
 
@@ -169,6 +184,11 @@ def _listed(names: Sequence[str]) -> str:
     """Names as a flag takes them, and not a page of them."""
     listed = ",".join(names[:20]) + (",..." if len(names) > 20 else "")
     return f"'{listed}'" if any(sign in listed for sign in " '\"()&;|<>") else listed
+
+
+def listed(types: Mapping[str, Any]) -> str:
+    """Names of columns with their types, in a phrase."""
+    return ", ".join(f"{name} ({kind})" for name, kind in types.items())
 
 
 def counts_rows(values: Sequence[float]) -> bool:

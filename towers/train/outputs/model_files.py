@@ -91,5 +91,5 @@ def _dtype(tensor):
 
 def _shape(facts, data):
     """Shape of an example; of columns, that of their numbers; of texts, the longest."""
-    of_source = facts.input_kind in ("columns", "tokens")
+    of_source = facts.input_kind in ("row", "columns", "tokens")
     return tuple(data.source.image_shape) if of_source else facts.input_shape

@@ -98,7 +98,7 @@ def of_source(source: input_pipeline.Source, shape: tuple[int, ...]) -> DataFact
             "tokens": tuple(shape[:1]),
         }.get(target.kind, (target.size,)),
         vocabulary_size=tokenizer and tokenizer.size,
-        feature_names=_feature_names(source),
+        feature_names=_feature_names(source, shape),
         table_sizes=source.table_sizes or None,
     )
 
@@ -113,11 +113,14 @@ def _inputs(source, shape):
     )
 
 
-def _feature_names(source):
+def _feature_names(source, shape):
     """What the numbers of a row are called, if they are columns of a table."""
-    rows = source.input_kind in ("row", "columns")
-    names = source.image_fields if rows else ()
-    return tuple(names) if len(names) == source.image_shape[0] else None
+    if source.input_kind not in ("row", "columns"):
+        return None
+    names = [*source.image_fields]
+    if len(names) < shape[0]:
+        names += [f"{name} is missing" for name in source.missing_columns]
+    return tuple(names) if len(names) == shape[0] else None
 
 
 def _shape(tensor):

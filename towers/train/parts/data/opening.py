@@ -148,7 +148,7 @@ def choose_image_shape(
                 f"Received --cutmix_alpha={settings.cutmix_alpha}, but {source.name} "
                 "has rows of numbers; expected images, so use --mixup_alpha."
             )
-        return source.image_shape
+        return scale.shape(settings, source)
     if source.target.kind == "mask" and settings.randaugment:
         raise ValueError(
             f"Received {settings.as_flag('randaugment')}, but {source.name} has masks, "

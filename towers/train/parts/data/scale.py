@@ -51,6 +51,17 @@ def _merged(names, advice):
     )
 
 
+def shape(settings: Settings, source: input_pipeline.Source) -> tuple[int | None, ...]:
+    """Returns the shape of what a model gets of rows, tokens or columns."""
+    if source.input_kind == "tokens" or source.missing == "fail":
+        return source.image_shape
+    marked = source.missing_columns
+    if _goes_on(settings):
+        before, _ = _read(settings.absolute_model_dir)
+        marked = before.marked if before else ()
+    return (source.image_shape[0] + len(marked),)
+
+
 def _scaling(settings, source):
     """How rows are scaled, and a note on that."""
     if source.input_kind not in ("row", "columns"):
@@ -67,18 +78,37 @@ def _scaling(settings, source):
     of_columns = kind == "tfds" and source.input_kind == "columns"
     if asked is None and (kind in _TABLES or of_columns):
         asked = "standard"
-    if asked != "standard" or not source.image_fields:
+    fills = source.missing != "fail"
+    if not source.image_fields or not (asked == "standard" or fills):
         return None, ""
     with input_pipeline.blame_records(source):
-        scaling = input_pipeline.measure_scaling(source)
-    note = "by the training data; --scale=none leaves them as they are."
-    return scaling, _text(f", {note}" if settings.scale is None else ".")
+        scaling = input_pipeline.measure_scaling(
+            source, standardize=asked == "standard"
+        )
+    note = ""
+    if asked == "standard":
+        why = "by the training data; --scale=none leaves them as they are."
+        note = _text(f", {why}" if settings.scale is None else ".")
+    return scaling, " ".join(filter(None, [note, _of_missing(source)]))
+
+
+def _of_missing(source):
+    """Says what stands for numbers that are missing; empty if none is."""
+    if not source.missing_columns:
+        return ""
+    names = source.missing_columns
+    listed = ", ".join(map(repr, names[:10])) + ", ..." * (len(names) > 10)
+    return (
+        f"Where a number is missing ({listed}), the {source.missing} of its column "
+        "stands, and a column beside it says so; --missing=fail takes the row for bad."
+    )
 
 
 def _as_before(settings, source):
     """The scaling of a run that goes on, or is evaluated."""
     scaling, _ = _read(settings.absolute_model_dir)
-    before = "standard" if scaling else "none"
+    standard = scaling and any(s != 1 or m for s, m in zip(scaling.std, scaling.mean))
+    before = "standard" if standard else "none"
     if settings.scale not in (None, before):
         raise ValueError(
             f"Received --scale={settings.scale}, but the run in "
@@ -92,7 +122,7 @@ def _as_before(settings, source):
             f"{', '.join(source.image_fields)}; expected the same, so choose them by "
             "--feature_columns, or start over with --clean."
         )
-    return scaling, _text(", as the run began.") if scaling else ""
+    return scaling, _text(", as the run began.") if standard else ""
 
 
 def _text(end):

@@ -1,0 +1,439 @@
+"""A CSV file as blocks of whole rows, which pyarrow makes columns of."""
+
+import codecs
+import contextlib
+import csv
+import dataclasses
+import functools
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
+from towers.input_pipeline.sources.files.stored import StoredFile
+from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
+
+# Bytes of a block. Several are read at the same time.
+_BLOCK_BYTES = 2**22
+# Bytes that tell separators and types.
+_HEAD_BYTES = 2**18
+_SEPARATORS = ",;\t|"
+_CODECS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+# As people write numbers, with a decimal comma where the separator is none.
+_NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(inf|infinity)\s*"
+_WITH_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*")
+_WITH_POINT = re.compile(r"\s*[+-]?\d*\.\d+\s*")
+_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?Z?)?\s*")
+_TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How a file is written.
+
+    Attributes:
+        separator: stands between fields.
+        decimal: the sign before the fraction of a number.
+        codec: how the file is compressed, as pyarrow calls it; None: it is not.
+        begin: bytes of the mark at the beginning, if there is one.
+    """
+
+    separator: str
+    decimal: str
+    codec: str | None
+    begin: int
+
+
+class CSVFile:
+    """A CSV file with a header.
+
+    Args:
+        path: of the file.
+        stored: the files of the data set, if they are read through a store.
+
+    Attributes:
+        names: of the columns.
+        dialect: how the file is written.
+
+    Raises:
+        ValueError: the file has no header in UTF-8, or two columns of one name.
+    """
+
+    def __init__(self, path: str, stored: StoredFiles | None = None):
+        self.path, self._stored = path, stored
+        head = self._head()
+        text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+        separator = _separator(text)
+        rows = _rows(path, text, separator)
+        self.names = _header(path, text, rows)
+        self._samples = [row for row in rows[1:] if len(row) == len(self.names)]
+        begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+        self.dialect = Dialect(
+            separator, _decimal(separator, self._samples), self._codec, begin
+        )
+
+    @functools.cached_property
+    def types(self) -> dict[str, Any]:
+        """Types of the columns, as pyarrow calls them, by what the first rows hold.
+
+        A column is of numbers, dates or truth values if most of its cells are. A column
+        without any value is of type null.
+        """
+        import pyarrow as pa
+
+        cells = zip(*self._samples, strict=True) if self._samples else ()
+        found = {
+            name: _type(values, self.dialect.decimal)
+            for name, values in zip(self.names, cells, strict=False)
+        }
+        return {name: found.get(name, pa.null()) for name in self.names}
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        if self._stored is not None:
+            return self._stored.size(self.path)
+        return tf.io.gfile.stat(self.path).length
+
+    @property
+    def can_jump(self) -> bool:
+        """Whether a block can be read without those before it."""
+        return self.dialect.codec is None
+
+    def blocks(self) -> Iterator[tuple[Block, bytes]]:
+        """Yields the blocks in order, with their bytes."""
+        at, first_line, rest = self.dialect.begin, 1, b""
+        with self._opened() as file:
+            file.read(at)
+            header = True
+            while True:
+                piece = file.read(_BLOCK_BYTES)
+                data = rest + piece
+                if not data:
+                    return
+                end = len(data) if not piece else self._end_of_rows(data)
+                if not end:
+                    rest = data
+                    continue
+                rows, rest = data[:end], data[end:]
+                if header:
+                    begin = self._end_of_header(rows)
+                    at, first_line = at + begin, first_line + rows[:begin].count(b"\n")
+                    rows, header = rows[begin:], False
+                if rows.strip():
+                    yield Block(self.path, at, len(rows), first_line), rows
+                at, first_line = at + len(rows), first_line + rows.count(b"\n")
+                if not piece:
+                    return
+
+    def load(self, block: Block) -> bytes:
+        """Reads the bytes of a block of a file that `can_jump`."""
+        with self._opened() as file:
+            file.seek(block.begin)
+            return file.read(block.size)
+
+    def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
+        """Makes columns of the bytes of a block.
+
+        Args:
+            block: where they are from.
+            data: the bytes.
+            types: of the columns that are needed, by their names, as pyarrow has them.
+
+        Returns:
+            The columns. Rows of another length and cells of another type are faults.
+        """
+        import pyarrow as pa
+
+        short, read = self._parsed(data, types)
+        faults = {row: self._length_fault(count) for row, count in short.items()}
+        if read is None:
+            # One by one: which cells are of another type, or no text, is to be said.
+            _, raw = self._parsed(data, dict.fromkeys(types, pa.binary()))
+            read = {}
+            for name, kind in types.items():
+                read[name], wrong = _converted(raw[name], kind, self.dialect.decimal)
+                for row, fault in wrong.items():
+                    faults.setdefault(_behind(row, short), f"{name} is {fault}")
+        rows = len(next(iter(read.values()))) if read else 0
+        return Columns(block, read, rows + len(short), sorted(short), faults)
+
+    def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
+        """Finds the first lines of some rows of a block, counted from 1 in the file."""
+        text = data.decode(errors="replace")
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=self._separator)
+        wanted, lines, row = {*rows}, {}, 0
+        with _any_length():
+            begin = 0
+            for fields in reader:
+                if fields:
+                    if row in wanted:
+                        lines[row] = block.line + begin
+                    row += 1
+                begin = reader.line_num
+        return lines
+
+    @property
+    def _separator(self) -> str:
+        return self.dialect.separator
+
+    def _parsed(self, data, types):
+        """Returns lengths of rows that are wrong, and columns; None if a cell is."""
+        import pyarrow as pa
+        from pyarrow import csv as arrow_csv
+
+        short = {}
+
+        def skip(row):
+            short[row.number - 1] = row.actual_columns
+            return "skip"
+
+        options = {
+            "read_options": arrow_csv.ReadOptions(
+                column_names=self.names, use_threads=False, block_size=len(data) + 1
+            ),
+            "parse_options": arrow_csv.ParseOptions(
+                delimiter=self._separator,
+                newlines_in_values=True,
+                invalid_row_handler=skip,
+            ),
+            "convert_options": arrow_csv.ConvertOptions(
+                column_types=dict(types),
+                include_columns=[*types],
+                null_values=MISSING,
+                true_values=_TRUE,
+                false_values=_FALSE,
+                decimal_point=self.dialect.decimal,
+            ),
+        }
+        try:
+            table = arrow_csv.read_csv(pa.BufferReader(data), **options)
+        except pa.ArrowInvalid:
+            return short, None
+        return short, {name: table[name].combine_chunks() for name in types}
+
+    def _length_fault(self, count):
+        return f"has {count} fields, expected {len(self.names)}"
+
+    def _opened(self) -> BinaryIO:
+        import pyarrow as pa
+
+        if self._stored is None:
+            file = tf.io.gfile.GFile(self.path, "rb")
+        else:
+            file = io.BufferedReader(StoredFile(self._stored, self.path))
+        if self._codec is None:
+            return file
+        return pa.CompressedInputStream(pa.PythonFile(_Closable(file)), self._codec)
+
+    @functools.cached_property
+    def _codec(self) -> str | None:
+        with tf.io.gfile.GFile(self.path, "rb") as file:
+            begin = file.read(4)
+        return next((c for mark, c in _CODECS.items() if begin.startswith(mark)), None)
+
+    def _head(self) -> bytes:
+        try:
+            with self._opened() as file:
+                return file.read(_HEAD_BYTES)
+        except tf.errors.OpError as error:
+            raise BadRecordError(f"{self.path}: {fault_of(error)}") from error
+
+    def _end_of_header(self, data: bytes) -> int:
+        quoted = self._quoted.match(data) if data.startswith(b'"') else None
+        at = quoted.end() if quoted else 0
+        for match in self._quoted.finditer(data, at):
+            line = data.find(b"\n", at, match.start())
+            if line >= 0:
+                return line + 1
+            at = match.end()
+        return data.find(b"\n", at) + 1 or len(data)
+
+    def _end_of_rows(self, data: bytes) -> int:
+        """Returns where the last whole row ends; 0 if none does.
+
+        A line break within quotes ends no row. Quotes open a field only at its
+        beginning, as RFC 4180 has it.
+        """
+        limit = len(data)
+        if b'"' in data:
+            spans = [match.span() for match in self._quoted.finditer(data)]
+            after = spans[-1][1] if spans else 0
+            if (open_quote := self._opening.search(data, after)) is not None:
+                limit = open_quote.start()
+            for begin, end in reversed(spans):
+                if (line := data.rfind(b"\n", end, limit)) >= 0:
+                    return line + 1
+                limit = begin
+        return data.rfind(b"\n", 0, limit) + 1
+
+    @functools.cached_property
+    def _quoted(self) -> re.Pattern[bytes]:
+        """A field in quotes."""
+        return re.compile(self._opening.pattern + rb'(?:[^"]++|"")*+"')
+
+    @functools.cached_property
+    def _opening(self) -> re.Pattern[bytes]:
+        """The quotes that open a field."""
+        before = re.escape(self.dialect.separator.encode())
+        return re.compile(rb"(?<![^\n\r" + before + rb'])"')
+
+
+class _Closable(io.RawIOBase):
+    """A file of any file system, for pyarrow."""
+
+    def __init__(self, file):
+        super().__init__()
+        self._file = file
+
+    def readable(self):
+        return True
+
+    def read(self, size=-1):
+        return self._file.read(size)
+
+    def close(self):
+        self._file.close()
+        super().close()
+
+
+def _decoded(path: str, head: bytes) -> str:
+    line, _, _ = head.partition(b"\n")
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: line 1 is not UTF-8: expected a CSV file in UTF-8, so "
+            "convert it, such as with iconv -f ISO-8859-1 -t UTF-8, or -f UTF-16"
+        ) from error
+    return head.decode(errors="replace")
+
+
+def _separator(text: str) -> str:
+    """Returns the separator that the header has most of; a comma if none."""
+    header = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    return max(_SEPARATORS, key=header.count)
+
+
+@contextlib.contextmanager
+def _any_length():
+    """Inside, fields may be longer than Python's module expects."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _rows(path: str, text: str, separator: str) -> list[list[str]]:
+    """Returns the first rows with their header, without one that the head cuts off."""
+    rows = []
+    with _any_length():
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        for row in reader:
+            if row or not rows:
+                rows.append(row)
+            if len(rows) > columns.SAMPLE:
+                return rows
+    return rows[:-1] if len(text) >= _HEAD_BYTES and len(rows) > 1 else rows
+
+
+def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    names = [*rows[0]] if rows else []
+    columns.check_different(path, names)
+    if len(names) < 2 or any(re.fullmatch(_NUMBER, name) for name in names):
+        line = text.partition("\n")[0].rstrip("\r")
+        raise ValueError(
+            f"{path} begins with {line[:60]!r}: expected a header, the names of at "
+            "least two columns, separated by commas"
+        )
+    return names
+
+
+def _decimal(separator: str, rows: Sequence[Sequence[str]]) -> str:
+    """Returns a comma where numbers are written with one."""
+    cells = [cell for row in rows for cell in row]
+    commas = sum(bool(_WITH_COMMA.fullmatch(cell)) for cell in cells)
+    points = sum(bool(_WITH_POINT.fullmatch(cell)) for cell in cells)
+    return "," if separator != "," and commas > points else "."
+
+
+def _type(cells: Sequence[str], decimal: str) -> Any:
+    import pyarrow as pa
+
+    cells = [cell for cell in cells if cell.strip() not in MISSING]
+    if not cells:
+        return pa.null()
+    number = re.compile(_NUMBER.replace(r"\.", re.escape(decimal)), re.IGNORECASE)
+    truth = {*_TRUE, *_FALSE}
+    for kind, fits in (
+        (pa.float64(), number.fullmatch),
+        (pa.timestamp("us"), _DATE.fullmatch),
+        (pa.bool_(), truth.__contains__),
+    ):
+        if sum(bool(fits(cell)) for cell in cells) > len(cells) / 2:
+            return kind
+    return pa.string()
+
+
+def _behind(row: int, short: Mapping[int, int]) -> int:
+    """Returns a row's place among all rows, also those that have another length."""
+    for place in sorted(short):
+        row += place <= row
+    return row
+
+
+def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
+    """Converts bytes to a type cell by cell.
+
+    Returns:
+        The values, null where a cell is of another type, and the faults by row.
+    """
+    import pyarrow as pa
+
+    values, faults = [], {}
+    for row, cell in enumerate(raw.to_pylist()):
+        text = (cell or b"").decode(errors="replace")
+        value, expected = _value(text, kind, decimal)
+        if "\ufffd" in text and cell != text.encode():
+            value, expected = None, f"{expected or 'text'} in UTF-8"
+        if expected:
+            faults[row] = f"{text[:60]!r}, expected {expected}"
+        values.append(value)
+    return pa.array(values, kind), faults
+
+
+def _value(text: str, kind: Any, decimal: str) -> tuple[Any, str]:
+    """Returns what a cell holds, or what was expected in it."""
+    from pyarrow import types
+
+    text = text.strip()
+    if not types.is_string(kind) and text in MISSING:
+        return None, ""
+    if types.is_floating(kind):
+        number = re.compile(_NUMBER.replace(r"\.", re.escape(decimal)), re.IGNORECASE)
+        if number.fullmatch(text):
+            return float(text.replace(decimal, ".")), ""
+        return None, "a number"
+    if types.is_timestamp(kind):
+        if _DATE.fullmatch(text):
+            with contextlib.suppress(ValueError):
+                return np.datetime64(text.rstrip("Z").replace(" ", "T"), "us"), ""
+        return None, "a date such as 2024-05-31"
+    if types.is_boolean(kind):
+        if text in (*_TRUE, *_FALSE):
+            return text in _TRUE, ""
+        return None, "true or false"
+    return text, ""

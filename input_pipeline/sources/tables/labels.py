@@ -1,0 +1,215 @@
+"""The columns of a table's targets: what they are by all their values, and which."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from towers.input_pipeline.sources.tables import columns, table_targets, values
+from towers.input_pipeline.sources.targets import Target, TargetKind
+
+# Of fewer classes, some may well have no record.
+_MANY = 1000
+
+
+class Labels:
+    """Collects columns of targets by the block, and makes targets of them.
+
+    Args:
+        where: the first file, for messages.
+        names: of the columns.
+        types: of the columns by their names, as pyarrow has them.
+
+    Attributes:
+        notes: what was decided without being asked for: sentences.
+        target: what a model is to give; known once `decide` has been called.
+    """
+
+    def __init__(self, where: str, names: Sequence[str], types: dict[str, Any]):
+        self._where, self._names, self._types = where, names, types
+        self._blocks: list[Sequence[Any]] = []
+        # Classes by their texts; None of whole numbers.
+        self._labels: dict[str, int] | None = None
+        self.notes: list[str] = []
+        self.target: Target | None = None
+
+    def add(self, block: Sequence[Any]) -> None:
+        """Adds the columns of a block: encoded texts, or float64 numbers [rows]."""
+        self._blocks.append(block)
+
+    def decide(
+        self,
+        asked: TargetKind | None,
+        class_names: Sequence[str] | None,
+        num_classes: int | None,
+        named: bool,
+        described: Sequence[str] | None = None,
+    ) -> None:
+        """Decides what the targets are.
+
+        Args:
+            asked: what they are to be; None for what their values tell.
+            class_names: names of the classes, in order, if they are known.
+            num_classes: how many there are, if that is known.
+            named: whether the user has named the columns.
+            described: names that a file has of the numbers of its classes.
+
+        Raises:
+            ValueError: the columns cannot be that.
+        """
+        found = [self._different(place) for place in range(len(self._names))]
+        kind, note = table_targets.choose(
+            self._where,
+            [
+                table_targets.Column.of(name, *different)
+                for name, different in zip(self._names, found, strict=True)
+            ],
+            asked,
+            class_names or num_classes,
+        )
+        self.notes += filter(None, [note])
+        (texts, rows), name = found[0], self._names[0]
+        if kind != "class":
+            names = tuple(self._names)
+            self.target = Target(kind, len(names), names)
+        elif table_targets.Column.of(name, texts, rows).form == "text":
+            note = columns.check_classes(self._where, name, texts, rows, named)
+            self.notes += filter(None, [note])
+            names = columns.order_classes(
+                self._where, name, texts, num_classes, class_names
+            )
+            self.target = Target("class", len(names), names)
+            self._labels = {text: label for label, text in enumerate(names)}
+        else:
+            self.target = self._of_numbers(
+                texts, rows, class_names or described, num_classes
+            )
+
+    def targets(self, block: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Makes targets of a block's columns.
+
+        Returns:
+            int64 classes [rows], or float64 numbers [rows, columns], and whether each
+            row has a good one, bool [rows].
+        """
+        if self.target.kind != "class":
+            y = np.stack([*map(_numbers, block)], axis=1)
+            return y, self.target.is_good(y).all(axis=1)
+        if self._labels is None:
+            y = _numbers(block[0])
+            y = np.where(y == np.floor(y), y, -1).astype(np.int64)
+        else:
+            y = _by_texts(block[0], lambda text: self._labels.get(text, -1), np.int64)
+        return y, self.target.is_good(y)
+
+    def bad(self) -> list[np.ndarray]:
+        """Returns the places of rows without a good target, of each block."""
+        return [np.flatnonzero(~self.targets(block)[1]) for block in self._blocks]
+
+    def fault(self, number: int, row: int) -> str:
+        """Says what is wrong with the target of a row of a block, in a phrase."""
+        expected = self.target.expected
+        if self._labels is not None:
+            expected = "the name of a class"
+        for name, column in zip(self._names, self._blocks[number], strict=True):
+            cell = _cell(column, row)
+            if cell in ("", None):
+                return f"nothing in the column {name!r}, expected {expected}"
+            if "\ufffd" in str(cell):
+                return f"{name} is {cell[:60]!r}, expected {expected} in UTF-8"
+            value = _number(cell)
+            if self._labels is None and (
+                value is None or (self._of_class and value % 1)
+            ):
+                return f"{name} is {str(cell)[:60]!r}, expected {expected}" + _ADVICE
+            if self.target.kind != "class" and not self.target.is_good(value):
+                return f"{name} is {value:g}, expected {expected}"
+        return f"{self._names[0]} {cell} is outside [0, {self.target.size})"
+
+    @property
+    def _of_class(self) -> bool:
+        return self.target.kind == "class"
+
+    def _different(self, place: int) -> tuple[Sequence[Any], int]:
+        """Returns the different values of a column, and how many rows have one."""
+        parts = [block[place] for block in self._blocks]
+        if self._is_text(place):
+            texts, rows = set(), 0
+            for part in parts:
+                some = part.dictionary.to_pylist()
+                empty = some.index("") if "" in some else -1
+                rows += int((part.indices.to_numpy() != empty).sum())
+                texts.update(some)
+            return sorted(texts - {""}), rows
+        numbers = np.unique(np.concatenate([np.unique(part) for part in parts]))
+        numbers = numbers[~np.isnan(numbers)]
+        rows = sum(int((~np.isnan(part)).sum()) for part in parts)
+        if values.is_whole(self._types[self._names[place]]):
+            return [int(number) for number in numbers], rows
+        return numbers.tolist(), rows
+
+    def _is_text(self, place: int) -> bool:
+        return values.is_text(self._types[self._names[place]])
+
+    def _of_numbers(
+        self,
+        found: Sequence[Any],
+        rows: int,
+        names: Sequence[str] | None,
+        num_classes: int | None,
+    ) -> Target:
+        """The target of whole numbers that are classes."""
+        if num_classes is not None or names is not None:
+            size = num_classes or len(names)
+            fits = names is not None and len(names) == size
+            return Target("class", size, tuple(names) if fits else None)
+        numbers = (_number(value) for value in found)
+        used = np.array([n for n in numbers if n is not None and n >= 0 and n % 1 == 0])
+        size = int(used.max(initial=-1)) + 1
+        if size > max(_MANY, rows):
+            raise ValueError(
+                f"{self._where} has labels up to {size - 1:,} in {self._names[0]!r}, "
+                "which is more than it has records: expected numbers of classes, so "
+                "learn numbers by --task=regression (in Python, target='numbers'), "
+                "name another field or column, or give the number of classes by "
+                "--num_classes (in Python, num_classes)"
+            )
+        if len(used) and len(used) < size:
+            self.notes.append(columns.unused_note(np.unique(used).astype(np.int64)))
+        return Target("class", size)
+
+
+_ADVICE = (
+    "; where labels are names of classes, none is a number; --task=regression (in "
+    "Python, target='numbers') learns numbers"
+)
+
+
+def _number(value: str | float) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _numbers(column: Any) -> np.ndarray:
+    if isinstance(column, np.ndarray):
+        return column
+    return _by_texts(column, _number_or_nan, np.float64)
+
+
+def _number_or_nan(text: str) -> float:
+    number = _number(text)
+    return np.nan if number is None else number
+
+
+def _by_texts(column: Any, value: Any, dtype: type) -> np.ndarray:
+    """Values of the rows of encoded texts, each text looked at once."""
+    of_texts = np.array([*map(value, column.dictionary.to_pylist())], dtype)
+    return of_texts[column.indices.to_numpy()] if len(of_texts) else of_texts
+
+
+def _cell(column: Any, row: int) -> str | float | None:
+    if isinstance(column, np.ndarray):
+        return None if np.isnan(column[row]) else float(column[row])
+    return column.dictionary[column.indices[row].as_py()].as_py()

@@ -1,0 +1,44 @@
+"""Means and standard deviations of columns, in one pass."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Moments:
+    """Count, mean and sum of squares of columns, over parts that come one by one.
+
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979: exact where squares of large numbers would cancel.
+
+    Attributes:
+        count: numbers of each column, without those that are missing.
+        mean: of each column.
+        squares: sums of squared distances from the mean.
+        missing: numbers that are missing in each column.
+    """
+
+    count: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray
+    missing: np.ndarray
+
+    @classmethod
+    def of_nothing(cls, size: int) -> "Moments":
+        """The moments of no rows."""
+        return cls(*np.zeros([4, size]))
+
+    def add(self, rows: np.ndarray) -> None:
+        """Adds rows, float64 [N, columns]; what is not finite is missing."""
+        good = np.isfinite(rows)
+        count = good.sum(axis=0)
+        rows = np.where(good, rows, 0)
+        mean = rows.sum(axis=0) / np.maximum(count, 1)
+        apart = (np.where(good, rows - mean, 0) ** 2).sum(axis=0)
+        total = np.maximum(self.count + count, 1)
+        step = mean - self.mean
+        self.squares += apart + step**2 * self.count * count / total
+        self.mean += step * count / total
+        self.count += count
+        self.missing += len(rows) - count

@@ -1,0 +1,80 @@
+"""A Parquet file as blocks of columns: its row groups."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables.blocks import Block, Columns
+from towers.input_pipeline.sources.tables.row_groups import RowGroups
+
+
+class ParquetFile:
+    """A Parquet file, of which a row group is a block; see ``TableFile``.
+
+    Args:
+        path: of the file.
+        stored: the files of the data set, if they are read through a store.
+
+    Raises:
+        ValueError: it is no whole Parquet file, or two columns have one name.
+    """
+
+    can_jump = True
+
+    def __init__(self, path: str, stored: StoredFiles | None = None):
+        self.path = path
+        self.groups = RowGroups([path], stored)
+        self.schema = self.groups.schema(path)
+        self.names = [*self.schema.names]
+        columns.check_different(path, self.names)
+        self.types = {field.name: field.type for field in self.schema}
+        self.size = int(self.groups.row_bytes([path]) * self.groups.rows(path))
+
+    def blocks(self) -> Iterator[tuple[Block, bytes]]:
+        """See ``TableFile.blocks``; a row group is read as it is parsed."""
+        bounds = self.groups.bounds(self.path)
+        for group in range(self.groups.count(self.path)):
+            yield Block(self.path, group, bounds[group + 1] - bounds[group]), b""
+
+    def load(self, block: Block) -> bytes:
+        """See ``TableFile.load``."""
+        del block
+        return b""
+
+    def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
+        """See ``TableFile.parse``."""
+        del data
+        names = [*types]
+        try:
+            values = self.groups.read(self.path, block.begin, names)
+        except ValueError as error:
+            every = range(block.size)
+            fault = f"row group {block.begin} cannot be read: {error}"
+            faults = dict.fromkeys(every, fault)
+            return Columns(block, {}, block.size, every, faults)
+        return Columns(block, values, block.size)
+
+    def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
+        """See ``TableFile.lines``: rows of Parquet files are in no line."""
+        return {}
+
+    def missing(self, name: str, block: Block) -> np.ndarray:
+        """Returns the rows of a block in which a column has nothing.
+
+        The column is read only if the file's footer does not tell that there are none.
+        """
+        if self.groups.null_count(self.path, block.begin, name) == 0:
+            return np.zeros(0, np.int64)
+        try:
+            column = self.groups.read(self.path, block.begin, [name])[name]
+        except ValueError:
+            return np.zeros(0, np.int64)  # said of the group
+        return np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
+
+    def images(self, name: str, block: Block) -> np.ndarray:
+        """Reads a column of bytes: an array of objects [rows], empty for nothing."""
+        column = self.groups.read(self.path, block.begin, [name])[name]
+        return column.fill_null(b"").to_numpy(zero_copy_only=False)

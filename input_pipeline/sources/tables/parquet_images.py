@@ -1,0 +1,143 @@
+"""``parquet:GLOB`` of images, as Hugging Face writes them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.files import in_python
+from towers.input_pipeline.sources.files.file_source import group_by_split
+from towers.input_pipeline.sources.tables import columns, reading
+from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
+from towers.input_pipeline.sources.tables.parquet_source import ParquetSource
+from towers.input_pipeline.sources.tables.reading import Wanted
+from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
+
+_NAMES = ("image/encoded", "image")
+
+
+def image_column(
+    pattern: str, image_key: str | None, feature_columns: Sequence[str] | None
+) -> str | None:
+    """Returns the column of images of Parquet files; `None` if they have none.
+
+    Args:
+        pattern: see ``FileSource``.
+        image_key: its name, if the user has named it.
+        feature_columns: columns that the user has named in its place.
+
+    Raises:
+        ValueError: both are named, or there is no such column, or no file.
+    """
+    if image_key is not None and feature_columns is not None:
+        raise ValueError(
+            f"received image_key={image_key} and feature_columns="
+            f"{','.join(feature_columns)}: expected images or numbers, so leave one out"
+        )
+    if feature_columns is not None:
+        return None
+    first = next(iter(group_by_split("parquet", pattern).values()))
+    path = first[0]
+    names = ParquetFile(path).names
+    if image_key is not None:
+        columns.check_named(path, names, [image_key], "image_key")
+        return image_key
+    return next((name for name in _NAMES if name in names), None)
+
+
+class ParquetImages(ParquetSource):
+    """Parquet files with a column of encoded images, and columns of targets.
+
+    Columns of targets are read as those of ``TableSource``. A file is read by the row
+    group: four at a time are in memory, and the next ones. Groups come shuffled, and
+    rows within the buffer of the shuffle. Write small groups: 100 to 1000 images each.
+
+    Args:
+        pattern: see ``FileSource``.
+        image_key: the column of JPEG or PNG bytes, or of structs with a field
+            ``bytes``.
+        **options: see ``TableSource``.
+
+    Raises:
+        ValueError: see ``TableSource``; or the column does not hold bytes.
+    """
+
+    encoded = True
+    why_whole = "a group of rows is read as a whole"
+
+    def __init__(self, pattern: str, *, image_key: str, **options: Any):
+        self._image = image_key
+        super().__init__(pattern, **options)
+        self.reads = (image_key, *self.reads)
+
+    def _choose_columns(
+        self, labels: list[str], feature_columns: Sequence[str] | None
+    ) -> Wanted:
+        first = self._tables[0]
+        _check_images(first, self._image)
+        if self._image in labels:
+            raise ValueError(
+                f"received {self._image} for the images and for the labels of "
+                f"{first.path}: expected two columns, so name the labels' column by "
+                "--label_column (in Python, label_column)"
+            )
+        types = {name: self._type_of_label(first.types[name]) for name in labels}
+        return Wanted([], [], labels, types)
+
+    def _take_columns(
+        self,
+        read: TablePass,
+        asked: bool,
+        vocabularies: Mapping[str, Sequence[str]] | None,
+    ) -> None:
+        self._wanted = read.wanted
+        self.image_fields, self.image_shape = [self._image], (None, None, 3)
+        for place, located in enumerate(read.blocks):
+            table = self._tables[located.file]
+            for row in table.missing(self._image, located.block):
+                fault = f"nothing in the column {self._image!r}, expected a value"
+                read.faults.setdefault((place, int(row)), fault)
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        paths = self.files(split)
+        tables = [table for table in self._tables if table.path in paths]
+        rows = sum(located.rows for located in self._blocks)
+        return sum(table.size for table in tables) / max(rows, 1)
+
+    def parse(self, records: tuple) -> tuple[tf.Tensor, tf.Tensor]:
+        """See ``Source.parse``."""
+        return records
+
+    def _read_in_graph(self, block: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        of_targets = tf.int64 if self.target.kind == "class" else tf.float64
+
+        def read(block):
+            return self._read_block(self._blocks[int(block)])
+
+        images, y = in_python.call(read, [block], [tf.string, of_targets])
+        return (
+            tf.ensure_shape(images, [None]),
+            tf.ensure_shape(y, [None, *self.target.row_shape]),
+        )
+
+    def _read_block(self, located: Located) -> tuple[np.ndarray, ...]:
+        table = self._tables[located.file]
+        part = reading.read_part(table, located.block, b"", self._wanted)
+        y, _ = self._labels.targets(part.labels)
+        return table.images(self._image, located.block), y
+
+
+def _check_images(table: ParquetFile, name: str) -> None:
+    from pyarrow import types
+
+    kind = table.types[name]
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind = kind.field("bytes").type
+    if not types.is_binary(kind) and not types.is_large_binary(kind):
+        raise ValueError(
+            f"{table.path} has the columns {columns.listed(table.types)}: expected "
+            f"bytes of JPEG or PNG in {name!r}, or a struct with a field of them, "
+            "bytes; name the column by --image_key (in Python, image_key)"
+        )

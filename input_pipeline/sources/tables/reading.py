@@ -1,0 +1,127 @@
+"""Reads a table's columns, a block at a time: numbers, texts, targets, and bad rows."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from towers.input_pipeline.sources.tables import columns, values
+from towers.input_pipeline.sources.tables.blocks import (
+    Block,
+    Columns,
+    TableFile,
+    read_in_order,
+)
+from towers.input_pipeline.sources.targets import LARGEST
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The columns that are read.
+
+    Attributes:
+        numbers: names of the columns of numbers to learn from.
+        texts: names of the columns of text to learn from.
+        labels: names of the columns of targets.
+        types: types of all of these by their names, as pyarrow has them.
+        may_be_missing: whether a number to learn from may be.
+    """
+
+    numbers: Sequence[str]
+    texts: Sequence[str]
+    labels: Sequence[str]
+    types: Mapping[str, Any]
+    may_be_missing: bool = True
+
+
+@dataclasses.dataclass
+class Part:
+    """All rows of a block. A row that cannot be read has NaN and empty texts.
+
+    Attributes:
+        block: where the rows are from.
+        rows: how many there are.
+        numbers: float64 [rows, numbers]; NaN where a number is missing.
+        texts: columns [rows] of text, encoded by `values.as_categories`.
+        labels: columns of targets: the same, or float64 [rows].
+        faults: what is wrong with a row, a phrase, by its place in the block.
+        lines: the line of each such row, where rows are lines.
+    """
+
+    block: Block
+    rows: int
+    numbers: np.ndarray
+    texts: list[Any]
+    labels: list[Any]
+    faults: dict[int, str]
+    lines: dict[int, int]
+
+    @property
+    def good(self) -> np.ndarray:
+        """Which rows nothing is wrong with: bool [rows]."""
+        good = np.ones(self.rows, bool)
+        good[[*self.faults]] = False
+        return good
+
+
+def read_parts(
+    files: Sequence[TableFile], wanted: Wanted
+) -> Iterator[tuple[int, Part]]:
+    """Yields the place of a file and the rows of each of its blocks, in order."""
+    items = (
+        (place, *block) for place, file in enumerate(files) for block in file.blocks()
+    )
+
+    def read(item):
+        place, block, data = item
+        return place, read_part(files[place], block, data, wanted)
+
+    return read_in_order(items, read)
+
+
+def read_part(file: TableFile, block: Block, data: bytes, wanted: Wanted) -> Part:
+    """Reads what is wanted of a block."""
+    read = file.parse(block, data, wanted.types)
+    faults, places = dict(read.faults), read.places
+    numbers = np.full([read.rows, len(wanted.numbers)], np.nan)
+    for column, name in enumerate(wanted.numbers if len(places) else ()):
+        numbers[places, column] = values.as_numbers(read.values[name])
+    for row, column in np.argwhere(np.abs(numbers) > LARGEST):
+        fault = f"{wanted.numbers[column]} is {numbers[row, column]}, expected a number"
+        faults.setdefault(int(row), fault)
+    if not wanted.may_be_missing:
+        for row, column in np.argwhere(np.isnan(numbers)):
+            fault = f"nothing in the column {wanted.numbers[column]!r}: {columns.FILL}"
+            faults.setdefault(int(row), fault)
+    texts = [_categories(read, name, places) for name in wanted.texts]
+    labels = [_target(read, name, places, wanted) for name in wanted.labels]
+    lines = file.lines(block, data, [*faults]) if faults else {}
+    return Part(block, read.rows, numbers, texts, labels, faults, lines)
+
+
+def _target(read, name, places, wanted):
+    if not values.is_number(wanted.types[name]):
+        return _categories(read, name, places)
+    numbers = np.full(read.rows, np.nan)
+    if len(places):
+        numbers[places] = values.as_numbers(read.values[name])
+    return numbers
+
+
+def _categories(read: Columns, name: str, places: np.ndarray) -> Any:
+    """A column of text, with a row for each row of the block."""
+    import pyarrow as pa
+
+    column = read.values.get(name, pa.array([], pa.string()))
+    if len(places) < read.rows:
+        rows = np.full(read.rows, -1)
+        rows[places] = np.arange(len(places))
+        column = column.take(pa.array(rows, mask=rows < 0))
+    return values.as_categories(column)
+
+
+def ids(column: Any, id_of: Mapping[str, int]) -> np.ndarray:
+    """Returns ids of the rows of an encoded column; 0 of a text without one."""
+    of_texts = [id_of.get(text, 0) for text in column.dictionary.to_pylist()]
+    return np.array([*of_texts, 0], np.int32)[column.indices.to_numpy()]

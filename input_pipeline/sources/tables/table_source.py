@@ -1,0 +1,378 @@
+"""``csv:GLOB`` and ``parquet:GLOB`` of columns: numbers, categories, and targets."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.input_pipeline.sources.arrays import RowSource
+from towers.input_pipeline.sources.base import StreamSource
+from towers.input_pipeline.sources.files import in_python, splits
+from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
+from towers.input_pipeline.sources.files.record import BadRecordError, Record
+from towers.input_pipeline.sources.tables import (
+    categories,
+    columns,
+    reading,
+    table_targets,
+    values,
+)
+from towers.input_pipeline.sources.tables.blocks import TableFile
+from towers.input_pipeline.sources.tables.labels import Labels
+from towers.input_pipeline.sources.tables.reading import Wanted
+from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
+from towers.input_pipeline.sources.targets import TargetKind
+
+_CYCLE_LENGTH = 4
+_BLOCK_LENGTH = 64
+# Rows behind a bad one that tell whether it is one among good ones.
+_LOOK_ON, _FEW = 20, 0.25
+
+
+class TableSource(FileSource, StreamSource):
+    """Files of columns, with the same columns in each.
+
+    One pass over all files finds what the columns hold: classes, categories, means, and
+    what is bad. The rows that it reads stay in memory if there is room, and `in_memory`
+    gives them. Else they are read again, a few shuffled blocks of the files at a time.
+
+    "Images" are rows: float64 [F], the columns of numbers, NaN where one is missing;
+    with categories, a dict of those as "dense" and the id [] of each category.
+
+    Args:
+        pattern: see ``FileSource``.
+        label_column: see ``table_targets.read_names``. Whole numbers from 0 are classes
+            as they are; texts are names of classes, which are numbered in sorted order;
+            other numbers are numbers.
+        feature_columns: see ``columns.find_features``. Columns of text that are named
+            are categories. None: all but the labels, and of text those that repeat.
+        target: what the labels are; see ``table_targets.choose``.
+        class_names: see ``columns.order_classes``.
+        num_classes: see ``FileSource``.
+        vocabularies: see ``Source``; None for what the training data have.
+        missing: what stands for a number that is missing: the "mean" or "median" of its
+            column; "fail" makes its row a bad record.
+        **options: see ``FileSource``.
+
+    Attributes:
+        moments: of the numbers of the training rows.
+        missing_columns: columns in which some training row has no number.
+
+    Raises:
+        ValueError: no file, no row, other columns in one file than in another, no such
+            column, text for a number, or a bad record, unless these are skipped.
+    """
+
+    encoded = False
+    in_graph = False
+    why_whole = "rows are read by the block"
+    labels_need_checking = False
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        label_column: str | Sequence[str] | None = None,
+        feature_columns: Sequence[str] | None = None,
+        target: TargetKind | None = None,
+        class_names: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        vocabularies: Mapping[str, Sequence[str]] | None = None,
+        missing: str = "mean",
+        **options: Any,
+    ):
+        super().__init__(pattern, num_classes, **options)
+        self.missing = missing
+        self._paths = self._all_files()
+        self._tables = [self._open(path) for path in self._paths]
+        first = self._tables[0]
+        names, note = table_targets.read_names(first.path, first.names, label_column)
+        self._note(note)
+        self.label_field = ",".join(names)
+        wanted = self._choose_columns(names, feature_columns)
+        self._check_same_columns(wanted)
+        labels = Labels(self.name, names, wanted.types)
+        read = TablePass(self._tables, wanted, labels, self._is_training)
+        asked = feature_columns is not None
+        self._take_columns(read, asked, vocabularies)
+        labels.decide(
+            target,
+            class_names,
+            num_classes,
+            label_column is not None,
+            self._described(names[0]),
+        )
+        self._note(*labels.notes)
+        self._labels = labels
+        self._take_target(labels.target)
+        self.faults = self._find_faults(read)
+        self._count(read)
+        self._hold_out()
+        self._memory = read.joined(self._wanted, labels, self.vocabularies)
+        self._blocks = read.blocks
+        self._id_of = {
+            name: {text: place + 1 for place, text in enumerate(texts)}
+            for name, texts in self.vocabularies.items()
+        }
+        self.reads = (self.label_field, *self._wanted.numbers, self._fraction, missing)
+        self.reads += (*self.vocabularies.items(),)
+
+    def _open(self, path: str) -> TableFile:
+        """Opens a file."""
+        raise NotImplementedError
+
+    def _type_of_label(self, kind: Any) -> Any:
+        """Returns the type as which a column of targets is read, of its own."""
+        return kind
+
+    def _described(self, label: str) -> Sequence[str] | None:
+        """Returns names that the files have of the numbers of classes."""
+        del label
+        return None
+
+    def _note(self, *notes: str) -> None:
+        self.notes = (*self.notes, *filter(None, notes))
+
+    def _choose_columns(
+        self, labels: list[str], feature_columns: Sequence[str] | None
+    ) -> Wanted:
+        """Decides by types which columns are numbers, and which may be categories."""
+        first, asked = self._tables[0], feature_columns is not None
+        names = columns.find_features(first.path, first.names, labels, feature_columns)
+        types = {name: first.types[name] for name in names}
+        types |= {name: self._type_of_label(first.types[name]) for name in labels}
+        wrong = {
+            name: kind
+            for name, kind in types.items()
+            if not (values.is_number(kind) or values.is_text(kind))
+            or (str(kind) == "null" and not asked)
+        }
+        if bad := [name for name in (*labels, *names * asked) if name in wrong]:
+            raise ValueError(
+                f"{first.path} has the column {bad[0]!r} of {wrong[bad[0]]}: expected "
+                "numbers or texts, so name other columns by --label_column and "
+                "--feature_columns (in Python, label_column, feature_columns)"
+            )
+        names = [name for name in names if name not in wrong]
+        numbers = [name for name in names if values.is_number(types[name])]
+        texts = [name for name in names if name not in numbers]
+        types = {name: types[name] for name in (*names, *labels)}
+        return Wanted(numbers, texts, labels, types, self.missing != "fail")
+
+    def _check_same_columns(self, wanted: Wanted) -> None:
+        first, *others = self._tables
+        for table in others:
+            for name in wanted.types:
+                if name not in table.names or not self._is_same(table, name):
+                    here, there = map(columns.listed, (table.types, first.types))
+                    raise ValueError(
+                        f"{table.path} has the columns {here}, but {first.path} has "
+                        f"{there}: expected the same in all files, so correct {name!r}"
+                    )
+
+    def _is_same(self, table: TableFile, name: str) -> bool:
+        """Tells whether a column of another file may be read as that of the first."""
+        del table, name
+        return True
+
+    def _is_training(self, file: int, rows: np.ndarray) -> np.ndarray:
+        """Which rows of a file, by their numbers in it, are for training: bool [N]."""
+        path = self._paths[file]
+        if path not in self._files.get("train", ()):
+            # Of data that are all for evaluation, these are what is measured.
+            return np.full(len(rows), "train" not in self._files)
+        numbers = self._first_number(path) + rows
+        return ~np.broadcast_to(
+            splits.is_held_out(numbers, self._fraction), numbers.shape
+        )
+
+    def _take_columns(
+        self,
+        read: TablePass,
+        asked: bool,
+        vocabularies: Mapping[str, Sequence[str]] | None,
+    ) -> None:
+        """Takes the columns to learn from, and says which are left out."""
+        wanted = read.wanted
+        chosen = [
+            name
+            for name, texts in read.texts.items()
+            if asked or (texts.repeat if vocabularies is None else name in vocabularies)
+        ]
+        self._wanted = dataclasses.replace(wanted, texts=chosen)
+        every = columns.find_features(
+            self._paths[0], self._tables[0].names, wanted.labels, None
+        )
+        taken = [*wanted.numbers, *chosen]
+        left_out = [] if asked else [name for name in every if name not in taken]
+        if not taken:
+            raise columns.nothing_to_learn_from(self._paths[0], left_out)
+        if left_out:
+            self._note(columns.left_out_note(left_out, taken))
+        if chosen and not asked:
+            self._note(columns.categories_note(chosen, wanted.numbers))
+        self.image_fields, self.image_shape = wanted.numbers, (len(wanted.numbers),)
+        self.moments = read.moments
+        missing = zip(wanted.numbers, read.moments.missing, strict=True)
+        self.missing_columns = tuple(name for name, count in missing if count)
+        own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
+        self.vocabularies = own if vocabularies is None else dict(vocabularies)
+        if own:
+            categories.check(self.name, own, self.vocabularies)
+            self.table_sizes = categories.table_sizes(self.vocabularies)
+
+    def _count(self, read: TablePass) -> None:
+        """Counts the rows of the splits, bad ones among them."""
+        rows = [read.rows(file) for file in range(len(self._paths))]
+        if not any(rows):
+            raise ValueError(f"{self.name} holds no record: expected at least one")
+        self._note(
+            *(
+                f"{path} holds no record."
+                for path, count in zip(self._paths, rows, strict=True)
+                if not count
+            )
+        )
+        for split, paths in self._files.items():
+            self._set_sizes(split, [rows[self._paths.index(path)] for path in paths])
+
+    def _find_faults(self, read: TablePass) -> Mapping[str, Sequence[Record]]:
+        """Returns the bad records of each split.
+
+        Raises:
+            ValueError: there are some, and they are not to be skipped.
+        """
+        read.find_bad_targets(self._labels)
+        found: dict[str, list[Record]] = {}
+        for (block, row), fault in sorted(read.faults.items()):
+            located = read.blocks[block]
+            path = self._paths[located.file]
+            line = read.lines.get((block, row))
+            place = f"row {located.first + row}" if line is None else f"line {line + 1}"
+            number = self._first_number(path) + located.first + row
+            rows = np.array([located.first + row])
+            training = (
+                path in self._files.get("train", ())
+                and (self._is_training(located.file, rows)[0])
+            )
+            record = Record(path, place, number, fault=fault)
+            found.setdefault("train" if training else "test", []).append(record)
+        if found and not self._skip_bad:
+            raise _refused([*found.get("train", ()), *found.get("test", ())])
+        return found
+
+    # Reading.
+
+    def in_memory(self, note: str = "") -> RowSource | None:
+        """Returns the good rows as a source in memory; `None` if they did not fit."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return None
+        others = len(memory.targets) - memory.training
+        sizes = {"train": memory.training, "test": others}
+        rows = memory.numbers if self.image_fields else None
+        x = categories.examples(rows, memory.ids)
+        return RowSource(
+            self.name,
+            x,
+            memory.targets,
+            {split: sizes[split] for split in self.splits},
+            self.target,
+            self.image_shape,
+            self,
+            note,
+        )
+
+    def records(
+        self, split: str, shuffle_seed: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
+        """See ``StreamSource.records``."""
+        paths = self.files(split)
+        chosen = [
+            (place, self._first_number(self._paths[located.file]) + located.first)
+            for place, located in enumerate(self._blocks)
+            if self._paths[located.file] in paths
+        ]
+        blocks = tf.data.Dataset.from_tensor_slices(
+            tf.reshape(tf.constant(chosen, tf.int64), [-1, 2])
+        )
+        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
+
+        def read(block):
+            rows = self._read_in_graph(block[0])
+            numbers = block[1] + tf.range(tf.shape(rows[-1], tf.int64)[0])
+            return tf.data.Dataset.from_tensor_slices((numbers, rows))
+
+        records = blocks.interleave(
+            read,
+            cycle_length=min(max(len(chosen), 1), _CYCLE_LENGTH),
+            block_length=_BLOCK_LENGTH,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        return self._of_split(records, split)
+
+    def _read_in_graph(self, block: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Numbers, ids and targets of a block's rows, in a graph."""
+        target = self.target
+        of_targets = tf.int64 if target.kind == "class" else tf.float64
+
+        def read(block):
+            return self._read_block(self._blocks[int(block)])
+
+        numbers, ids, y = in_python.call(
+            read, [block], [tf.float64, tf.int64, of_targets]
+        )
+        return (
+            tf.ensure_shape(numbers, [None, *self.image_shape]),
+            tf.ensure_shape(ids, [None, len(self.vocabularies)]),
+            tf.ensure_shape(y, [None, *target.row_shape]),
+        )
+
+    def _read_block(self, located: Located) -> tuple[np.ndarray, ...]:
+        table = self._tables[located.file]
+        data = table.load(located.block)
+        part = reading.read_part(table, located.block, data, self._wanted)
+        y, _ = self._labels.targets(part.labels)
+        ids = np.zeros([part.rows, len(self._wanted.texts)], np.int64)
+        for column, name in enumerate(self._wanted.texts):
+            ids[:, column] = reading.ids(part.texts[column], self._id_of[name])
+        return part.numbers, ids, y
+
+    def record_bytes(self, split: str) -> float:
+        """See ``StreamSource.record_bytes``."""
+        del split
+        return 8.0 * (len(self.image_fields) + len(self.vocabularies) + 2)
+
+    def parse(self, records: tuple) -> tuple[Any, tf.Tensor]:
+        """See ``Source.parse``."""
+        numbers, ids, y = records
+        ids = dict(zip(self.vocabularies, tf.unstack(ids, axis=1), strict=True))
+        return categories.examples(numbers if self.image_fields else None, ids), y
+
+    def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
+        """See ``Source.walk``."""
+        bad = {
+            record.number: record for some in self.faults.values() for record in some
+        }
+        first = self._first_number(path)
+        for located in self._blocks:
+            if self._paths[located.file] != path:
+                continue
+            rows = zip(*self._read_block(located), strict=True)
+            for row, raw in enumerate(rows, first + located.first):
+                if self._has(split, row):
+                    place = f"row {row - first}"
+                    good = Record(path, place, row, tuple(map(tf.constant, raw)))
+                    yield bad.get(row, good)
+
+
+def _refused(bad: Sequence[Record]) -> BadRecordError:
+    """Makes an error of bad records; tells the first one, and how many follow it."""
+    first = bad[0]
+    near = sum(first.number < b.number <= first.number + _LOOK_ON for b in bad)
+    if near <= _FEW * _LOOK_ON:
+        return BadRecordError(str(first))
+    count = f"{near} of the {_LOOK_ON} rows behind it"
+    return BadRecordError(f"{first}; and {count} cannot be used either", many=True)

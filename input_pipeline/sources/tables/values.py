@@ -1,0 +1,116 @@
+"""Columns of pyarrow's as numbers and as categories."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Microseconds of a day, in which dates are counted.
+_DAY_US = 86_400_000_000
+
+
+def is_number(kind: Any) -> bool:
+    """Tells whether a column of a type becomes numbers: also truth values and dates."""
+    from pyarrow import types
+
+    return any(
+        fits(kind)
+        for fits in (
+            types.is_integer,
+            types.is_floating,
+            types.is_decimal,
+            types.is_boolean,
+            types.is_temporal,
+            types.is_null,
+        )
+    ) and not types.is_interval(kind)
+
+
+def is_whole(kind: Any) -> bool:
+    """Tells whether a type is of whole numbers, or of truth values."""
+    from pyarrow import types
+
+    return types.is_integer(kind) or types.is_boolean(kind)
+
+
+def is_date(kind: Any) -> bool:
+    """Tells whether a type is of days or moments."""
+    from pyarrow import types
+
+    return types.is_timestamp(kind) or types.is_date(kind)
+
+
+def is_text(kind: Any) -> bool:
+    """Tells whether a type is of text, with or without a dictionary."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or _is_view(kind)
+
+
+def _is_view(kind):
+    from pyarrow import types
+
+    return types.is_string_view(kind)
+
+
+def as_numbers(column: Any) -> np.ndarray:
+    """Makes float64 of a column that `is_number`; NaN where nothing stands.
+
+    Days and moments are days since 1970, with a fraction. Truth values are 0 and 1.
+    """
+    import pyarrow as pa
+    from pyarrow import compute, types
+
+    kind = column.type
+    if types.is_null(kind):
+        return np.full(len(column), np.nan)
+    if is_date(kind):
+        # Moments of a time zone are counted from the same moment.
+        moments = column.cast(pa.timestamp("us", getattr(kind, "tz", None)))
+        return as_numbers(moments.cast(pa.int64())) / _DAY_US
+    if types.is_temporal(kind):
+        column = column.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    elif types.is_boolean(kind):
+        column = column.cast(pa.uint8())
+    if not types.is_floating(column.type) or column.type.bit_width != 64:
+        column = compute.cast(column, pa.float64(), safe=False)
+    return column.fill_null(np.nan).to_numpy(zero_copy_only=False)
+
+
+def as_categories(column: Any) -> Any:
+    """Encodes a column that `is_text` with a dictionary of its texts.
+
+    Spaces around a text do not count. Where nothing stands, the text is empty.
+    """
+    import pyarrow as pa
+    from pyarrow import compute, types
+
+    if types.is_dictionary(column.type):
+        texts = column.dictionary.cast(pa.string())
+        column = pa.DictionaryArray.from_arrays(column.indices, texts)
+        column = column.cast(pa.string())
+    texts = compute.utf8_trim_whitespace(column.cast(pa.string()).fill_null(""))
+    return texts.dictionary_encode()
+
+
+def joined(parts: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
+    """Joins columns of `as_categories`.
+
+    Returns:
+        int32 places in the texts, and the texts, sorted.
+    """
+    import pyarrow as pa
+
+    if not parts:
+        return np.zeros(0, np.int32), []
+    column = pa.chunked_array(parts).unify_dictionaries().combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0)
+    texts = column.dictionary.to_pylist()
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    place = np.empty(len(texts), np.int32)
+    place[order] = np.arange(len(texts), dtype=np.int32)
+    codes = column.indices.to_numpy(zero_copy_only=False)
+    return place[codes], [texts[k] for k in order]
