@@ -30,7 +30,7 @@ def as_tensors(known: Preprocessing, examples: Any) -> Any:
             f"{', '.join(known.columns)}; expected a dict of these, or a DataFrame."
         )
     if known.input == "row":
-        return tf.constant(_numbers("rows", examples))
+        return tf.constant(_numbers(known, "rows", examples))
     array = np.asarray(examples)
     if array.dtype.kind in "SU":
         # Else NumPy cuts zeros off at the end of bytes.
@@ -40,17 +40,21 @@ def as_tensors(known: Preprocessing, examples: Any) -> Any:
     return _pictures(known, array)
 
 
-def _numbers(what, values):
+def _numbers(known, what, values):
     try:
-        found = np.asarray(values, np.float64)
+        # None is a number that is missing, as NaN is.
+        numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
-        found = np.array(np.nan)
-    if not (np.abs(found) <= np.finfo(np.float32).max).all():
+        numbers = np.array(np.inf)
+    good = np.abs(numbers) <= np.finfo(np.float32).max
+    if known.scaling is not None and known.scaling.fill:
+        good |= np.isnan(numbers)
+    if not good.all():
         raise ValueError(
             f"Received {what} with something that is no number, or infinite; expected "
             "numbers."
         )
-    return found
+    return numbers
 
 
 def _strings(known, array):
@@ -110,7 +114,7 @@ def _column(known, name, values):
     if known.is_text(name):
         return tf.constant([*map(tables.as_text, values)], tf.string)
     if name not in known.tables:
-        return tf.constant(_numbers(f"the column {name!r}", values))
+        return tf.constant(_numbers(known, f"the column {name!r}", values))
     ids, size = values.astype(np.int64), known.tables[name]
     if ((ids < 0) | (ids >= size)).any():
         raise ValueError(

@@ -137,27 +137,22 @@ def _fault(file, trained):
 
 def _tables(trained, files, size, say_bad, kept):
     known = trained.preprocessing
-    seen = {name: {*texts, ""} for name, texts in known.vocabularies.items()}
     unseen = collections.Counter()
-
-    def rows():
-        for file in files:
-            found = _whole(file, tables.rows(file, known.columns, "", kept))
-            for number, row in enumerate(found, 1):
-                try:
-                    cells = tables.cells(known, row)
-                except ValueError as error:
-                    say_bad(f"{file}: row {number}: {error}.")
-                else:
-                    for name, text in zip(known.columns, cells, strict=True):
-                        unseen[name] += name in seen and text.strip() not in seen[name]
-                    copied = dict(zip(kept, row.kept, strict=True))
-                    yield {"file": file, "row": number, **copied}, cells
-
-    for some in _batched(rows(), size):
-        names, cells = zip(*some, strict=True)
-        columns = dict(zip(known.columns, zip(*cells, strict=True), strict=True))
-        yield Batch([*names], trained.prepare(columns))
+    for file in files:
+        for rows in _whole(file, tables.blocks(known, file, kept)):
+            for number, fault in rows.faults.items():
+                say_bad(f"{file}: row {number}: {fault}.")
+            unseen.update(rows.unseen)
+            for first in range(0, len(rows.numbers), size):
+                some = slice(first, first + size)
+                columns = {name: each[some] for name, each in rows.columns.items()}
+                names = [
+                    {"file": file, "row": int(number)} for number in rows.numbers[some]
+                ]
+                for name, cells in rows.kept.items():
+                    for row, cell in zip(names, cells[some], strict=True):
+                        row[name] = cell
+                yield Batch(names, trained.prepare(columns))
     if others := [f"{count:,} in {name!r}" for name, count in unseen.items() if count]:
         say(f"Texts that training has not seen are all one: {', '.join(others)}.")
 
@@ -235,12 +230,9 @@ def _lines(trained, file):
 
 
 def _column(trained, file, kept):
-    features = trained.preprocessing.features
-    for number, row in enumerate(tables.rows(file, features, kept=kept), 1):
-        (text,) = row.cells or [None]
-        # As training takes them.
-        text = str(text) if isinstance(text, int | float) else text
-        yield number, text, row.fault, dict(zip(kept, row.kept, strict=False))
+    rows = tables.texts(trained.preprocessing, file, kept)
+    for number, (text, fault, copied) in enumerate(rows, 1):
+        yield number, text, fault, dict(zip(kept, copied, strict=True))
 
 
 def _whole(file, found):

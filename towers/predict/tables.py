@@ -1,187 +1,151 @@
-"""Rows of CSV and Parquet files, by the columns that a model was trained on."""
+"""Columns of CSV and Parquet files, as a model was trained on them."""
 
-import csv
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from towers.input_pipeline.sources.tables.row_groups import is_text
-from towers.program import words
-from towers.program.extras import install_command
+from towers.input_pipeline.sources.tables import reading, values
+from towers.input_pipeline.sources.tables.blocks import Block, TableFile
+from towers.input_pipeline.sources.tables.opened import SUFFIXES, open_table, text_rows
+from towers.input_pipeline.sources.tables.reading import Wanted
 from towers.train.outputs.preprocessing import Preprocessing
 
-_PARQUET = (".parquet", ".pq")
-# Of files with columns, by how their names end.
-SUFFIXES = (".csv", *_PARQUET)
-# Models compute with float32, where anything larger is infinite.
-_LARGEST = float(np.finfo(np.float32).max)
-# Why a column is to be there that the model does not need.
-_TO_COPY = "which --keep_columns names"
+__all__ = ["SUFFIXES", "Rows", "as_text", "blocks", "texts"]
 
 
-class Row(NamedTuple):
-    """A row of a file.
+class Rows(NamedTuple):
+    """The rows of a block of a file.
 
     Attributes:
-        cells: What stands in the columns; `None` where nothing does.
-        fault: Why the row cannot be read, or "".
-        kept: What stands in columns that are only copied.
+        columns: What the model takes, by the names of columns: float64, int64 or
+            objects, [rows].
+        numbers: Of the rows in the file, from 1.
+        kept: Columns that are only copied, by their names, as they are written.
+        faults: What is wrong with other rows, by their numbers.
+        unseen: How many texts of each column of categories training has not seen.
     """
 
-    cells: Sequence[Any]
-    fault: str = ""
-    kept: Sequence[Any] = ()
+    columns: dict[str, np.ndarray]
+    numbers: np.ndarray
+    kept: dict[str, list[Any]]
+    faults: dict[int, str]
+    unseen: dict[str, int]
 
 
-def rows(
-    file: str,
-    columns: Sequence[str],
-    empty: str | None = None,
-    kept: Sequence[str] = (),
-) -> Iterator[Row]:
-    """Reads some columns of a file, row by row.
+def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterator[Rows]:
+    """Reads the columns of a model from a file, block by block.
 
     Args:
-        file: Its path.
-        columns: Names of the columns.
-        empty: What a missing text of a Parquet file is.
+        known: What the model takes.
+        file: The path of the file.
         kept: Names of columns that are only copied.
 
     Raises:
         ValueError: It is no such file, or has no such columns.
     """
-    if file.lower().endswith(_PARQUET):
-        return _parquet(file, columns, empty, kept)
-    return _csv(file, columns, kept)
+    table = open_table(file)
+    _check_columns(table, known.columns, "which the model was trained on")
+    _check_columns(table, kept, "which --keep_columns names")
+    wanted = _wanted(table, known)
+    first = 1
+    for block, data in table.blocks():
+        part = reading.read_part(table, block, data, wanted)
+        columns = dict(zip(wanted.numbers, part.numbers.T, strict=True))
+        unseen = {}
+        for name, column in zip(wanted.texts, part.texts, strict=True):
+            texts = np.array([*column.dictionary.to_pylist(), ""], object)
+            columns[name] = texts[column.indices.to_numpy(zero_copy_only=False)]
+            seen = {*known.vocabularies[name], ""}
+            unseen[name] = sum(text not in seen for text in columns[name])
+        faults = {**part.faults, **_bad_ids(known, columns)}
+        good = np.delete(np.arange(part.rows), [*faults])
+        yield Rows(
+            {name: column[good] for name, column in columns.items()},
+            first + good,
+            _kept(table, block, data, kept, good),
+            {first + row: fault for row, fault in sorted(faults.items())},
+            unseen,
+        )
+        first += part.rows
 
 
-def cells(known: Preprocessing, row: Row) -> Sequence[Any]:
-    """Makes of a row what a `Preprocessor` takes.
-
-    Raises:
-        ValueError: It cannot be that.
-    """
-    if row.fault:
-        raise ValueError(row.fault)
-    pairs = zip(known.columns, row.cells, strict=True)
-    return [_cell(known, name, value) for name, value in pairs]
-
-
-def _cell(known, name, value):
-    if known.is_text(name):
-        if value is None:
-            raise ValueError(f"column {name!r} is {value!r}, expected a text")
-        return as_text(value)
-    number = _number(value)
-    if name in known.tables:
-        size = known.tables[name]
-        if number not in range(size):
-            raise ValueError(
-                f"column {name!r} is {value!r}, expected an id of 0 to {size - 1}"
-            )
-        return int(number)
-    if not abs(number) <= _LARGEST:
-        raise ValueError(f"column {name!r} is {value!r}, expected a number")
-    return number
+def texts(
+    known: Preprocessing, file: str, kept: Sequence[str] = ()
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Reads a column of texts: yields each with its fault, or "", and what is kept."""
+    table = open_table(file)
+    _check_columns(table, known.columns, "which the model was trained on")
+    _check_columns(table, kept, "which --keep_columns names")
+    for row in text_rows(table, [*dict.fromkeys((*known.columns, *kept))]):
+        cells = dict(zip((*known.columns, *kept), row.values, strict=False))
+        text, *_ = row.values or [""]
+        yield text, row.fault, [cells.get(name, "") for name in kept]
 
 
 def as_text(value: Any) -> str:
-    """A category as a text; an empty one where nothing stands."""
+    """Returns a category as a text; an empty one where nothing stands."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return "" if value is None or value != value else str(value)
 
 
-def _number(value):
-    # Python takes 1_000 for a number, and training does not.
-    if isinstance(value, str) and "_" in value:
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+def _wanted(table: TableFile, known: Preprocessing) -> Wanted:
+    """The columns to read; a number where training had one, whatever the first rows."""
+    import pyarrow as pa
+
+    texts = [name for name in known.columns if known.is_text(name)]
+    numbers = [name for name in known.columns if name not in texts]
+    types = {name: table.types[name] for name in known.columns}
+    for name in numbers:
+        if not values.is_number(types[name]):
+            types[name] = pa.float64()
+    for name in texts:
+        if not values.is_text(types[name]):
+            types[name] = pa.string()
+    fills = known.scaling is not None and bool(known.scaling.fill)
+    return Wanted(numbers, texts, [], types, may_be_missing=fills)
 
 
-def _csv(file, columns, kept):
-    try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            found = _fields(lines)
-            header = next(found, Row(())).cells
-            places = _places(file, header, columns, "which the model was trained on")
-            copied = _places(file, header, kept, _TO_COPY)
-            for cells, fault, _ in found:
-                if fault:
-                    yield Row((), fault)
-                elif len(cells) == len(header):
-                    yield Row(
-                        [cells[place] for place in places],
-                        kept=[cells[place] for place in copied],
-                    )
-                elif any(map(str.strip, cells)):
-                    count = words.count(len(cells), "field")
-                    yield Row((), f"has {count}, expected {len(header)} as the header")
-    except UnicodeDecodeError as error:
+def _bad_ids(known, columns):
+    """Faults of ids that no table has, by their rows."""
+    faults = {}
+    for name, size in known.tables.items():
+        if known.is_text(name):
+            continue
+        with np.errstate(invalid="ignore"):
+            ids = columns[name]
+            bad = ~((ids >= 0) & (ids < size) & (ids == np.floor(ids)))
+        for row in np.flatnonzero(bad):
+            faults[int(row)] = (
+                f"column {name!r} is {ids[row]:g}, expected an id of 0 to {size - 1}"
+            )
+    return faults
+
+
+def _kept(
+    table: TableFile, block: Block, data: bytes, names: Sequence[str], good: np.ndarray
+) -> dict[str, list[Any]]:
+    """Cells of columns that are only copied."""
+    if not names:
+        return {}
+    read = table.parse(block, data, {name: table.text_type(name) for name in names})
+    row_of = {place: row for row, place in enumerate(read.places.tolist())}
+    rows = [row_of[place] for place in good.tolist()]
+    kept = {}
+    for name in names:
+        cells = read.values[name].take(rows).to_pylist()
+        kept[name] = [_written(cell) for cell in cells]
+    return kept
+
+
+def _written(cell):
+    return cell.decode(errors="replace") if isinstance(cell, bytes) else cell
+
+
+def _check_columns(table, names, why):
+    if missing := [name for name in names if name not in table.names]:
         raise ValueError(
-            f"{file} is no text in UTF-8; expected a CSV or a Parquet file."
-        ) from error
-
-
-def _fields(lines):
-    """The rows of a CSV file, with all columns."""
-    reader = csv.reader(lines, strict=True)
-    while True:
-        # What is not used may be longer than the module expects of a field, anywhere.
-        before = csv.field_size_limit(sys.maxsize)
-        try:
-            row = Row(next(reader))
-        except StopIteration:
-            return
-        except csv.Error as error:
-            row = Row((), f"cannot be read: {error}")
-        finally:
-            csv.field_size_limit(before)
-        yield row
-
-
-def _parquet(file, columns, empty, kept):
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{file} needs the package pyarrow, which is not installed; expected it, "
-            f"so run: {install_command('parquet')}"
-        ) from error
-    try:
-        table = parquet.ParquetFile(file)
-        header = table.schema_arrow.names
-        places = _places(file, header, columns, "which the model was trained on")
-        places += _places(file, header, kept, _TO_COPY)
-        names = [header[place] for place in places]
-        for batch in table.iter_batches(columns=[*dict.fromkeys(names)]):
-            found = [batch.column(name) for name in names]
-            missing = [empty if is_text(each.type) else None for each in found]
-            for row in zip(*(each.to_pylist() for each in found), strict=True):
-                pairs = zip(row, missing, strict=True)
-                cells = [none if cell is None else cell for cell, none in pairs]
-                yield Row(cells[: len(columns)], kept=cells[len(columns) :])
-    except ArrowException as error:
-        raise ValueError(f"{file} cannot be read: {error}; correct it.") from error
-
-
-def _places(file, header, columns, why):
-    stripped = [name.strip() for name in header]
-    names = stripped if {*columns} - {*header} else header
-    if missing := [name for name in columns if name not in names]:
-        raise ValueError(
-            f"{file} has no column {', '.join(map(repr, missing))}, {why}; its "
-            f"columns are {', '.join(map(repr, header)) or 'none'}."
+            f"{table.path} has no column {', '.join(map(repr, missing))}, {why}; its "
+            f"columns are {', '.join(map(repr, table.names)) or 'none'}."
         )
-    if twice := [name for name in columns if names.count(name) > 1]:
-        raise ValueError(
-            f"{file} has two columns {twice[0]!r}; expected different names, so rename "
-            "one."
-        )
-    return [names.index(name) for name in columns]

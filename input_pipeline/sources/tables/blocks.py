@@ -30,12 +30,14 @@ class Block:
         begin: the first byte of a CSV file; of a Parquet file, the row group.
         size: bytes; of a Parquet file, rows.
         line: the line that the first row begins in, from 0; nothing of a Parquet file.
+        is_whole: whether all quotes that open in it are closed.
     """
 
     path: str
     begin: int
     size: int
     line: int = 0
+    is_whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,9 @@ class TableFile(Protocol):
     types: Mapping[str, Any]
     size: int
     can_jump: bool
+
+    def text_type(self, name: str) -> Any:
+        """Returns the type as which a column's cells are read as they are written."""
 
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
         """Yields the blocks in order, with the bytes to `parse`."""

@@ -112,31 +112,46 @@ class CSVFile:
         """Whether a block can be read without those before it."""
         return self.dialect.codec is None
 
+    def text_type(self, name: str) -> Any:
+        """See ``TableFile.text_type``: bytes, which need not be text."""
+        import pyarrow as pa
+
+        del name
+        return pa.binary()
+
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
         """Yields the blocks in order, with their bytes."""
-        at, first_line, rest = self.dialect.begin, 1, b""
         with self._opened() as file:
-            file.read(at)
-            header = True
-            while True:
-                piece = file.read(_BLOCK_BYTES)
-                data = rest + piece
-                if not data:
-                    return
-                end = len(data) if not piece else self._end_of_rows(data)
-                if not end:
-                    rest = data
-                    continue
-                rows, rest = data[:end], data[end:]
-                if header:
-                    begin = self._end_of_header(rows)
-                    at, first_line = at + begin, first_line + rows[:begin].count(b"\n")
-                    rows, header = rows[begin:], False
-                if rows.strip():
-                    yield Block(self.path, at, len(rows), first_line), rows
-                at, first_line = at + len(rows), first_line + rows.count(b"\n")
-                if not piece:
-                    return
+            header, rest = self._read_header(file)
+            at, line = len(header), header.count(b"\n")
+            while piece := file.read(_BLOCK_BYTES):
+                rest += piece
+                end, _ = self._end_of_rows(rest)
+                if end:
+                    yield from self._block(rest[:end], at, line)
+                    at, line = at + end, line + rest[:end].count(b"\n")
+                    rest = rest[end:]
+            end, is_open = self._end_of_rows(rest)
+            if not is_open:
+                yield from self._block(rest, at, line)
+                return
+            yield from self._block(rest[:end], at, line)
+            line += rest[:end].count(b"\n")
+            yield Block(self.path, at + end, len(rest) - end, line, False), rest[end:]
+
+    def _block(self, data: bytes, at: int, line: int) -> Iterator[tuple[Block, bytes]]:
+        """Yields a block, unless it has nothing but empty lines."""
+        if data.strip():
+            yield Block(self.path, at, len(data), line), data
+
+    def _read_header(self, file: Any) -> tuple[bytes, bytes]:
+        """Returns the bytes of the header, with its mark, and what was read behind."""
+        data = b""
+        while piece := file.read(_BLOCK_BYTES):
+            data += piece
+            if end := self._end_of_header(data):
+                return data[:end], data[end:]
+        return data, b""
 
     def load(self, block: Block) -> bytes:
         """Reads the bytes of a block of a file that `can_jump`."""
@@ -157,6 +172,9 @@ class CSVFile:
         """
         import pyarrow as pa
 
+        if not block.is_whole:
+            fault = "opens quotes that do not end, so nothing behind it can be read"
+            return Columns(block, {}, 1, [0], {0: fault})
         short, read = self._parsed(data, types)
         faults = {row: self._length_fault(count) for row, count in short.items()}
         if read is None:
@@ -252,32 +270,34 @@ class CSVFile:
             raise BadRecordError(f"{self.path}: {fault_of(error)}") from error
 
     def _end_of_header(self, data: bytes) -> int:
-        quoted = self._quoted.match(data) if data.startswith(b'"') else None
-        at = quoted.end() if quoted else 0
-        for match in self._quoted.finditer(data, at):
-            line = data.find(b"\n", at, match.start())
-            if line >= 0:
+        """Returns where the first row ends; 0 if it does not."""
+        # Quotes behind a mark open a field, too.
+        at = self.dialect.begin
+        data = b"\n" * at + data[at:]
+        for quoted in self._quoted.finditer(data):
+            if (line := data.find(b"\n", at, quoted.start())) >= 0:
                 return line + 1
-            at = match.end()
-        return data.find(b"\n", at) + 1 or len(data)
+            at = quoted.end()
+        opens = self._opening.search(data, at)
+        return data.find(b"\n", at, opens.start() if opens else len(data)) + 1
 
-    def _end_of_rows(self, data: bytes) -> int:
-        """Returns where the last whole row ends; 0 if none does.
+    def _end_of_rows(self, data: bytes) -> tuple[int, bool]:
+        """Returns where the last whole row ends, and whether quotes stay open.
 
         A line break within quotes ends no row. Quotes open a field only at its
         beginning, as RFC 4180 has it.
         """
-        limit = len(data)
-        if b'"' in data:
-            spans = [match.span() for match in self._quoted.finditer(data)]
-            after = spans[-1][1] if spans else 0
-            if (open_quote := self._opening.search(data, after)) is not None:
-                limit = open_quote.start()
-            for begin, end in reversed(spans):
-                if (line := data.rfind(b"\n", end, limit)) >= 0:
-                    return line + 1
-                limit = begin
-        return data.rfind(b"\n", 0, limit) + 1
+        if b'"' not in data:
+            return data.rfind(b"\n") + 1, False
+        spans = [match.span() for match in self._quoted.finditer(data)]
+        after = spans[-1][1] if spans else 0
+        opens = self._opening.search(data, after)
+        limit = opens.start() if opens else len(data)
+        for begin, end in reversed(spans):
+            if (line := data.rfind(b"\n", end, limit)) >= 0:
+                return line + 1, opens is not None
+            limit = begin
+        return data.rfind(b"\n", 0, limit) + 1, opens is not None
 
     @functools.cached_property
     def _quoted(self) -> re.Pattern[bytes]:

@@ -33,6 +33,10 @@ class ParquetFile:
         self.types = {field.name: field.type for field in self.schema}
         self.size = int(self.groups.row_bytes([path]) * self.groups.rows(path))
 
+    def text_type(self, name: str) -> Any:
+        """See ``TableFile.text_type``."""
+        return self.types[name]
+
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
         """See ``TableFile.blocks``; a row group is read as it is parsed."""
         bounds = self.groups.bounds(self.path)
