@@ -165,6 +165,10 @@ def find_bad_records(source: Source, split: str) -> Iterator[Record]:
     """
     source = source.origin
     known = {record.number for record in source.passed_over.get(split, ())}
+    for record in (source.faults or {}).get(split, ()):
+        if record.number not in known:
+            known.add(record.number)
+            yield record
     for path in source.files(split):
         for record in check_records(source, path, split):
             if record.fault and record.number not in known:

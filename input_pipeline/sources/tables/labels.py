@@ -109,8 +109,9 @@ class Labels:
     def fault(self, number: int, row: int) -> str:
         """Says what is wrong with the target of a row of a block, in a phrase."""
         expected = self.target.expected
-        if self._labels is not None:
-            expected = "the name of a class"
+        if self._of_class:
+            names = "the name of a class", "a whole number from 0"
+            expected = names[self._labels is None]
         for name, column in zip(self._names, self._blocks[number], strict=True):
             cell = _cell(column, row)
             if cell in ("", None):

@@ -124,4 +124,4 @@ def _categories(read: Columns, name: str, places: np.ndarray) -> Any:
 def ids(column: Any, id_of: Mapping[str, int]) -> np.ndarray:
     """Returns ids of the rows of an encoded column; 0 of a text without one."""
     of_texts = [id_of.get(text, 0) for text in column.dictionary.to_pylist()]
-    return np.array([*of_texts, 0], np.int32)[column.indices.to_numpy()]
+    return np.array([*of_texts, 0], np.int64)[column.indices.to_numpy()]

@@ -8,6 +8,7 @@ import numpy as np
 
 from towers.input_pipeline.sources.tables import reading
 from towers.input_pipeline.sources.tables.blocks import Block, TableFile
+from towers.input_pipeline.sources.tables.columns import SAMPLE
 from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.tables.reading import Part, Wanted
@@ -67,7 +68,7 @@ class Memory:
 
     Attributes:
         numbers: float64 [N, F].
-        ids: int32 [N] of each column of categories.
+        ids: int64 [N] of each column of categories.
         targets: int64 [N] of classes, else float64 [N, K].
         training: how many rows are for training.
     """
@@ -95,6 +96,7 @@ class TablePass:
         lines: the line of such a row, by the same.
         moments: of the numbers of training rows.
         texts: of each column of text.
+        first: numbers of the first rows, float64 [N, columns].
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class TablePass:
         self.blocks: list[Located] = []
         self.faults: dict[tuple[int, int], str] = {}
         self.lines: dict[tuple[int, int], int] = {}
+        self.first = np.zeros([0, len(wanted.numbers)])
         self.moments = Moments.of_nothing(len(wanted.numbers))
         self.texts = {name: Texts() for name in wanted.texts}
         # Numbers and texts of each block, until they take too much memory.
@@ -128,6 +131,8 @@ class TablePass:
             self._note_faults(part)
             self.blocks.append(located)
             training = part.good & self._training_rows(located)
+            if len(self.first) < SAMPLE:
+                self.first = np.concatenate([self.first, part.numbers[:SAMPLE]])
             self.moments.add(part.numbers[training])
             for texts, column in zip(self.texts.values(), part.texts, strict=True):
                 texts.add(column, training)
@@ -205,7 +210,7 @@ class TablePass:
         target = labels.target
         memory = Memory(
             np.empty([count, len(chosen)]),
-            {name: np.empty(count, np.int32) for name in wanted.texts},
+            {name: np.empty(count, np.int64) for name in wanted.texts},
             np.empty([count, *target.row_shape], target.dtype),
             first_of_others,
         )

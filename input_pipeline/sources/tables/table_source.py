@@ -1,7 +1,8 @@
 """``csv:GLOB`` and ``parquet:GLOB`` of columns: numbers, categories, and targets."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,11 @@ class TableSource(FileSource, StreamSource):
             self._note(columns.categories_note(chosen, wanted.numbers))
         self.image_fields, self.image_shape = wanted.numbers, (len(wanted.numbers),)
         self.moments = read.moments
+        for column, name in enumerate(wanted.numbers):
+            others = [other for other in taken if other != name]
+            if others and columns.counts_rows(read.first[:, column]):
+                first = read.first[0, column]
+                self._note(columns.counting_note(name, first, others))
         missing = zip(wanted.numbers, read.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
@@ -260,7 +266,9 @@ class TableSource(FileSource, StreamSource):
             record = Record(path, place, number, fault=fault)
             found.setdefault("train" if training else "test", []).append(record)
         if found and not self._skip_bad:
-            raise _refused([*found.get("train", ()), *found.get("test", ())])
+            bad = min(itertools.chain(*found.values()), key=lambda each: each.number)
+            rows = self._first_number(bad.path) + read.rows(self._paths.index(bad.path))
+            raise _refused(bad, itertools.chain(*found.values()), rows)
         return found
 
     # Reading.
@@ -368,11 +376,17 @@ class TableSource(FileSource, StreamSource):
                     yield bad.get(row, good)
 
 
-def _refused(bad: Sequence[Record]) -> BadRecordError:
-    """Makes an error of bad records; tells the first one, and how many follow it."""
-    first = bad[0]
-    near = sum(first.number < b.number <= first.number + _LOOK_ON for b in bad)
-    if near <= _FEW * _LOOK_ON:
+def _refused(first: Record, bad: Iterable[Record], end: int) -> BadRecordError:
+    """Makes an error of the first bad record, and says how many follow it at once.
+
+    Args:
+        first: the record.
+        bad: all bad records.
+        end: number of the record behind the last one of the file.
+    """
+    rows = min(_LOOK_ON, end - first.number - 1)
+    near = sum(0 < record.number - first.number <= rows for record in bad)
+    if near <= _FEW * rows:
         return BadRecordError(str(first))
-    count = f"{near} of the {_LOOK_ON} rows behind it"
+    count = f"{near} of the {rows} behind it" if rows > 1 else "the next"
     return BadRecordError(f"{first}; and {count} cannot be used either", many=True)

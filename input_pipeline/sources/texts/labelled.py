@@ -9,11 +9,16 @@ from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import FILE
 from towers.input_pipeline.sources.tables import columns, table_targets
+from towers.input_pipeline.sources.tables.blocks import TableFile
+from towers.input_pipeline.sources.tables.csv_file import CSVFile
+from towers.input_pipeline.sources.tables.opened import text_rows
+from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
+from towers.input_pipeline.sources.tables.row_groups import described_classes
 from towers.input_pipeline.sources.targets import Target, TargetKind
-from towers.input_pipeline.sources.texts import tables
 from towers.input_pipeline.sources.texts.encoded import EncodedSource, Example
 from towers.input_pipeline.sources.texts.rows import bad_record, check_length
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
+from towers.program.extras import install_command
 
 
 def open_csv(pattern: str, **options: Any) -> "LabelledTextSource":
@@ -76,7 +81,7 @@ class LabelledTextSource(EncodedSource):
             raise splits.held_out_by_name(eval_fraction, self.name, self._files)
         fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
         paths = [path for some in self._files.values() for path in some]
-        self._table = tables.CSV() if kind == "csv" else tables.Parquet(paths)
+        self._tables = {path: _open(kind, path) for path in paths}
         labels = self._find_columns(paths, text_column, label_column)
         faults, found = [], {"train": [], "test": []}
         for split, example in self._examples([text_column, *labels], fraction, faults):
@@ -97,15 +102,16 @@ class LabelledTextSource(EncodedSource):
     ) -> list[str]:
         """Checks the columns of all files; returns those of the labels."""
         first, *others = paths
-        names = self._table.columns(first)
+        names = [*self._tables[first].names]
         columns.check_named(first, names, [text], "text_column")
         others_of_first = [name for name in names if name != text]
         labels, note = table_targets.read_names(first, others_of_first, label_column)
         self.notes = (note,) if note else ()
         self.label_field, self.image_fields = ",".join(labels), (text,)
         for path in others:
-            columns.check_named(path, self._table.columns(path), labels, "label_column")
-            columns.check_named(path, self._table.columns(path), [text], "text_column")
+            names = self._tables[path].names
+            columns.check_named(path, names, labels, "label_column")
+            columns.check_named(path, names, [text], "text_column")
         return labels
 
     def _examples(
@@ -114,7 +120,7 @@ class LabelledTextSource(EncodedSource):
         """Split and content of each row that is whole; notes what is bad."""
         for split, paths in self._files.items():
             for file, path in enumerate(paths):
-                rows = self._table.rows(path, names)
+                rows = text_rows(self._tables[path], names)
                 for number, (place, values, fault) in enumerate(rows):
                     text, *labels = values or [""]
                     labels = [label.strip() for label in labels]
@@ -173,11 +179,16 @@ class LabelledTextSource(EncodedSource):
             self._take_target(Target(kind, len(labels), tuple(labels)))
             return values
         whole = values[np.isfinite(values) & (values == np.floor(values))]
-        described = every and self._table.described(path, labels[0])
+        described = every and self._described(labels[0])
         size = num_classes or len(described or ()) or int(whole.max(initial=0)) + 1
         names = described if described and len(described) == size else class_names
         self._take_target(Target("class", size, names and tuple(names)))
         return values[:, 0]
+
+    def _described(self, label: str) -> tuple[str, ...] | None:
+        """Names of the classes, if the files have a description of them."""
+        schema = getattr(next(iter(self._tables.values())), "schema", None)
+        return schema and described_classes(schema, label)
 
     def _check(
         self, every: list[Example], targets: np.ndarray, faults: list
@@ -211,6 +222,18 @@ class LabelledTextSource(EncodedSource):
         if fraction and "test" in self.splits:
             note = splits.note(fraction, "rows", self.splits["test"])
             self.notes = (*self.notes, note)
+
+
+def _open(kind: str, path: str) -> TableFile:
+    if kind == "csv":
+        return CSVFile(path)
+    try:
+        return ParquetFile(path)
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package pyarrow, which is not installed: "
+            f"{install_command('parquet')}"
+        ) from error
 
 
 def _is_utf8(text: str) -> bool:

@@ -78,5 +78,7 @@ def test_a_dict_is_scaled_where_it_is_dense():
 def test_what_cannot_be_scaled(digits):
     with pytest.raises(ValueError, match="no rows of numbers to scale"):
         measure_scaling(digits)
-    with pytest.raises(ValueError, match="scaling has 1 columns, but examples of"):
+    with pytest.raises(
+        ValueError, match="scaling makes 1 columns of 1, but examples of"
+    ):
         make_dataset(_source([[1, 2]]), "train", 1, scaling=Scaling("a", (0,), (1,)))

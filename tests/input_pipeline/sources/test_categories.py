@@ -18,6 +18,7 @@ from towers.input_pipeline import (
     open_source,
     quarantine,
 )
+from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.train.parts.data import open_sources
 
 COLORS = ["red", "blue", "green"]
@@ -120,21 +121,30 @@ def test_only_the_training_data_has_words_and_others_are_0(tmp_path, kind):
         )
 
 
-def test_text_that_is_not_named_is_left_out_with_a_hint(tmp_path):
-    notes = " ".join(open_source(_write(tmp_path)).notes)
-    assert re.search(
-        r"Left out, .*'color' \(such as 'red'\).* can be categories", notes
-    )
+@pytest.mark.parametrize(
+    ("colors", "is_category"), [(COLORS, True), ([f"c{n}" for n in range(40)], False)]
+)
+def test_text_that_is_not_named_is_a_category_if_it_repeats(
+    tmp_path, colors, is_category
+):
+    source = open_source(_write(tmp_path, colors=colors))
+    assert ("color" in source.vocabularies) == is_category
+    notes = " ".join(source.notes)
+    assert re.search(r"Categories, because .*'shop'; --feature_columns=size", notes)
+    assert bool(re.search(r"Left out, because .*'color'\.", notes)) != is_category
 
 
 def test_a_bad_number_beside_categories_is_a_bad_record(tmp_path):
     spec = _write(tmp_path)
     path = tmp_path / "a.csv"
-    path.write_text(path.read_text().replace(" 2.5,", " nan,"))
-    source = open_source(spec, feature_columns=CHOSEN, eval_fraction=0)
+    path.write_text(path.read_text().replace(" 2.5,", " inf,"))
+    chosen = {"feature_columns": CHOSEN, "eval_fraction": 0}
+    with pytest.raises(BadRecordError, match="line 12: price is inf, expected a num"):
+        open_source(spec, **chosen)
+    source = open_source(spec, **chosen, skip_bad=True)
     found = quarantine.inspect(source, ["train"], 1)
     (bad,) = found.bad["train"]
-    assert bad.fault == "price is nan, expected a number"
+    assert bad.fault == "price is inf, expected a number"
     source = source.without(found.bad, found.splits)
     ((x, _),) = make_dataset(source, "train", 40)
     assert len(x["color"]) == 39

@@ -164,15 +164,15 @@ def test_bad_rows(tmp_path, tokenizer, faults, good):
 @pytest.mark.parametrize(
     "content, line, fault, good",
     [
-        (b'text,label\na,0\nb,"1\nc,1\nd,0\n', 3, "unexpected end of data", "a"),
-        (b'text,label\na,0\n"b"x,1\nc,1\n', 3, "',' expected after '\"'", "ac"),
+        (b'text,label\na,0\nb,"1\nc,1\nd,0\n', 3, "opens quotes that do not en", "a"),
+        (b'text,label\na,0\n"b,1\nc,1\n', 3, "nothing behind it can be read", "a"),
     ],
 )
 def test_a_quote_that_does_not_end_is_bad(tmp_path, content, line, fault, good):
     (tmp_path / "a.csv").write_bytes(content)
     options = {"text_column": "text", "eval_fraction": 0, "target": "class"}
     spec = f"csv:{tmp_path}/a.csv"
-    fault = f"line {line}: cannot be read: {fault}"
+    fault = f"line {line}: .*{fault}"
     with pytest.raises(BadRecordError, match=fault):
         input_pipeline.open_source(spec, **options)
     source = input_pipeline.open_source(spec, **options, skip_bad=True)

@@ -115,17 +115,29 @@ def test_columns_that_are_chosen(tmp_path, kind):
 
 @KINDS
 def test_a_column_of_text(tmp_path, kind):
-    columns = {"Name": ["Ann", "Bo"], "age": [4, 5], "Sex": ["f", "m"], "label": [0, 1]}
+    columns = {
+        "Name": [f"n{row}" for row in range(20)],
+        "age": [*range(0, 40, 2)],
+        "Sex": ["f", "m"] * 10,
+        "label": [0, 1] * 10,
+    }
     spec = _write(tmp_path, kind, columns)
     source = open_source(spec, label_column="label")
-    assert source.image_fields == ["age"] and source.input_kind == "row"
+    # Texts that repeat are categories.
+    assert source.image_fields == ["age"] and source.input_kind == "columns"
+    assert source.vocabularies == {"Sex": ("f", "m")}
     (note,) = (note for note in source.notes if note.startswith("Left out, because"))
-    assert re.search(r"'Name' \(.*, 'Sex' \(.*--feature_columns=age,Name,Sex, or", note)
+    assert re.search(r"'Name'\. --feature_columns=age,Sex,Name takes", note)
+    assert any(
+        "that repeat: 'Sex'; --feature_columns=age le" in n for n in source.notes
+    )
     # Without any number, nothing is left to learn from.
     (tmp_path / "texts").mkdir()
     texts = {"Name": ["Ann", "Bo"], "label": [0, 1]}
     texts = _write(tmp_path / "texts", kind, texts)
-    with pytest.raises(ValueError, match=r"'Name' \(.*: write numbers there") as caught:
+    with pytest.raises(
+        ValueError, match=r"'Name': name columns to learn from"
+    ) as caught:
         open_source(texts)
     # Which would hint at passing over the row.
     assert not isinstance(caught.value, BadRecordError)
@@ -255,7 +267,7 @@ def test_columns_of_one_name(tmp_path):
 def test_some_labels_are_numbers_and_some_are_names(tmp_path):
     (tmp_path / "a.csv").write_text("a,label\n1,0\n2,bee\n")
     with pytest.raises(
-        ValueError, match="bee, expected a whole number, as in the first"
+        ValueError, match="'bee', expected a whole number from 0; where"
     ):
         open_source(f"csv:{tmp_path}/a.csv")
 
@@ -292,10 +304,10 @@ def test_short_rows_take_their_places_in_the_buffer_too(tmp_path):
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        (b"", "line 10: kind is required but missing, expected the name of a class"),
+        (b"", "line 10: nothing in the column 'kind', expected the name of a class"),
         (
             b"caf\xe9",
-            r"has the class 'caf.' in the column 'kind': expected text in UTF-8",
+            r"line 10: kind is 'caf.', expected text in UTF-8",
         ),
     ],
 )
@@ -314,7 +326,9 @@ def test_an_empty_cell_is_said_with_what_to_do(tmp_path, kind):
         path = tmp_path / "a.csv"
         path.write_text(path.read_text().replace("None", ""))
     source = open_source(spec, eval_fraction=0)
-    (bad,) = find_bad_records(source, "train")
+    assert source.missing_columns == ("a",)
+    options = {"eval_fraction": 0, "missing": "fail", "skip_bad": True}
+    (bad,) = find_bad_records(open_source(spec, **options), "train")
     assert (
         "write one, such as the column's mean, in every such row, or lea" in bad.fault
     )

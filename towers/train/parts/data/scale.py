@@ -107,7 +107,7 @@ def _of_missing(source):
 def _as_before(settings, source):
     """The scaling of a run that goes on, or is evaluated."""
     scaling, _ = _read(settings.absolute_model_dir)
-    standard = scaling and any(s != 1 or m for s, m in zip(scaling.std, scaling.mean))
+    standard = scaling and (any(scaling.mean) or {*scaling.std} != {1.0})
     before = "standard" if standard else "none"
     if settings.scale not in (None, before):
         raise ValueError(
