@@ -125,7 +125,7 @@ class Labels:
                 return f"{name} is {str(cell)[:60]!r}, expected {expected}" + _ADVICE
             if self.target.kind != "class" and not self.target.is_good(value):
                 return f"{name} is {value:g}, expected {expected}"
-        return f"{self._names[0]} {cell} is outside [0, {self.target.size})"
+        return f"{self._names[0]} {value:g} is outside [0, {self.target.size})"
 
     @property
     def _of_class(self) -> bool:

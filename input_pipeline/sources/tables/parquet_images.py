@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.files import in_python
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.tables import columns, reading
 from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
@@ -82,6 +81,8 @@ class ParquetImages(ParquetSource):
                 f"{first.path}: expected two columns, so name the labels' column by "
                 "--label_column (in Python, label_column)"
             )
+        for table in self._tables[1:]:
+            columns.check_named(table.path, table.names, [self._image], "image_key")
         types = {name: self._type_of_label(first.types[name]) for name in labels}
         return Wanted([], [], labels, types)
 
@@ -110,23 +111,21 @@ class ParquetImages(ParquetSource):
         """See ``Source.parse``."""
         return records
 
-    def _read_in_graph(self, block: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        of_targets = tf.int64 if self.target.kind == "class" else tf.float64
+    @property
+    def _parts(self) -> list[tuple[tf.DType, tuple[int, ...]]]:
+        """Types and shapes of a raw record: an encoded image, and a target."""
+        return [(tf.string, ()), *super()._parts[-1:]]
 
-        def read(block):
-            return self._read_block(self._blocks[int(block)])
-
-        images, y = in_python.call(read, [block], [tf.string, of_targets])
-        return (
-            tf.ensure_shape(images, [None]),
-            tf.ensure_shape(y, [None, *self.target.row_shape]),
-        )
-
-    def _read_block(self, located: Located) -> tuple[np.ndarray, ...]:
+    def _read_block(self, located: Located) -> list[np.ndarray]:
         table = self._tables[located.file]
         part = reading.read_part(table, located.block, b"", self._wanted)
         y, _ = self._labels.targets(part.labels)
-        return table.images(self._image, located.block), y
+        try:
+            images = table.images(self._image, located.block)
+        except ValueError as error:
+            where = f"{table.path}: row group {located.block.begin}"
+            raise ValueError(f"{where}: {error}") from error
+        return [images, y]
 
 
 def _check_images(table: ParquetFile, name: str) -> None:

@@ -96,6 +96,7 @@ class TableSource(FileSource, StreamSource):
         self._check_same_columns(wanted)
         labels = Labels(self.name, names, wanted.types)
         read = TablePass(self._tables, wanted, labels, self._is_training)
+        self._count(read)
         asked = feature_columns is not None
         self._take_columns(read, asked, vocabularies)
         labels.decide(
@@ -109,7 +110,6 @@ class TableSource(FileSource, StreamSource):
         self._labels = labels
         self._take_target(labels.target)
         self.faults = self._find_faults(read)
-        self._count(read)
         self._hold_out()
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
         self._blocks = read.blocks
@@ -322,31 +322,42 @@ class TableSource(FileSource, StreamSource):
         return self._of_split(records, split)
 
     def _read_in_graph(self, block: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Numbers, ids and targets of a block's rows, in a graph."""
+        """Returns the parts of a block's raw records, in a graph."""
+        parts = self._parts
+        read = in_python.call(
+            lambda block: self._read_block(self._blocks[int(block)]),
+            [block],
+            [dtype for dtype, _ in parts],
+        )
+        return tuple(
+            tf.ensure_shape(part, [None, *shape])
+            for part, (_, shape) in zip(read, parts, strict=True)
+        )
+
+    @property
+    def _parts(self) -> list[tuple[tf.DType, tuple[int, ...]]]:
+        """Types and shapes of a raw record: numbers, ids if there are any, a target."""
         target = self.target
-        of_targets = tf.int64 if target.kind == "class" else tf.float64
+        parts = [
+            (tf.float64, self.image_shape),
+            (tf.int64, (len(self.vocabularies),)),
+            (tf.int64 if target.kind == "class" else tf.float64, target.row_shape),
+        ]
+        # TensorFlow's `unbatch` crashes on rows of nothing.
+        return [part for part in parts if 0 not in part[1]]
 
-        def read(block):
-            return self._read_block(self._blocks[int(block)])
-
-        numbers, ids, y = in_python.call(
-            read, [block], [tf.float64, tf.int64, of_targets]
-        )
-        return (
-            tf.ensure_shape(numbers, [None, *self.image_shape]),
-            tf.ensure_shape(ids, [None, len(self.vocabularies)]),
-            tf.ensure_shape(y, [None, *target.row_shape]),
-        )
-
-    def _read_block(self, located: Located) -> tuple[np.ndarray, ...]:
+    def _read_block(self, located: Located) -> list[np.ndarray]:
+        """Reads the parts of a block's raw records."""
         table = self._tables[located.file]
         data = table.load(located.block)
         part = reading.read_part(table, located.block, data, self._wanted)
         y, _ = self._labels.targets(part.labels)
-        ids = np.zeros([part.rows, len(self._wanted.texts)], np.int64)
-        for column, name in enumerate(self._wanted.texts):
-            ids[:, column] = reading.ids(part.texts[column], self._id_of[name])
-        return part.numbers, ids, y
+        ids = [
+            reading.ids(column, self._id_of[name])
+            for name, column in zip(self._wanted.texts, part.texts, strict=True)
+        ]
+        numbers = [part.numbers] * bool(self._wanted.numbers)
+        return [*numbers, *([np.stack(ids, axis=1)] if ids else ()), y]
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
@@ -355,9 +366,11 @@ class TableSource(FileSource, StreamSource):
 
     def parse(self, records: tuple) -> tuple[Any, tf.Tensor]:
         """See ``Source.parse``."""
-        numbers, ids, y = records
-        ids = dict(zip(self.vocabularies, tf.unstack(ids, axis=1), strict=True))
-        return categories.examples(numbers if self.image_fields else None, ids), y
+        *parts, y = records
+        rows = parts.pop(0) if self.image_fields else None
+        ids = tf.unstack(parts[0], axis=1) if parts else ()
+        of_categories = dict(zip(self.vocabularies, ids, strict=True))
+        return categories.examples(rows, of_categories), y
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
@@ -368,8 +381,15 @@ class TableSource(FileSource, StreamSource):
         for located in self._blocks:
             if self._paths[located.file] != path:
                 continue
-            rows = zip(*self._read_block(located), strict=True)
-            for row, raw in enumerate(rows, first + located.first):
+            number = first + located.first
+            try:
+                rows = zip(*self._read_block(located), strict=True)
+            except ValueError as error:
+                gap = located.first, located.first + located.rows
+                whole = Record(path, f"row group {located.block.begin}", number)
+                yield whole.with_fault(str(error), gap=gap, count=located.rows)
+                continue
+            for row, raw in enumerate(rows, number):
                 if self._has(split, row):
                     place = f"row {row - first}"
                     good = Record(path, place, row, tuple(map(tf.constant, raw)))
