@@ -104,5 +104,5 @@ def plot(results: dict[str, Any], path: str) -> None:
         axes.set(title=title, xlabel=label)
     figure.suptitle(results["dataset"])
     figure.tight_layout()
-    with whole_file.opened(path, "wb") as file:
+    with whole_file.opened(path, "wb", follows_link=True) as file:
         figure.savefig(file, format=os.path.splitext(path)[1][1:])

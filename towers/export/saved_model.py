@@ -66,7 +66,7 @@ def _write(archive, folder):
         for name in os.listdir(unfinished):
             path = os.path.join(folder, name)
             if os.path.isdir(path):
-                shutil.rmtree(path)
+                whole_file.remove(path)
             os.replace(os.path.join(unfinished, name), path)
         whole_file.flush(folder)
     finally:

@@ -94,7 +94,7 @@ class Report:
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel("global batch")
-        with whole_file.opened(path, "wb") as file:
+        with whole_file.opened(path, "wb", follows_link=True) as file:
             figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
     def _ordered(self):

@@ -134,7 +134,7 @@ def opened(path: str) -> Iterator[IO]:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with (
-            whole_file.opened(path, **options)
+            whole_file.opened(path, follows_link=True, **options)
             if is_file
             else open(path, "a", **options)
         ) as file:

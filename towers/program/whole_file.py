@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -10,7 +11,9 @@ from towers.program import small_file
 
 
 @contextlib.contextmanager
-def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
+def opened(
+    path: str, mode: str = "w", follows_link: bool = False, **options: Any
+) -> Iterator[IO]:
     """Opens a file to write to.
 
     Whoever reads it sees all of it, or what was there before, also where the machine
@@ -21,13 +24,17 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
     Args:
         path: Its name, in any file system. The folder has to be there.
         mode: "w", or "wb" for bytes.
+        follows_link: Whether a link stays, and what it leads to is written, as for a
+            file that a user has named. In a folder, which may come from anybody, the
+            link is replaced.
         options: Further ones of `open`, for a file of this machine.
 
     Raises:
         OSError: It cannot be written.
     """
     remote = _is_remote(path)
-    path = path if remote else os.path.realpath(path)  # Links stay.
+    if follows_link and not remote:
+        path = os.path.realpath(path)
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
         with (
@@ -83,6 +90,18 @@ def rename(unfinished: str, path: str) -> None:
     flush(unfinished)
     os.replace(unfinished, path)
     flush(os.path.dirname(path))
+
+
+def remove(path: str) -> None:
+    """Removes a file, a folder or a link; what a link leads to stays.
+
+    Raises:
+        OSError: It cannot be removed, or nothing is there.
+    """
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.remove(path)
 
 
 def flush(path: str) -> None:

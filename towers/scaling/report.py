@@ -180,7 +180,7 @@ class Report:
         for axes in (above, below):
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
-        with whole_file.opened(path, "wb") as file:
+        with whole_file.opened(path, "wb", follows_link=True) as file:
             figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
     def _table(self):

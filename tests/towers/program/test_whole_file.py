@@ -22,14 +22,16 @@ whole_file.write_text(sys.argv[1], "after")
 """
 
 
-def test_a_link_stays(tmp_path):
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_link_stays_only_where_it_is_followed(tmp_path, follows):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("before")
     link.symlink_to(target)
-    with whole_file.opened(str(link)) as file:
+    with whole_file.opened(str(link), follows_link=follows) as file:
         file.write("after")
-    assert link.is_symlink()
-    assert target.read_text() == "after"
+    assert link.is_symlink() == follows
+    assert target.read_text() == ("after" if follows else "before")
+    assert link.read_text() == "after"
     assert sorted(tmp_path.iterdir()) == [link, target]
 
 

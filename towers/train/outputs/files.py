@@ -6,7 +6,6 @@ import glob
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,8 +163,7 @@ def remove_run(model_dir: str) -> None:
         # Beside it, what a process that was killed leaves; see `whole_file`.
         ends = "", ".unfinished", ".[0-9]*.unfinished"
         for path in {path for end in ends for path in glob.glob(written + end)}:
-            # A trace is one, and so is a save that was killed.
-            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+            whole_file.remove(path)
     for name in ("checkpoints", "train/plugins", "train", "validation"):
         path = os.path.join(model_dir, name)
         if os.path.isdir(path) and not os.listdir(path):

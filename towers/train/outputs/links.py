@@ -4,7 +4,6 @@ import os
 
 from towers.elastic import balance, requests
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.program.voice import say
 from towers.train.job import BAD_RECORDS
 from towers.train.outputs import model_files
 from towers.train.parts.model import NOT_FINITE
@@ -16,35 +15,42 @@ FILES = (
     *(PREPROCESSING, model_files.CLASSES, ARCHITECTURE, balance.FILE, BAD_RECORDS),
     *(NOT_FINITE, requests.LOCK, *requests.FILES),
 )
-FOLDERS = ("checkpoints", "train", "validation", model_files.TOKENIZER)
+FOLDERS = (
+    *("checkpoints", "train", "train/plugins", "train/plugins/profile", "validation"),
+    model_files.TOKENIZER,
+)
 
 
 def check(model_dir: str) -> None:
     """Checks that a run writes in its model_dir, which somebody else may have made.
 
-    A folder may be a link to another disk, which is said.
+    Its folder itself may be a link to another disk.
 
     Raises:
-        SaveError: A file is a link that leads out of it, or is no file.
+        SaveError: A file or a folder is a link that leads out of it, or something else.
     """
-    inside = os.path.join(os.path.realpath(model_dir), "")
-    for name in (*FILES, *_of_tokenizer(model_dir)):
-        path = os.path.join(model_dir, name)
-        target = os.path.realpath(path)
-        if os.path.islink(path) and not target.startswith(inside):
-            raise SaveError(
-                f"{path} is a link to {target}, which the run would write to; expected "
-                "files in the model_dir, so remove the link."
-            )
-        if os.path.lexists(path) and not os.path.isfile(path):
-            raise SaveError(
-                f"{path} is no regular file, and the run writes one of this name; "
-                "expected none, so remove it."
-            )
     for name in FOLDERS:
         path = os.path.join(model_dir, name)
-        if os.path.islink(path):
-            say(f"Note: {path} is a link; the run writes to {os.path.realpath(path)}.")
+        _check(model_dir, path, "folder", os.path.isdir(path))
+    for name in (*FILES, *_of_tokenizer(model_dir)):
+        path = os.path.join(model_dir, name)
+        _check(model_dir, path, "regular file", os.path.isfile(path))
+
+
+def _check(model_dir, path, kind, is_one):
+    inside = os.path.join(os.path.realpath(model_dir), "")
+    target = os.path.realpath(path)
+    if os.path.islink(path) and not target.startswith(inside):
+        raise SaveError(
+            f"{path} is a link to {target}, and the run would write there; expected "
+            "all of a run in its model_dir, so remove the link, or choose a model_dir "
+            "on the other disk."
+        )
+    if os.path.lexists(path) and not is_one:
+        raise SaveError(
+            f"{path} is no {kind}, and the run writes one of this name; expected none, "
+            "so remove it."
+        )
 
 
 def _of_tokenizer(model_dir):
