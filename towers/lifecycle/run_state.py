@@ -29,7 +29,7 @@ from towers.loop.agreement import SignalReceived
 from towers.model import fit_data
 from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.not_finite import NotFiniteStep
-from towers.program import voice, words
+from towers.program import pools, voice, words
 
 
 class RunState:
@@ -344,6 +344,8 @@ class RunState:
         again = self.checkpoints.tell_latest(again)
         voice.end_progress_bar()
         voice.say(f"Stopped by {NAMES[number]}: {again}.")
+        # Whoever has sent the signal may have sent it to other processes as well.
+        pools.end_at_exit()
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:

@@ -210,9 +210,7 @@ MAKES_ROOM = {
     "a report": ("report.html", lambda folder: _write_report(folder)),
     "towers resize": (
         requests.FILES[0],
-        lambda folder: pytest.raises(
-            requests.RunError, requests.ask, folder, requests.Request.new(), 0
-        ),
+        lambda folder: _ask_no_run(folder),
     ),
     "a file of a run": (
         "summary.json",
@@ -231,6 +229,11 @@ MAKES_ROOM = {
         lambda folder: store.save(folder, store.Position(1), store.Contents({}, {})),
     ),
 }
+
+
+def _ask_no_run(folder):
+    with pytest.raises(requests.RunError):
+        requests.ask(folder, requests.Request.new(), 0)
 
 
 def _write_report(folder):
