@@ -11,7 +11,8 @@ pools._SECONDS = 0.1
 pool = multiprocessing.get_context("fork").Pool(2)
 pool.map(abs, range(4))
 lock = pool._inqueue._rlock
-while lock.acquire(block=False):  # until one waits for work, which it does with the lock
+# Until one waits for work, which it does with the lock.
+while lock.acquire(block=False):
     lock.release()
     time.sleep(0.01)
 for process in pool._pool:
