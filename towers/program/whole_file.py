@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def opened(
         if not remote:
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
+
+
+def remove_unfinished(path: str) -> None:
+    """Removes what killed processes have left of a file, which nobody writes now."""
+    for left in glob.glob(f"{glob.escape(path)}.[0-9]*.unfinished"):
+        with contextlib.suppress(OSError):
+            remove(left)
 
 
 def _open_new(path: str, mode: str, **options: Any) -> IO:

@@ -72,6 +72,7 @@ class Record:
                 )
                 left.end(SAVE_S)
         (self._mark,) = strays.mark.values()
+        whole_file.remove_unfinished(self._path)
         self._write()
 
     def _write(self):

@@ -52,9 +52,9 @@ _CAUSE = (
 )
 _UNWANTED = {
     "an attribute": "E0000 00:00:1.2 3 node_def_util.cc:680] NodeDef mentions an "
-    "attribute use_unbounded_threadpool which is not in the op definition: Op<name=MapDataset> "
-    "This may be expected if your graph generating binary is newer  than this binary. "
-    "Unknown attributes will be ignored. NodeDef: {{node ParallelMapDatasetV2/_14}}",
+    "attribute use_unbounded_threadpool which is not in the op definition: Op<name=Map"
+    "Dataset> This may be expected if your graph generating binary is newer  than this "
+    "binary. Unknown attributes will be ignored. NodeDef: {{node ParallelMap/_14}}",
     "an operation": "W0000 00:00:1.2 3 op_kernel.cc:1] OP_REQUIRES failed at x.cc:1 : "
     "UNKNOWN",
     "a node": "\t [[{{node PyFunc}}]]",

@@ -45,6 +45,19 @@ def test_a_kill_before_the_name_leaves_what_was_there(tmp_path, call):
     assert path.read_text() == "before"
 
 
+def test_what_killed_processes_have_left_is_removed(tmp_path):
+    others = (
+        tmp_path / "file",
+        tmp_path / "file.unfinished",
+        tmp_path / "f.1.unfinished",
+    )
+    for path in (*others, tmp_path / "file.12.unfinished"):
+        path.write_text("text")
+    (tmp_path / "file.3.unfinished").mkdir()
+    whole_file.remove_unfinished(str(tmp_path / "file"))
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
     def full(*_):

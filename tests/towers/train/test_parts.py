@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests import small
 from tests.towers.train.runs import (
+    TWO_STEPS,
     assembled,
     run_here,
     setup,
@@ -174,6 +175,15 @@ def test_clean_removes_only_what_a_run_wrote(tmp_path):
     assert left == set(mine)
     assert not (tmp_path / "validation").exists()
     assert not (tmp_path / "train" / "plugins").exists()
+
+
+def test_a_run_removes_what_killed_ones_have_left(tmp_path):
+    for name in ("flags.txt", "log.csv", "report.html", "resize.json", "notes.txt"):
+        (tmp_path / f"{name}.123.unfinished").touch()
+    run_here(*TWO_STEPS, "--train_epochs=1", f"--model_dir={tmp_path}")
+    # Others write reports and requests, and perhaps now.
+    left = {path.name.partition(".")[0] for path in tmp_path.glob("*.unfinished")}
+    assert left == {"report", "resize", "notes"}
 
 
 def test_split_ratios():

@@ -24,6 +24,8 @@ from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
+# By `towers report` and `towers resize`, also while a run has the folder.
+_WRITTEN_BY_OTHERS = {"report.html", *requests.FILES}
 
 
 @contextlib.contextmanager
@@ -66,6 +68,9 @@ def describe(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
+        for path in links.files(job.model_dir):
+            if os.path.basename(path) not in _WRITTEN_BY_OTHERS:
+                whole_file.remove_unfinished(path)
         _write(job, "flags.txt", job.settings.as_text())
         model_files.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)

@@ -32,8 +32,7 @@ def check(model_dir: str) -> None:
     for name in FOLDERS:
         path = os.path.join(model_dir, name)
         _check(model_dir, path, "folder", os.path.isdir(path))
-    for name in (*FILES, *_of_tokenizer(model_dir)):
-        path = os.path.join(model_dir, name)
+    for path in files(model_dir):
         _check(model_dir, path, "regular file", os.path.isfile(path))
 
 
@@ -53,9 +52,13 @@ def _check(model_dir, path, kind, is_one):
         )
 
 
-def _of_tokenizer(model_dir):
-    """The files in the tokenizer's folder, whose names depend on the tokenizer."""
+def files(model_dir: str) -> list[str]:
+    """Returns the paths of all files that a run writes anew.
+
+    In the tokenizer's folder, their names depend on the tokenizer.
+    """
+    paths = [os.path.join(model_dir, name) for name in FILES]
     folder = os.path.join(model_dir, model_files.TOKENIZER)
-    if not os.path.isdir(folder):
-        return []
-    return [os.path.join(model_files.TOKENIZER, name) for name in os.listdir(folder)]
+    if os.path.isdir(folder):
+        paths += [os.path.join(folder, name) for name in os.listdir(folder)]
+    return paths
