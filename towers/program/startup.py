@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,10 +21,12 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import forks, keras_settings, pools, sieve
+from towers.program import forks, keras_settings, pools, sieve, words
 
 T = TypeVar("T")
 
+# With less, TensorFlow's threads may have no stacks.
+_ADDRESS_SPACE = 4 * 2**30
 # As many devices as one process may have; without GPUs, it would make them.
 MOST_DEVICES = 256
 
@@ -94,7 +97,7 @@ def begin(
         forks.handle(signal.SIGINT, leave)
     try:
         found = read(sys.argv)
-        notes = [*keras_settings.ignored(), *versions.notes()]
+        notes = [*keras_settings.ignored(), *versions.notes(), *_address_space_notes()]
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     for note in notes:
@@ -104,6 +107,17 @@ def begin(
     prepare_gpus()
     _import_tensorflow(program)
     return found
+
+
+def _address_space_notes() -> list[str]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit >= _ADDRESS_SPACE:
+        return []
+    return [
+        f"This process may have {words.size(limit)} of address space (ulimit -v). "
+        "TensorFlow reserves more than it uses, and aborts where it cannot; if it "
+        "does, run: ulimit -v unlimited."
+    ]
 
 
 def _import_tensorflow(program: str) -> None:
