@@ -43,10 +43,10 @@ def read(model_dir: str, parse: Callable[[dict[str, Any]], T]) -> T:
             value = parse(store.load_about(checkpoint)["preprocessing"])
         except FAULTS:
             continue
-        is_lost = isinstance(fault, FileNotFoundError)
+        reason = "is lost" if isinstance(fault, FileNotFoundError) else "is damaged"
         _say_once(
-            f"{path} is {'lost' if is_lost else 'damaged'}; the copy in {checkpoint} is "
-            "read, and a run that trains there writes the file anew."
+            f"{path} {reason}; the copy in {checkpoint} is read, and a run that trains "
+            "there writes the file anew."
         )
         return value
     raise fault
