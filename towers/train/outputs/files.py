@@ -4,7 +4,6 @@ import contextlib
 import csv
 import glob
 import io
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -67,7 +66,8 @@ def describe(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
-        _write(job, "flags.txt", job.settings.as_text())
+        flags = os.path.join(job.model_dir, "flags.txt")
+        whole_file.write_text(flags, job.settings.as_text())
         model_files.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
@@ -121,7 +121,8 @@ def end(job: Job, summary: dict[str, Any]) -> None:
         if (best := summary["best"]) is not None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):
                 _save_model(job, best["model"])
-        _write(job, "summary.json", json.dumps(with_old_keys(summary), indent=2) + "\n")
+        path = os.path.join(job.model_dir, "summary.json")
+        whole_file.write_json(path, with_old_keys(summary))
 
 
 def read(job: Job, name: str) -> str | None:
@@ -178,10 +179,6 @@ def _save_model(job: Job, path: str) -> None:
     with averaged(job.settings, job.model), kept_rate(job.model.optimizer):
         job.model.save(unfinished)
     whole_file.rename(unfinished, path)
-
-
-def _write(job: Job, name: str, text: str) -> None:
-    whole_file.write_text(os.path.join(job.model_dir, name), text)
 
 
 @contextlib.contextmanager
