@@ -67,7 +67,7 @@ class RunState:
 
     @property
     def runs(self) -> bool:
-        """Whether a `fit` runs inside of `around`."""
+        """Tells whether a `fit` runs inside of `around`."""
         return self._fit is not None
 
     def restore(self, model: keras.Model, which: str = "last") -> bool:
@@ -367,7 +367,7 @@ class RunState:
 
 
 def _without_variables(found):
-    """What a checkpoint holds besides the variables, which a model has now."""
+    """Returns what a checkpoint holds besides variables, which the model has now."""
     rest = found.values.keys() - found.about["variables"].keys()
     values = {part: [value.numpy() for value in found.values[part]] for part in rest}
     return Contents(values, found.about)
@@ -403,7 +403,7 @@ def _start(run, call, data, goes_on):
 
 
 def _history(callbacks):
-    """What Keras would add as the last one, where a failure of hosts may be before."""
+    """Returns the callback that Keras adds last, to stand before failures of hosts."""
     known = any(isinstance(each, keras.callbacks.History) for each in callbacks)
     return [] if known else [keras.callbacks.History()]
 

@@ -252,7 +252,7 @@ class _Form:
 
     @property
     def is_universal(self) -> bool:
-        """Whether this is CoNLL-U."""
+        """Tells whether this is CoNLL-U."""
         return self.tabs and self.columns == _COLUMNS_OF_UNIVERSAL
 
     def rows(self, begin: int, lines: Sequence[str]) -> Iterator[_Row]:
