@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from towers._deprecated import with_old_keys
-from towers.elastic import balance, requests
+from towers.elastic import requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -20,7 +20,6 @@ from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
-from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
@@ -144,22 +143,8 @@ def remove_run(model_dir: str) -> None:
         "train/events.out.tfevents.*",
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
-        "model.keras",
-        "best.keras",
-        "unfinished.keras",
-        "summary.json",
-        "flags.txt",
-        "report.html",
-        LOG,
-        PREPROCESSING,
-        model_files.CLASSES,
         model_files.TOKENIZER,
-        ARCHITECTURE,
-        "variable_update.json",
-        balance.FILE,
-        BAD_RECORDS,
-        NOT_FINITE,
-        *requests.FILES,
+        *links.FILES,
     ):
         written = os.path.join(glob.escape(model_dir), pattern)
         # Beside it, what a process that was killed leaves; see `whole_file`.

@@ -14,7 +14,7 @@ FILES = (
     *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
     *("log.csv", "variable_update.json", "report.html"),
     *(PREPROCESSING, model_files.CLASSES, ARCHITECTURE, balance.FILE, BAD_RECORDS),
-    *(NOT_FINITE, requests.LOCK, *requests.FILES),
+    *(NOT_FINITE, *requests.FILES),
 )
 FOLDERS = ("checkpoints", "train", "validation", model_files.TOKENIZER)
 
@@ -28,7 +28,7 @@ def check(model_dir: str) -> None:
         SaveError: A name that the run writes is a link out of the folder, or no file.
     """
     inside = os.path.join(os.path.realpath(model_dir), "")
-    for name in (*FILES, *_of_tokenizer(model_dir)):
+    for name in (*FILES, requests.LOCK, *_of_tokenizer(model_dir)):
         path = os.path.join(model_dir, name)
         target = os.path.realpath(path)
         if os.path.islink(path) and not target.startswith(inside):
