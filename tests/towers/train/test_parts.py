@@ -28,6 +28,7 @@ from towers.elastic import balance, requests
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
+from towers.program import whole_file
 from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import run as train_run
@@ -474,7 +475,7 @@ def test_no_signal_disturbs_the_end(monkeypatch, capsys, error, code):
 
 def test_a_path_need_not_be_utf_8(tmp_path):
     job, text = types.SimpleNamespace(model_dir=tmp_path), "--model_dir=r\udcfcn\n"
-    files._write(job, "flags.txt", text)
+    whole_file.write_text(f"{tmp_path}/flags.txt", text)
     assert files.read(job, "flags.txt") == text
     assert b"r\xfcn" in (tmp_path / "flags.txt").read_bytes()
 

@@ -1,4 +1,4 @@
-"""What stands in a model_dir under the names that a run writes, and would lead away."""
+"""Checks that no file of a model_dir leads a run to write outside of it."""
 
 import os
 
@@ -13,7 +13,7 @@ FILES = (
     *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
     *("log.csv", "variable_update.json", "report.html"),
     *(PREPROCESSING, model_files.CLASSES, ARCHITECTURE, balance.FILE, BAD_RECORDS),
-    *(NOT_FINITE, requests.LOCK, *requests.FILES),
+    *(NOT_FINITE, *requests.FILES),
 )
 FOLDERS = (
     *("checkpoints", "train", "train/plugins", "train/plugins/profile", "validation"),
@@ -22,7 +22,7 @@ FOLDERS = (
 
 
 def check(model_dir: str) -> None:
-    """Checks that a run writes in its model_dir, which somebody else may have made.
+    """Checks that a run writes inside of its model_dir, which anybody may have made.
 
     Its folder itself may be a link to another disk.
 
@@ -57,7 +57,7 @@ def files(model_dir: str) -> list[str]:
 
     In the tokenizer's folder, their names depend on the tokenizer.
     """
-    paths = [os.path.join(model_dir, name) for name in FILES]
+    paths = [os.path.join(model_dir, name) for name in (*FILES, requests.LOCK)]
     folder = os.path.join(model_dir, model_files.TOKENIZER)
     if os.path.isdir(folder):
         paths += [os.path.join(folder, name) for name in os.listdir(folder)]
