@@ -7,7 +7,7 @@ then add up to the value of the whole batch.
 import tensorflow as tf
 
 from towers.analysis.dependence import Reader
-from towers.analysis.kinds import MEAN, NONE, SUM
+from towers.analysis.kinds import MEAN, NONE, SIZE, SUM
 
 # Whether a value is weighted by the tower's fraction; or that of each of what it is
 # made of.
@@ -27,7 +27,7 @@ def weights(reader: Reader, value: tf.Tensor) -> Weights | None:
         value: A tensor of the graph that is read.
     """
     kind, op = reader.of(value), value.op
-    if kind is SUM:
+    if kind in (SUM, SIZE):
         return False
     if kind in (NONE, MEAN):
         return True

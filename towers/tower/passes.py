@@ -86,7 +86,7 @@ def forward(
         rules: How losses and state of all towers combine.
         params: Values of `model.trainable_variables`; `None` for tables of which rows
             are looked up, and nothing else (see `embeddings.py`).
-        state: Values of `model.non_trainable_variables`.
+        state: Values of `variables.not_trained`.
         x: The local batch's inputs: a nest of tensors with one row an example.
         fraction: Size of the local batch over that of the global batch: a float64
             scalar.
