@@ -55,9 +55,9 @@ class TowerScope(keras.StatelessScope):
             *((v, tf.zeros(v.shape, v.dtype)) for v in self._loss_variables()),
         ]
         super().__init__(mapping, collect_losses=True)
-        # By id of the variable: its path, the values that it was assigned, in order, and
-        # the rows that were looked up, with their indices, for each shard if this host
-        # has all.
+        # By id of the variable: its path, the values that it was assigned, in order,
+        # and the rows that were looked up, with their indices, for each shard if this
+        # host has all.
         self._paths = {}
         self._assigned = collections.defaultdict(list)
         self._looked_up = collections.defaultdict(list)

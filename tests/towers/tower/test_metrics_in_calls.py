@@ -46,34 +46,31 @@ def _errors(metric, x, training):
     metric.update_state(ops.zeros_like(x), x)
 
 
+# By the name of the metric.
 UPDATES = {
-    "a number for each row": (keras.metrics.Mean, _mean_of_rows),
-    "one number": (keras.metrics.Mean, _one_number),
-    "weights": (keras.metrics.Mean, _with_weights),
-    "a sum": (keras.metrics.Sum, _mean_of_rows),
-    "in training alone": (keras.metrics.Mean, _in_training_alone),
-    "targets and outputs": (keras.metrics.MeanAbsoluteError, _errors),
+    "of_rows": (keras.metrics.Mean, _mean_of_rows),
+    "of_one_number": (keras.metrics.Mean, _one_number),
+    "weighted": (keras.metrics.Mean, _with_weights),
+    "sum": (keras.metrics.Sum, _mean_of_rows),
+    "in_training": (keras.metrics.Mean, _in_training_alone),
+    "errors": (keras.metrics.MeanAbsoluteError, _errors),
 }
 
 
-def _watching(metric, update):
-    hidden = layers.Dense(4, "tanh")
+def _watching():
+    watch = [_Watches(m(name=name), update) for name, (m, update) in UPDATES.items()]
     return keras.Sequential(
-        [keras.Input((6,)), hidden, _Watches(metric(name="seen"), update)]
+        [keras.Input((6,)), layers.Dense(4, "tanh"), *watch, layers.Dense(1)]
     )
 
 
-def _flat(metric, update):
-    return keras.Sequential([_watching(metric, update), layers.Dense(1)])
-
-
 class Own(keras.Model):
-    """Holds the metric itself, and may compute its loss itself."""
+    """Holds a metric itself."""
 
-    def __init__(self, metric, update):
+    def __init__(self, metric=None, update=_mean_of_rows):
         super().__init__()
         self.hidden, self.out = layers.Dense(4, "tanh"), layers.Dense(1)
-        self.seen, self.update = metric(name="seen"), update
+        self.seen, self.update = metric or keras.metrics.Mean(name="seen"), update
 
     def call(self, x, training=False):
         h = self.hidden(x)
@@ -82,13 +79,15 @@ class Own(keras.Model):
 
 
 class OwnLoss(Own):
+    """Computes its loss itself, which towers do not cut."""
+
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
         return ops.mean(ops.square(y - y_pred))
 
 
-def _numbers(make, metric, update, wrap):
+def _numbers(make, wrap):
     keras.utils.set_random_seed(1)
-    model = wrap(make(metric, update))
+    model = wrap(make())
     model.compile("adam", "mse", metrics=["mae"])
     fitted = model.fit(
         *(X, Y, 5), epochs=2, shuffle=False, verbose=0, validation_data=(X[:7], Y[:7])
@@ -103,29 +102,30 @@ def _same(plain, parallel):
         np.testing.assert_allclose(parallel[name], plain[name], 1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", UPDATES.values(), ids=UPDATES)
-def test_a_layers_metric_is_that_of_one_device(case):
-    two = _numbers(Own, *case, lambda m: towers.multi_gpu_model(m, gpus=2))
-    plain = _numbers(Own, *case, lambda model: model)
-    assert "seen" in plain
-    _same(plain, two)
-
-
+# What makes the model, metrics in it, and how it trains.
 WAYS = {
-    "in a model within the model": (_flat, {}),
-    "with a loss that is gathered": (OwnLoss, {}),
-    "with a copy for each tower": (Own, {"variable_update": "replicated"}),
-    "by a tower that is divided": (Own, {"stages": 2, "gpus": 4}),
+    "layers": (_watching, [*UPDATES], {}),
+    "a gathered loss": (OwnLoss, ["seen"], {}),
+    "copies": (Own, ["seen"], {"variable_update": "replicated"}),
+    "stages": (Own, ["seen"], {"stages": 2, "gpus": 4}),
 }
+QUICK = "layers", "a gathered loss"
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_metric_in_a_call_is_exact_whatever_the_way(way):
-    make, options = way
-    case = UPDATES["a number for each row"]
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, way in WAYS.items()
+    ],
+)
+def test_a_metric_in_a_call_is_that_of_one_device(way):
+    make, names, options = way
     arguments = {"gpus": 2, **options}
-    two = _numbers(make, *case, lambda m: towers.multi_gpu_model(m, **arguments))
-    _same(_numbers(make, *case, lambda model: model), two)
+    parallel = _numbers(make, lambda m: towers.multi_gpu_model(m, **arguments))
+    plain = _numbers(make, lambda model: model)
+    assert {*names} <= plain.keys()
+    _same(plain, parallel)
 
 
 class _Largest(keras.metrics.Metric):
@@ -158,7 +158,7 @@ def test_what_cannot_be_put_together_is_said_with_what_to_do():
     def update(metric, x, training):
         metric.update_state(x, x)
 
-    parallel = towers.multi_gpu_model(Own(_Largest, update), gpus=2)
+    parallel = towers.multi_gpu_model(Own(_Largest(name="seen"), update), gpus=2)
     parallel.compile("sgd", "mse")
     words = "return what the metric 'seen' takes as an output, and pass the metric to"
     with pytest.raises(ModelError, match=words):
