@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.kinds import Dependence
-from towers.analysis.rules import NoRuleError, Rules
+from towers.analysis.rules import GraphWanted, NoRuleError, Rules
 from towers.collectives import reduce
 from towers.keras_adapter.layers import layer_of, layers_of
 from towers.keras_adapter.models import compiled_loss
@@ -221,6 +221,12 @@ class TowerScope(keras.StatelessScope):
                     *(f"state {i}", assigned[-1], fraction),
                     alike=id(variable) in own_seeds,
                 )
+            except GraphWanted as error:
+                raise ModelError(
+                    f"Model '{model.name}' adds a sum over examples to "
+                    f"'{variable.path}' while it is called, which towers can do in a "
+                    "graph only; compile it with run_eagerly=False."
+                ) from error
             except NoRuleError as error:
                 raise ModelError(
                     f"Model '{model.name}' assigns '{variable.path}' a value that "

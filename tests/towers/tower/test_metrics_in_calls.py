@@ -165,6 +165,13 @@ def test_what_cannot_be_put_together_is_said_with_what_to_do():
         parallel.fit(X, Y, 5, verbose=0)
 
 
+def test_run_eagerly_is_named_where_it_hinders():
+    parallel = towers.multi_gpu_model(Own(), gpus=2)
+    parallel.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ModelError, match=r"to 'seen/total' .* run_eagerly=False"):
+        parallel.fit(X, Y, 5, verbose=0)
+
+
 def test_what_is_advised_gives_the_numbers_of_one_device():
     def numbers(wrap):
         keras.utils.set_random_seed(1)
