@@ -113,7 +113,7 @@ class Rules:
         self.complete = True
 
     def give_up(self, reason: str) -> None:
-        """Is told that nothing can be read, as there is no graph, and why."""
+        """Gives up reading, as there is no graph, and keeps the reason."""
         self.complete, self._unread = True, reason
 
     def part(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.targets import LARGEST
 from towers.predict import arrays, tables
 from towers.train.outputs.preprocessing import OWN, Preprocessing
 
@@ -45,7 +46,7 @@ def _numbers(what, values):
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         found = np.array(np.nan)
-    if not (np.abs(found) <= np.finfo(np.float32).max).all():
+    if not (np.abs(found) <= LARGEST).all():
         raise ValueError(
             f"Received {what} with something that is no number, or infinite; expected "
             "numbers."

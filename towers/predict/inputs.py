@@ -244,7 +244,7 @@ def _column(trained, file, kept):
 
 
 def _whole(file, found):
-    """What is read of a file; if it cannot be read to its end, that is said of it."""
+    """Yields what is read of a file, and says if it cannot be read to its end."""
     try:
         yield from found
     except OSError as error:

@@ -1,14 +1,12 @@
 """Rows of CSV and Parquet files, by the columns that a model was trained on."""
 
-import csv
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from towers.input_pipeline.sources.tables import csv_rows
 from towers.input_pipeline.sources.tables.row_groups import is_text
+from towers.input_pipeline.sources.targets import LARGEST
 from towers.program import words
 from towers.program.extras import install_command
 from towers.train.outputs.preprocessing import Preprocessing
@@ -16,8 +14,6 @@ from towers.train.outputs.preprocessing import Preprocessing
 _PARQUET = (".parquet", ".pq")
 # Of files with columns, by how their names end.
 SUFFIXES = (".csv", *_PARQUET)
-# Models compute with float32, where anything larger is infinite.
-_LARGEST = float(np.finfo(np.float32).max)
 # Why a column is to be there that the model does not need.
 _TO_COPY = "which --keep_columns names"
 
@@ -83,7 +79,7 @@ def _cell(known, name, value):
                 f"column {name!r} is {value!r}, expected an id of 0 to {size - 1}"
             )
         return int(number)
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST:
         raise ValueError(f"column {name!r} is {value!r}, expected a number")
     return number
 
@@ -108,11 +104,11 @@ def _number(value):
 def _csv(file, columns, kept):
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            found = _fields(lines)
-            header = next(found, Row(())).cells
+            found = csv_rows.read(lines)
+            header = next(found, csv_rows.CSVRow([], 1)).fields
             places = _places(file, header, columns, "which the model was trained on")
             copied = _places(file, header, kept, _TO_COPY)
-            for cells, fault, _ in found:
+            for cells, _, fault in found:
                 if fault:
                     yield Row((), fault)
                 elif len(cells) == len(header):
@@ -127,23 +123,6 @@ def _csv(file, columns, kept):
         raise ValueError(
             f"{file} is no text in UTF-8; expected a CSV or a Parquet file."
         ) from error
-
-
-def _fields(lines):
-    """The rows of a CSV file, with all columns."""
-    reader = csv.reader(lines, strict=True)
-    while True:
-        # What is not used may be longer than the module expects of a field, anywhere.
-        before = csv.field_size_limit(sys.maxsize)
-        try:
-            row = Row(next(reader))
-        except StopIteration:
-            return
-        except csv.Error as error:
-            row = Row((), f"cannot be read: {error}")
-        finally:
-            csv.field_size_limit(before)
-        yield row
 
 
 def _parquet(file, columns, empty, kept):

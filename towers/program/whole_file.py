@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
 from typing import IO, Any
@@ -64,6 +65,35 @@ def write_text(path: str, text: str) -> None:
     if not _has(path, content):
         with opened(path, "wb") as file:
             file.write(content)
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes a file of JSON that people can read, unless it has that content already.
+
+    Args:
+        path: Its name. The folder has to be there.
+        content: What `json.dumps` takes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = f"{json.dumps(content, indent=2, ensure_ascii=False)}\n"
+    # Of a path that is no UTF-8, JSON has escapes.
+    write_text(path, text.encode("utf-8", "backslashreplace").decode())
+
+
+def save_figure(path: str, figure: Any) -> None:
+    """Writes a figure of Matplotlib's, of the kind that the file's name ends with.
+
+    Args:
+        path: Its name. The folder has to be there.
+        figure: The figure.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with opened(path, "wb") as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
 
 def rename(unfinished: str, path: str) -> None:

@@ -44,7 +44,7 @@ class StageError(ModelError):
 
 @contextlib.contextmanager
 def explained_build(model: keras.Model) -> Iterator[None]:
-    """Inside, Keras builds a model; an error about shapes becomes a sentence.
+    """Inside, Keras builds a model for a batch; an error about shapes is a sentence.
 
     Args:
         model: The model.

@@ -138,7 +138,7 @@ def _head(path: str) -> bytes:
 
 
 def _is_turned(head: bytes) -> bool:
-    """Whether a JPEG file's EXIF orientation is another than upright."""
+    """Tells whether a JPEG file's EXIF orientation is another than upright."""
     begin, mark, exif = head.partition(b"Exif\0\0")
     if not begin.startswith(b"\xff\xd8\xff") or not mark:
         return False
@@ -160,7 +160,7 @@ def _has_16_bits(head: bytes) -> bool:
 
 
 def _is_seen(name: str) -> bool:
-    """Whether a name is not hidden, or hides a picture; not macOS's "._" files."""
+    """Tells whether a name is not hidden, or hides a picture, as no "._" file does."""
     pretends = name.startswith(".") and not name.startswith("._")
     return name[0] != "." or (pretends and name.lower().endswith(_PICTURES))
 

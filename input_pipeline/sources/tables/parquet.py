@@ -106,6 +106,7 @@ class ParquetSource(FileSource, StreamSource):
                         "expected the same columns in all files"
                     )
         self._numbers = () if self.encoded else self.image_fields
+        self._names: Sequence[str] = ()
         rows = self._groups.first(first, [*self._columns.labels, *self._numbers])
         named = label_column is not None
         self._look_at_labels(first, rows, target, class_names or num_classes, named)
@@ -216,10 +217,8 @@ class ParquetSource(FileSource, StreamSource):
         if self.target.kind != "class":
             return
         if self._columns.text_labels:
-            paths = self._all_files()
-            found = {n for p in paths for n in self._groups.texts(p, [label])[label]}
             self.class_names = columns.order_classes(
-                self.name, label, found, num_classes, class_names
+                self.name, label, self._names, num_classes, class_names
             )
             self.num_classes = len(self.class_names)
             return
@@ -252,16 +251,19 @@ class ParquetSource(FileSource, StreamSource):
         found = [
             parquet_columns.look_at(name, rows[name]) for name in labels if name in rows
         ]
-        texts, count = None, 0
-        if len(found) == 1 and asked in (None, "class"):
+        values, count = None, 0
+        if len(labels) == 1 and asked in (None, "class"):
             values, count = self._groups.different(self._all_files(), labels[0])
+        # Where no group can be read as a whole, the first rows tell.
+        if values is not None:
             found = [parquet_columns.look_at(labels[0], values, count)]
-            texts = values.to_pylist()
         kind, note = table_targets.choose(path, found, asked, of_classes)
         self.notes = (*self.notes, note) if note else self.notes
         if kind != "class":
             self._take_target(Target(kind, len(labels), tuple(labels)))
-        elif found and self._columns.text_labels:
+        elif values is not None and self._columns.text_labels:
+            self._names = row_groups.as_text(values).to_pylist()
+            texts = self._names
             note = columns.check_classes(path, labels[0], texts, count, named)
             self.notes = (*self.notes, note) if note else self.notes
 

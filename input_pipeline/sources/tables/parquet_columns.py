@@ -97,7 +97,7 @@ def _listed(kinds: dict[str, Any]) -> str:
 
 
 def _has_text_labels(path: str, kinds: dict[str, Any], labels: Sequence[str]) -> bool:
-    """Whether labels are names of classes; True and False by themselves are, too."""
+    """Tells whether labels are names of classes; True and False are, if alone."""
     from pyarrow import types
 
     numbers = types.is_integer, types.is_floating, types.is_decimal, types.is_boolean

@@ -137,9 +137,9 @@ class RowGroups:
         return {name: some - {None} for name, some in found.items()}
 
     def different(self, paths: Iterable[str], name: str) -> tuple[Column | None, int]:
-        """Different values of a column of all files, and how many rows have one.
+        """Returns a column's different values in all files, and how many rows have one.
 
-        What cannot be read is left out: whoever reads the rows says so.
+        Row groups that cannot be read are left out: whoever reads their rows says so.
         """
         import pyarrow
 
@@ -155,7 +155,7 @@ class RowGroups:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a column's type is text, with or without a dictionary."""
+    """Tells whether a column's type is text, with or without a dictionary."""
     from pyarrow import types
 
     if types.is_dictionary(kind):

@@ -89,7 +89,7 @@ class CoNLLSource(RaggedSource):
             _number("text_column", text_column),
             _number("label_column", label_column),
         )
-        self._files = group_by_split("conll", pattern)
+        self._files, self.notes = group_by_split("conll", pattern)
         if asked[0] is not None:
             self.image_fields = (str(asked[0]),)
         by_name = "test" in self._files or "train" not in self._files
@@ -107,7 +107,7 @@ class CoNLLSource(RaggedSource):
         }
         if fraction:
             found = _held_out(found["train"], fraction)
-        self.notes = self._notes(found, fraction)
+        self.notes += self._notes(found, fraction)
         self.tokenizer = self._words(found, tokenizer)
         tags = {tag for some in found.values() for each in some for tag in each.tags}
         names = columns.order_classes(self.name, "tag", tags, None, class_names)
@@ -252,7 +252,7 @@ class _Form:
 
     @property
     def is_universal(self) -> bool:
-        """Whether this is CoNLL-U."""
+        """Tells whether this is CoNLL-U."""
         return self.tabs and self.columns == _COLUMNS_OF_UNIVERSAL
 
     def rows(self, begin: int, lines: Sequence[str]) -> Iterator[_Row]:

@@ -70,7 +70,7 @@ class LabelledTextSource(EncodedSource):
         if isinstance(tokenizer, str):
             tokenizer = open_tokenizer(tokenizer)
         self.tokenizer = tokenizer
-        self._files = group_by_split(kind, pattern)
+        self._files, self.notes = group_by_split(kind, pattern)
         by_name = "test" in self._files or "train" not in self._files
         if by_name and eval_fraction:
             raise splits.held_out_by_name(eval_fraction, self.name, self._files)
@@ -101,7 +101,7 @@ class LabelledTextSource(EncodedSource):
         columns.check_named(first, names, [text], "text_column")
         others_of_first = [name for name in names if name != text]
         labels, note = table_targets.read_names(first, others_of_first, label_column)
-        self.notes = (note,) if note else ()
+        self.notes += (note,) if note else ()
         self.label_field, self.image_fields = ",".join(labels), (text,)
         for path in others:
             columns.check_named(path, self._table.columns(path), labels, "label_column")

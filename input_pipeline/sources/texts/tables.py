@@ -1,16 +1,14 @@
 """Rows of text and labels, as CSV and Parquet files have them."""
 
-import csv
 import io
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
-from towers.input_pipeline.sources.tables import columns, row_groups
+from towers.input_pipeline.sources.tables import columns, csv_rows, row_groups
 from towers.program.extras import install_command
 
 
@@ -46,7 +44,7 @@ class CSV:
 
     def columns(self, path: str) -> list[str]:
         """See ``Table.columns``."""
-        fields, _, fault = next(self._read(path), ([], 1, ""))
+        fields, _, fault = next(self._read(path), csv_rows.CSVRow([], 1))
         if fault:
             raise BadRecordError(f"{path}: the header {fault}")
         names = [name.strip() for name in fields]
@@ -72,8 +70,8 @@ class CSV:
                 fault = f"has {len(fields)} fields, expected {len(found)}"
                 yield Row(place, (), fault)
 
-    def _read(self, path: str) -> Iterator[tuple[list[str], int, str]]:
-        """The fields of each row, the number of its first line, and its fault."""
+    def _read(self, path: str) -> Iterator[csv_rows.CSVRow]:
+        """Reads the rows of a file; see ``csv_rows.read``."""
         try:
             with tf.io.gfile.GFile(path, "rb") as file:
                 content = file.read()
@@ -81,23 +79,7 @@ class CSV:
             raise BadRecordError(f"{path}: {fault_of(error)}") from error
         # What is no UTF-8 stays what it is. Excel begins its files with a mark.
         text = content.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
-        # A quote that does not end is said: it would hide the rows behind it.
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        rows, line = [], 1
-        # Documents are longer than what the module expects of a field, in any table.
-        before = csv.field_size_limit(sys.maxsize)
-        try:
-            while True:
-                try:
-                    rows.append((next(reader), line, ""))
-                except csv.Error as error:
-                    rows.append(([], line, f"cannot be read: {error}"))
-                line = reader.line_num + 1
-        except StopIteration:
-            pass
-        finally:
-            csv.field_size_limit(before)
-        return iter(rows)
+        return csv_rows.read(io.StringIO(text, newline=""))
 
     def described(self, path: str, label: str) -> None:
         """See ``Table.described``: CSV files have none."""

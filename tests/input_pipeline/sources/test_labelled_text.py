@@ -1,12 +1,15 @@
 import csv
+import io
 
 import numpy as np
+import pyarrow.csv
 import pytest
 
 from towers import input_pipeline
 from towers.input_pipeline import text
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources.files.record import BadRecordError
+from towers.input_pipeline.sources.tables import csv_rows
 
 _TEXTS = ['good, "really"', "bad\nand long", "", "so so", "Größe 😀"]
 _LABELS = ["pos", "neg", "neg", "so", "pos"]
@@ -165,7 +168,7 @@ def test_bad_rows(tmp_path, tokenizer, faults, good):
     "content, line, fault, good",
     [
         (b'text,label\na,0\nb,"1\nc,1\nd,0\n', 3, "unexpected end of data", "a"),
-        (b'text,label\na,0\n"b"x,1\nc,1\n', 3, "',' expected after '\"'", "ac"),
+        (b'text,label\na,0\n"b\n"x,1\nc,1\n', 3, "',' expected after '\"'", "ac"),
     ],
 )
 def test_a_quote_that_does_not_end_is_bad(tmp_path, content, line, fault, good):
@@ -177,6 +180,32 @@ def test_a_quote_that_does_not_end_is_bad(tmp_path, content, line, fault, good):
         input_pipeline.open_source(spec, **options)
     source = input_pipeline.open_source(spec, **options, skip_bad=True)
     assert [text for text, _ in _read(source, training=False)] == [*good]
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ('5" pipe,0\nb,1', [(['5" pipe', "0"], 1, ""), (["b", "1"], 2, "")]),
+        ('"5" pipe",0\nb,1', [(['5 pipe"', "0"], 1, ""), (["b", "1"], 2, "")]),
+        ('"5"" pipe",0\r\nb,1', [(['5" pipe', "0"], 1, ""), (["b", "1"], 2, "")]),
+        ('"a" ,0', [(["a ", "0"], 1, "")]),
+        ('"a\nb",0\nc,1', [(["a\nb", "0"], 1, ""), (["c", "1"], 3, "")]),
+        ('"a,0', [([], 1, "cannot be read: unexpected end of data")]),
+        ('"a" b,"0', [([], 1, "cannot be read: ',' expected after '\"'")]),
+        (
+            '"a,0\n"b",1\nc,2',
+            [([], 1, "cannot be read: ',' expected after '\"'"), (["c", "2"], 3, "")],
+        ),
+    ],
+)
+def test_quotes_inside_of_fields_belong_to_them(content, rows):
+    """As pyarrow has it, unless a quote may hide whole rows."""
+    assert [*csv_rows.read(io.StringIO(content, newline=""))] == rows
+    if not any(fault for *_, fault in rows):
+        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        names = pyarrow.csv.ReadOptions(column_names=["text", "label"])
+        table = pyarrow.csv.read_csv(io.BytesIO(content.encode()), names, options)
+        assert table["text"].to_pylist() == [fields[0] for fields, *_ in rows]
 
 
 def test_odd_columns_of_parquet(tmp_path):

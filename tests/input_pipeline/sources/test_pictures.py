@@ -115,7 +115,7 @@ def test_a_split_that_is_not_used_is_named(tmp_path):
     [
         ([(16, 16)] * 3, r"first images of .* are 16x16, but .*--image_size=16x16 \("),
         ([(16, 16), (8, 9)], r"differ in size, such as 16x16 and 8x9; .*=224 \("),
-        ([None], r"the size of the images of .* is not known; .*=224 \("),
+        ([None], r"The size of the images of .* is not known; .*=224 \("),
     ],
 )
 def test_what_is_said_of_sizes_was_seen(tmp_path, sizes, said):

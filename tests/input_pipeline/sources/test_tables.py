@@ -52,6 +52,22 @@ def test_a_column_that_is_not_there(tmp_path, kind, option):
         open_source(spec, **{option: name})
 
 
+@pytest.mark.parametrize("labels", [["a", "b"], [0, 1]])
+def test_labels_of_which_only_the_first_can_be_read(tmp_path, labels):
+    """The guess needs all labels; a group that is damaged further down is named."""
+    rng, path = np.random.default_rng(0), tmp_path / "a.parquet"
+    columns = {"x": rng.random(9_000), "label": rng.choice(labels, 9_000)}
+    options = {"data_page_size": 500, "use_dictionary": False, "compression": "gzip"}
+    parquet.write_table(pa.table(columns), path, **options)
+    column = parquet.ParquetFile(path).metadata.row_group(0).column(1)
+    end = column.data_page_offset + column.total_compressed_size
+    content = bytearray(path.read_bytes())
+    content[end - 60 : end] = bytes(60)
+    path.write_bytes(content)
+    with pytest.raises(BadRecordError, match=f"{path}: row group 0: "):
+        open_source(f"parquet:{path}")
+
+
 def test_an_image_column_that_is_not_there(tmp_path):
     spec = _write(tmp_path, "parquet", {"a": [1, 2], "label": [0, 1]})
     with pytest.raises(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from towers.program import whole_file
+from towers.program import small_file, whole_file
 
 KILLED = """
 import os, signal, sys
@@ -107,3 +107,11 @@ def test_what_has_the_unfinished_name_is_not_written_to(tmp_path, make):
     whole_file.write_text(str(path), "after")
     assert path.read_text() == "after"
     assert other.read_text() == "of somebody"
+
+
+@pytest.mark.parametrize("text", ["Größe", "/data/\udcfcber", "a\nb\\u00e9"])
+def test_json_is_read_as_it_was_written(tmp_path, text):
+    path = tmp_path / "a.json"
+    whole_file.write_json(str(path), {"path": text})
+    assert small_file.read_json(path, dict) == {"path": text}
+    assert ("Größe" in text) == ("Größe" in path.read_text())

@@ -152,7 +152,7 @@ def test_what_is_none_of_ours(tmp_path, name, kind):
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [*links.FILES, "tokenizer/tokenizer.txt"])
+@pytest.mark.parametrize("name", [*links.FILES, "lock", "tokenizer/tokenizer.txt"])
 def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     folder = tmp_path / "run"
     (folder / name).parent.mkdir(parents=True)

@@ -4,14 +4,13 @@ import contextlib
 import csv
 import glob
 import io
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from towers._deprecated import with_old_keys
-from towers.elastic import balance, requests
+from towers.elastic import requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -21,7 +20,6 @@ from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
-from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
@@ -67,7 +65,8 @@ def describe(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
-        _write(job, "flags.txt", job.settings.as_text())
+        flags = os.path.join(job.model_dir, "flags.txt")
+        whole_file.write_text(flags, job.settings.as_text())
         model_files.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
@@ -121,7 +120,8 @@ def end(job: Job, summary: dict[str, Any]) -> None:
         if (best := summary["best"]) is not None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):
                 _save_model(job, best["model"])
-        _write(job, "summary.json", json.dumps(with_old_keys(summary), indent=2) + "\n")
+        path = os.path.join(job.model_dir, "summary.json")
+        whole_file.write_json(path, with_old_keys(summary))
 
 
 def read(job: Job, name: str) -> str | None:
@@ -143,22 +143,8 @@ def remove_run(model_dir: str) -> None:
         "train/events.out.tfevents.*",
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
-        "model.keras",
-        "best.keras",
-        "unfinished.keras",
-        "summary.json",
-        "flags.txt",
-        "report.html",
-        LOG,
-        PREPROCESSING,
-        model_files.CLASSES,
         model_files.TOKENIZER,
-        ARCHITECTURE,
-        "variable_update.json",
-        balance.FILE,
-        BAD_RECORDS,
-        NOT_FINITE,
-        *requests.FILES,
+        *links.FILES,
     ):
         written = os.path.join(glob.escape(model_dir), pattern)
         # Beside it, what a process that was killed leaves; see `whole_file`.
@@ -178,10 +164,6 @@ def _save_model(job: Job, path: str) -> None:
     with averaged(job.settings, job.model), kept_rate(job.model.optimizer):
         job.model.save(unfinished)
     whole_file.rename(unfinished, path)
-
-
-def _write(job: Job, name: str, text: str) -> None:
-    whole_file.write_text(os.path.join(job.model_dir, name), text)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What stands in a model_dir under the names that a run writes, and would lead away."""
+"""Checks that no file of a model_dir leads a run to write outside of it."""
 
 import os
 
@@ -14,21 +14,21 @@ FILES = (
     *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
     *("log.csv", "variable_update.json", "report.html"),
     *(PREPROCESSING, model_files.CLASSES, ARCHITECTURE, balance.FILE, BAD_RECORDS),
-    *(NOT_FINITE, requests.LOCK, *requests.FILES),
+    *(NOT_FINITE, *requests.FILES),
 )
 FOLDERS = ("checkpoints", "train", "validation", model_files.TOKENIZER)
 
 
 def check(model_dir: str) -> None:
-    """Checks that a run writes in its model_dir, which somebody else may have made.
+    """Checks that a run writes inside of its model_dir, which anybody may have made.
 
-    A folder may be a link to another disk, which is said.
+    A folder may be a link, such as to another disk. A line says so.
 
     Raises:
-        SaveError: A file is a link that leads out of it, or is no file.
+        SaveError: A name that the run writes is a link out of the folder, or no file.
     """
     inside = os.path.join(os.path.realpath(model_dir), "")
-    for name in (*FILES, *_of_tokenizer(model_dir)):
+    for name in (*FILES, requests.LOCK, *_of_tokenizer(model_dir)):
         path = os.path.join(model_dir, name)
         target = os.path.realpath(path)
         if os.path.islink(path) and not target.startswith(inside):
@@ -48,7 +48,7 @@ def check(model_dir: str) -> None:
 
 
 def _of_tokenizer(model_dir):
-    """The files in the tokenizer's folder, whose names depend on the tokenizer."""
+    """Returns the files in the tokenizer's folder; the tokenizer names them."""
     folder = os.path.join(model_dir, model_files.TOKENIZER)
     if not os.path.isdir(folder):
         return []

@@ -99,7 +99,7 @@ def _validation_notes(job, held_out, split):
 
 
 def _idle_notes(job):
-    """Which flags change nothing."""
+    """Says which flags change nothing."""
     source, settings = job.data.source, job.settings
     idle = []
     if not settings.uses_data_dir:
