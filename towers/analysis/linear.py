@@ -7,7 +7,7 @@ then add up to the value of the whole batch.
 import tensorflow as tf
 
 from towers.analysis.dependence import Reader
-from towers.analysis.kinds import MEAN, NONE, SUM
+from towers.analysis.kinds import MEAN, NONE, SIZE, SUM
 from towers.analysis.layer_calls import key
 
 # The terms of a value, each behind those that it is computed from. Of such a term, the
@@ -34,8 +34,8 @@ def weights(reader: Reader, value: tf.Tensor) -> Weights | None:
     while waiting:
         tensor = waiting[-1]
         kind = reader.of(tensor)
-        if kind in (SUM, NONE, MEAN):
-            term = kind is not SUM
+        if kind in (SUM, SIZE, NONE, MEAN):
+            term = kind in (NONE, MEAN)
         else:
             inputs = _linear_inputs(reader, tensor.op)
             if inputs is None:

@@ -132,7 +132,8 @@ def _about_shapes(error):
     lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
     for line in lines:
         if any(wording in line for wording in _SHAPES_DO_NOT_FIT):
-            return re.split(r" for '|\[\[| \[Op:", line.strip())[0].strip().rstrip(".")
+            said = re.sub(r"^\(\d+\) [A-Z_]+:\s*", "", line.strip())
+            return re.split(r" for '|\[\[| \[Op:", said)[0].strip().rstrip(".")
     return None
 
 
