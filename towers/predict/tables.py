@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from towers.input_pipeline.sources.tables.row_groups import is_text
+from towers.input_pipeline.sources.targets import LARGEST, expected_number
 from towers.program import words
 from towers.program.extras import install_command
 from towers.train.outputs.preprocessing import Preprocessing
@@ -16,8 +15,6 @@ from towers.train.outputs.preprocessing import Preprocessing
 _PARQUET = (".parquet", ".pq")
 # Of files with columns, by how their names end.
 SUFFIXES = (".csv", *_PARQUET)
-# Models compute with float32, where anything larger is infinite.
-_LARGEST = float(np.finfo(np.float32).max)
 # Why a column is to be there that the model does not need.
 _TO_COPY = "which --keep_columns names"
 
@@ -83,8 +80,9 @@ def _cell(known, name, value):
                 f"column {name!r} is {value!r}, expected an id of 0 to {size - 1}"
             )
         return int(number)
-    if not abs(number) <= _LARGEST:
-        raise ValueError(f"column {name!r} is {value!r}, expected a number")
+    if not abs(number) <= LARGEST:
+        expected = expected_number(number)
+        raise ValueError(f"column {name!r} is {value!r}, expected {expected}")
     return number
 
 
