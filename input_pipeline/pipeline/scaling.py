@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
+from towers.input_pipeline.sources.targets import LARGEST
 
 _AT_ONCE = 4096
 # Below that part of the mean, what differs is how float64 rounds sums.
@@ -84,7 +85,7 @@ def as_float32(x: Any) -> Any:
 def measure_scaling(source: Source, split: str = "train") -> Scaling:
     """Measures mean and standard deviation of columns, in one pass over a split.
 
-    What is no number is left out of it: whoever trains on it says so.
+    What float32 cannot hold is left out of it: whoever trains on it says so.
 
     Args:
         source: of rows of numbers, prepared.
@@ -109,7 +110,7 @@ def measure_scaling(source: Source, split: str = "train") -> Scaling:
         batches = source.batches(split, _AT_ONCE).map(parse, tf.data.AUTOTUNE)
         for rows in batches.prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
             # Chan et al. 1979: exact where squares of large numbers would cancel.
-            good = np.isfinite(rows)
+            good = np.abs(rows) <= LARGEST
             rows = np.where(good, rows, 0).astype(np.float64)
             more = good.sum(axis=0)
             of_these = rows.sum(axis=0) / np.maximum(more, 1)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from towers.input_pipeline.sources.tables import csv_rows
 from towers.input_pipeline.sources.tables.row_groups import is_text
-from towers.input_pipeline.sources.targets import LARGEST
+from towers.input_pipeline.sources.targets import LARGEST, expected_number
 from towers.program import words
 from towers.program.extras import install_command
 from towers.train.outputs.preprocessing import Preprocessing
@@ -80,7 +80,8 @@ def _cell(known, name, value):
             )
         return int(number)
     if not abs(number) <= LARGEST:
-        raise ValueError(f"column {name!r} is {value!r}, expected a number")
+        expected = expected_number(number)
+        raise ValueError(f"column {name!r} is {value!r}, expected {expected}")
     return number
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.local_store.store import LocalStore
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
@@ -147,11 +148,14 @@ class FileSource(Source):
                 if record.fault:
                     raise BadRecordError(str(record))
                 check(record.where, record.raw)
-                return
             except ValueError as error:
                 reason = reason if tries else error
                 if not self._skip_bad or tries == _MOST_TRIES:
                     break
+            else:
+                found = self._notes_of_pictures(itertools.chain([record], records))
+                self.notes = (*self.notes, *found)
+                return
         raise reason
 
     def _count_classes(self) -> None:
@@ -161,24 +165,40 @@ class FileSource(Source):
         found = {}
         for split, paths in self._files.items():
             labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
-            found[split] = np.concatenate(labels)
+            found |= self._sort_labels(split, labels)
             self._set_sizes(split, [len(of_file) for of_file in labels])
-        if self.target.kind != "class":
-            return
-        used = np.unique(np.concatenate([*found.values()]))
-        self.num_classes = int(used.max(initial=-1)) + 1
+        if self.target.kind == "class":
+            self._take_classes(np.concatenate([*found.values()]))
+        self.notes = (*self.notes, *label_notes.notes(self.target, found))
+
+    def _sort_labels(
+        self, split: str, labels: Sequence[np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Sorts the labels of a split's files by the split of their records."""
+        every = np.concatenate(labels)
+        # Without the bad ones, records have other numbers than their labels' places.
+        if not self._fraction or self._skip_bad:
+            return {split: every}
+        numbers = [
+            file * FILE + np.arange(len(some)) for file, some in enumerate(labels)
+        ]
+        held = splits.is_held_out(np.concatenate(numbers), self._fraction)
+        return {"train": every[~held], "test": every[held]}
+
+    def _take_classes(self, labels: np.ndarray) -> None:
+        """Sets ``num_classes``, by all labels and by the names, if there are any."""
+        largest = int(labels.max(initial=-1))
+        self.num_classes = largest + 1
         if self.class_names is not None:
             self.num_classes = len(self.class_names)
-        elif self.num_classes > max(_MANY, sum(map(len, found.values()))):
+        elif self.num_classes > max(_MANY, len(labels)):
             raise ValueError(
-                f"{self.name} has labels up to {used[-1]:,} in {self.label_field!r}, "
+                f"{self.name} has labels up to {largest:,} in {self.label_field!r}, "
                 "which is more than it has records: expected numbers of classes, so "
                 "learn numbers by --task=regression (in Python, target='numbers'), "
                 "name another field or column, or give the number of classes by "
                 "--num_classes (in Python, num_classes)"
             )
-        elif len(used) and len(used) < self.num_classes:
-            self.notes = (*self.notes, _unused(used))
 
     def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:
         """Takes over how many records the files of a split have."""
@@ -189,27 +209,6 @@ class FileSource(Source):
                 for file, size in enumerate(sizes)
             )
             self.splits = {"train": sum(sizes) - held_out, "test": held_out}
-
-
-def _unused(used: np.ndarray) -> str:
-    """Says which labels never appear.
-
-    Args:
-        used: labels that do, sorted.
-    """
-    count = int(used[-1]) + 1
-    missing = np.setdiff1d(np.arange(min(count, 2**20)), used)
-    if len(missing) <= 3:
-        never = f"{' and '.join(map(str, missing))} never appear"
-    else:
-        never = f"{count - len(used):,} of them never appear, such as {missing[0]}"
-    if len(missing) == 1:
-        never += "s"
-    return (
-        f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
-        "number the classes from 0 without gaps, or the model gets outputs that are "
-        "never right."
-    )
 
 
 class StreamFiles(FileSource, StreamSource):

@@ -68,6 +68,8 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         # The mask of each picture, in a fixed order.
         self._masks = self._find(root, eval_fraction)
         self.splits = {split: len(pairs) for split, pairs in self._masks.items()}
+        paths = [path for of in self._masks.values() for path in of]
+        self.notes = (*self.notes, *pictures.notes_of_content(paths))
         pairs = itertools.chain(*(of.items() for of in self._masks.values()))
         self._store(local_store, [*itertools.chain(*pairs)])
         names = class_names or _read_names(os.path.join(root, _NAMES))

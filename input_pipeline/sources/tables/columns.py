@@ -1,14 +1,18 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.folder.pictures import SUFFIXES
+
 # Rows that tell what a column holds.
 SAMPLE = 100
 
+EMPTY = "empty"
 _FEATURES = "--feature_columns"
 # What to do about a cell without a value.
 FILL = (
@@ -16,6 +20,8 @@ FILL = (
     f"by {_FEATURES} (in Python, feature_columns)"
 )
 _LABELS = ("label", "class", "target")
+# What pandas calls an index in CSV, as it reads that again, and in Parquet.
+_OF_PANDAS = r"|Unnamed: \d+|__index_level_\d+__"
 # Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
 
@@ -118,8 +124,27 @@ def find_features(
     return names
 
 
+def name_pictures(texts: Sequence[str]) -> bool:
+    """Whether the texts of a column are the names of pictures."""
+    return bool(texts) and all(text.lower().endswith(SUFFIXES) for text in texts)
+
+
+def _instead_of(pictures: Sequence[str]) -> str:
+    """What to do where columns name pictures: a clause; empty if none does."""
+    if not pictures:
+        return ""
+    return (
+        f"{pictures[0]!r} names pictures, which no table reads: put those of each "
+        "class into a folder of its own, and train on folder:DIR"
+    )
+
+
 def not_numbers(
-    where: str, wrong: dict[str, str], right: Sequence[str], asked: bool
+    where: str,
+    wrong: dict[str, str],
+    right: Sequence[str],
+    asked: bool,
+    pictures: Sequence[str] = (),
 ) -> ValueError:
     """Says that columns do not hold numbers, in any row that was looked at.
 
@@ -128,10 +153,17 @@ def not_numbers(
         wrong: what they hold instead, by their names.
         right: the other columns of features.
         asked: whether the user has named the columns.
+        pictures: columns that name pictures.
     """
     found = ", ".join(f"{name!r} ({what})" for name, what in wrong.items())
     what = "a column" if len(wrong) == 1 else "columns"
     them = "it" if len(wrong) == 1 else "them"
+    if pictures:
+        return ValueError(
+            f"{where} has {what} without numbers, {found}: {_instead_of(pictures)}; "
+            f"or learn from columns of numbers, by {_FEATURES} (in Python, "
+            "feature_columns)"
+        )
     if asked or not right:
         advice = f"write numbers there, or name other columns by {_FEATURES}"
         if right:
@@ -149,19 +181,28 @@ def not_numbers(
     )
 
 
-def left_out_note(wrong: dict[str, str], right: Sequence[str]) -> str:
+def left_out_note(
+    wrong: dict[str, str], right: Sequence[str], pictures: Sequence[str] = ()
+) -> str:
     """Says which columns are left out, as nobody has named the columns to learn from.
 
     Args:
         wrong: what they hold instead of numbers, by their names.
         right: the columns of numbers.
+        pictures: columns that name pictures.
     """
     found = ", ".join(f"{name!r} ({what})" for name, what in [*wrong.items()][:10])
     found += ", ..." * (len(wrong) > 10)
+    note = f"Left out, because not of numbers: {found}."
+    texts = [name for name, what in wrong.items() if what != EMPTY]
+    if pictures:
+        return f"{note} {_instead_of(pictures)}."
+    if not texts:
+        return note
     return (
-        f"Left out, because not of numbers: {found}. Texts can be categories, with a "
-        f"model such as dlrm, by {_FEATURES}={_listed([*right, *wrong])}, or one of "
-        "them is read by --text_column (in Python, feature_columns, text_column)."
+        f"{note} Texts can be categories, with a model such as dlrm, by "
+        f"{_FEATURES}={_listed([*right, *texts])}, or one of them is read by "
+        "--text_column (in Python, feature_columns, text_column)."
     )
 
 
@@ -178,12 +219,24 @@ def counts_rows(values: Sequence[float]) -> bool:
     return bool((np.diff(np.asarray(values, np.float64)) == 1).all())
 
 
-def counting_note(name: str, first: float, others: Sequence[str]) -> str:
-    """Says that a column counts the rows, from `first` on."""
+def index_note(name: str, values: Sequence[float], others: Sequence[str]) -> str:
+    """Says that a column is an index of the rows; empty if it does not seem one.
+
+    Args:
+        name: of the column.
+        values: in it, of the first rows.
+        others: names of the other columns of features.
+    """
+    if counts_rows(values):
+        what = f"counts the rows, from {values[0]:g}"
+    elif re.fullmatch(_OF_PANDAS, name):
+        what = "has the name of an index that pandas has written"
+    else:
+        return ""
     return (
-        f"The column {name!r} counts the rows, from {first:g}, and the model learns "
-        f"from it; --feature_columns={_listed(others)} (in Python, feature_columns) "
-        "leaves it out."
+        f"The column {name!r} {what}, and the model learns from it; "
+        f"--feature_columns={_listed(others)} (in Python, feature_columns) leaves it "
+        "out."
     )
 
 

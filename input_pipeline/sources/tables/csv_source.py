@@ -202,19 +202,21 @@ class CSVSource(StreamFiles):
             name: [text for row in rows if (text := row[place].strip())]
             for place, name in enumerate(self._columns)
         }
+        pictures = [name for name in texts if columns.name_pictures(texts[name])]
         wrong = {}
         for name in self.image_fields if rows else ():
             # A number in bytes that are no text is said of its row.
             if not any(_is_number(text) or "\ufffd" in text for text in texts[name]):
                 found = texts[name]
-                wrong[name] = f"such as {found[0][:60]!r}" if found else "empty"
+                example = f"such as {found[0][:60]!r}" if found else columns.EMPTY
+                wrong[name] = example
         right = [name for name in self.image_fields if name not in wrong]
         # Of text that is named; what is empty is neither.
         chosen = [name for name in wrong if asked and texts[name]]
         if wrong and right and not asked:
-            self.notes = (*self.notes, columns.left_out_note(wrong, right))
+            self.notes = (*self.notes, columns.left_out_note(wrong, right, pictures))
         elif len(wrong) > len(chosen):
-            raise columns.not_numbers(path, wrong, right, asked)
+            raise columns.not_numbers(path, wrong, right, asked, pictures)
         self.image_fields = right
         self.vocabularies = dict.fromkeys(chosen, ())
         # Until these are known, which takes all files.
@@ -222,9 +224,9 @@ class CSVSource(StreamFiles):
         for name in self.image_fields:
             numbers = [float(text) for text in texts[name] if _is_number(text)]
             others = [other for other in self.image_fields if other != name]
-            if len(numbers) == len(rows) and others and columns.counts_rows(numbers):
-                note = columns.counting_note(name, numbers[0], others)
-                self.notes = (*self.notes, note)
+            if len(numbers) == len(rows) and others:
+                note = columns.index_note(name, numbers, others)
+                self.notes = (*self.notes, note) if note else self.notes
         return texts
 
     def _look_at_labels(

@@ -275,9 +275,8 @@ class ParquetSource(FileSource, StreamSource):
             values = rows[name]
             if values.null_count or not others:
                 continue
-            if columns.counts_rows(values.to_pylist()):
-                note = columns.counting_note(name, values[0].as_py(), others)
-                self.notes = (*self.notes, note)
+            note = columns.index_note(name, values.to_pylist(), others)
+            self.notes = (*self.notes, note) if note else self.notes
 
     def _load_group(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import Record, fault_of
@@ -156,9 +157,9 @@ class CoNLLSource(RaggedSource):
         (length,) = self.image_shape
         number = {name: tag for tag, name in enumerate(self.class_names)}
         ids, tags, lengths, places = [], [], [], []
-        self.splits = {}
+        self.splits, by_split = {}, {}
         for split, some in found.items():
-            before = len(lengths)
+            before, seen = len(lengths), len(tags)
             for each in some:
                 ids += self.tokenizer.look_up(each.words)
                 tags += [number[tag] for tag in each.tags]
@@ -166,6 +167,8 @@ class CoNLLSource(RaggedSource):
                 lengths += [min(length, len(each.words) - begin) for begin in rows]
                 places += [(each.path, f"line {each.line}")] * len(rows)
             self.splits[split] = len(lengths) - before
+            by_split[split] = tags[seen:]
+        self.notes += (*label_notes.missing(self.class_names, by_split),)
         self._keep(np.array(ids, np.int32), lengths, np.array(tags, np.int64), places)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import FILE
@@ -90,6 +91,9 @@ class LabelledTextSource(EncodedSource):
         kept = [each for each, is_good in zip(every, good, strict=True) if is_good]
         self.reads = (text_column, *labels, fraction, *self.image_shape)
         self.reads += (tokenizer.fingerprint,)
+        split_of = np.repeat([*found], [*map(len, found.values())])
+        by_split = {split: targets[good & (split_of == split)] for split in found}
+        self.notes += (*label_notes.notes(self.target, by_split),)
         self._encode(kept, targets[good])
 
     def _find_columns(

@@ -258,8 +258,9 @@ def test_what_was_decided_is_said(tmp_path):
     )
     said = first_lines.data_notes(job)
     assert said[0].startswith("The labels are the column 'z', the last one; --label")
-    assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
-    assert said[2:] == [f"Validation {source.name}: 2 examples."]
+    assert said[1].startswith("The class 0 has no example in the validation data")
+    assert said[2].startswith("10% of the rows, 2 in all, are held out for validat")
+    assert said[3:] == [f"Validation {source.name}: 2 examples."]
     data.held_out = None
     job.settings = Settings(
         dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
@@ -270,6 +271,28 @@ def test_what_was_decided_is_said(tmp_path):
     assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
     assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
     assert cache_dir == "Note: --cache_dir=c changes nothing here."
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("Yes", "no", "yes"), ["The classes 'Yes' and 'yes' differ in upper and"]),
+        (("YES", "Yes", "yes"), ["The classes 'YES', 'Yes' and 'yes' differ in"]),
+        (("a  b", "a b", "ab"), ["The classes 'a  b' and 'a b' differ in upper"]),
+        (("\u00c4", "A\u0308"), ["The classes '\u00c4' and 'A\u0308' differ in"]),
+        (("ant", "bee"), []),
+        (None, []),
+    ],
+)
+def test_classes_that_look_alike_are_said(names, said):
+    facts = types.SimpleNamespace(target=Target("class", 3, names))
+    job = types.SimpleNamespace(
+        data=types.SimpleNamespace(notes=tuple, held_out=None),
+        settings=Settings(train_epochs=1),
+        setup=types.SimpleNamespace(facts=facts),
+    )
+    *found, _ = first_lines.data_notes(job)
+    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
 
 
 def test_data_sets_with_other_classes(tmp_path):
