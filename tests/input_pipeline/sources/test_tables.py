@@ -115,6 +115,41 @@ def test_what_does_not_apply_is_an_error(spec, option, kinds):
     assert not takes(spec, name)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"image/encoded": b"x", "image/class/label": b"cat"},
+            "label' of bytes: ex",
+        ),
+        (
+            {"image/encoded": b"x", "image/class/label": 0.5},
+            "label' of float: ex",
+        ),
+        (
+            {"image/encoded": 3, "image/class/label": 0},
+            "encoded' of int64: ex",
+        ),
+    ],
+)
+def test_a_field_of_another_type(tmp_path, fields, said, write_tfrecord):
+    of = {bytes: "bytes_list", float: "float_list", int: "int64_list"}
+    features = {
+        name: tf.train.Feature(**{of[type(value)]: {"value": [value]}})
+        for name, value in fields.items()
+    }
+    example = tf.train.Example(features=tf.train.Features(feature=features))
+    write_tfrecord(tmp_path / "a", [example.SerializeToString()])
+    with pytest.raises(ValueError, match=said):
+        open_source(f"tfrecord:{tmp_path}/a")
+
+
+def test_a_table_that_is_called_a_tfrecord(tmp_path):
+    (tmp_path / "a.tfrecord").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    with pytest.raises(ValueError, match=r"no TFRecord file: it begins with b'a,b,lab"):
+        open_source(f"tfrecord:{tmp_path}/a.tfrecord")
+
+
 @KINDS
 def test_columns_that_are_chosen(tmp_path, kind):
     columns = {"id": [7, 9], "name": ["x", "y"], "b": [1, 2], "a": [3, 4], "y": [1, 0]}

@@ -1,13 +1,17 @@
 """A lost preprocessing.json is read from the newest checkpoint that has a copy."""
 
 import os
+import types
 
 import numpy as np
 import pytest
 
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.store import Contents, Position
+from towers.lifecycle.continuing.resume import ResumeError
+from towers.train import continued
 from towers.train.outputs import recorded
+from towers.train.parts.task import TASKS
 
 COPY = {"scaling": {"mean": [1.5]}}
 
@@ -42,3 +46,17 @@ def test_a_copy_is_read_and_nothing_is_written(run, capsys, left):
 def test_without_a_copy_the_fault_is_told(tmp_path):
     with pytest.raises(FileNotFoundError):
         recorded.read(str(tmp_path), dict)
+
+
+@pytest.mark.parametrize(("task", "fits"), [("classification", True), ("tags", False)])
+def test_a_run_goes_on_with_its_task(tmp_path, task, fits):
+    contents = Contents({"model": [np.ones(2)]}, {"preprocessing": {"task": task}})
+    folder = str(tmp_path / "checkpoints")
+    store.save(folder, Position(1), contents)
+    facts = types.SimpleNamespace(target=None)
+    setup = types.SimpleNamespace(task=TASKS["classification"], facts=facts)
+    if fits:
+        continued.check_classes(folder, setup)
+        return
+    with pytest.raises(ResumeError, match=r"began with --task=tags, but .*=classific"):
+        continued.check_classes(folder, setup)
