@@ -1,7 +1,7 @@
-"""Files of a cache, which appear once they are whole, and are checked when opened.
+"""Writes the files of a cache once they are whole, and checks them when opened.
 
-Beside the files of a cache stand their checksums: CRC-32 of each block, as the local
-store has them. Threads compute them as fast as a disk reads.
+Their checksums are in a file beside them: CRC-32 of each block, as in the local store.
+Threads compute them as fast as a disk reads.
 """
 
 import concurrent.futures
@@ -92,7 +92,7 @@ def _fault(base: str, ends: Sequence[str]) -> str:
 
 
 def _sums(path: str) -> list[int]:
-    """Bytes of a file, and the checksum of each block."""
+    """Returns the bytes of a file, and the checksum of each block."""
     size = os.path.getsize(path)
     with (
         open(path, "rb") as file,
@@ -114,6 +114,6 @@ def _remove_abandoned(folder: str) -> None:
 
 
 def _is_abandoned(unfinished: str) -> bool:
-    """Whether the process that had the lock of a folder has ended."""
+    """Tells whether the process that wrote in a folder has ended."""
     lock = os.path.join(unfinished, _LOCK)
     return os.path.exists(lock) and not locks.is_locked(lock)

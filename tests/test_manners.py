@@ -145,6 +145,26 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
     )
 
 
+@pytest.mark.parametrize(
+    ("gb", "said"),
+    [
+        (3, "program: Note: This process may have 3,072.0 MB of address space (ulimit"),
+        (6, ""),
+    ],
+)
+def test_too_little_address_space_is_said_before_tensorflow_aborts(tmp_path, gb, said):
+    module = "class config: list_physical_devices = staticmethod(list)"
+    script = f"""
+        import resource
+        from towers.program import startup
+        resource.setrlimit(resource.RLIMIT_AS, ({gb} << 30, resource.RLIM_INFINITY))
+        startup.begin("program")
+    """
+    code, _, err = run(script, **stand_in(tmp_path, module))
+    assert code == 0
+    assert err.startswith(said) and bool(err) == bool(said)
+
+
 # Flags.
 
 

@@ -87,8 +87,7 @@ def set_up() -> tuple[Pipeline, list[str]]:
     if (asked := read_image_size(FLAGS.image_size)) is not None:
         shape = (*asked, shape[-1])
     if None in shape:
-        text = unknown_size(source)
-        raise ValueError(f"{text[0].upper()}{text[1:]}.")
+        raise ValueError(unknown_size(source))
     with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
         source.prepare()
     cache = "none" if FLAGS.data_service else FLAGS.cache
@@ -142,7 +141,7 @@ def configure_devices(towers: int) -> list[str]:
 
 
 def describe(pipeline: Pipeline) -> dict[str, Any]:
-    """What is measured, for the results."""
+    """Describes what is measured, for the results."""
     return {
         "dataset": pipeline.source.name,
         "kept": pipeline.source.note,

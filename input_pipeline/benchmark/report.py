@@ -1,6 +1,5 @@
 """What `towers.input_pipeline.benchmark` says: tables, a sentence, a picture."""
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -104,5 +103,4 @@ def plot(results: dict[str, Any], path: str) -> None:
         axes.set(title=title, xlabel=label)
     figure.suptitle(results["dataset"])
     figure.tight_layout()
-    with whole_file.opened(path, "wb") as file:
-        figure.savefig(file, format=os.path.splitext(path)[1][1:])
+    whole_file.save_figure(path, figure)

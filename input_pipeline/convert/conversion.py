@@ -12,7 +12,7 @@ from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.checks import blame_records
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.tfrecord import INFO
-from towers.program import words
+from towers.program import whole_file, words
 
 
 def convert(
@@ -73,7 +73,7 @@ def convert(
             for files in splits:
                 Writer(source, files, form, progress).run()
         info = folders.info(source, form, splits)
-        folders.write_json(os.path.join(folder, INFO), info)
+        whole_file.write_json(os.path.join(folder, INFO), info)
     return info
 
 

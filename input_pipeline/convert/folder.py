@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,7 +77,7 @@ def alone(folder: str) -> Iterator[None]:
 
 
 def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
-    """What a call has to have in common with the one that it continues."""
+    """Describes what a call must share with the one that it continues."""
     sizes = {}
     digest = hashlib.sha256()
     for split, size in source.splits.items():
@@ -145,7 +144,7 @@ def prepare(
     for name in unfinished | (names & ours if overwrite else set()):
         tf.io.gfile.remove(os.path.join(folder, name))
     if overwrite or not names:
-        write_json(path, manifest)
+        whole_file.write_json(path, manifest)
 
 
 def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -160,16 +159,10 @@ def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> Non
             )
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
-    """Writes a file that is whole once it has its name."""
-    with whole_file.opened(path) as file:
-        json.dump(content, file, indent=1)
-
-
 def info(
     source: Source, form: serialize.Form, splits: Sequence[SplitFiles]
 ) -> dict[str, Any]:
-    """What stands beside the files, for people and for ``TFRecordSource``."""
+    """Describes the files, for people and for ``TFRecordSource``."""
     files = {
         split.split: {
             os.path.basename(path): {

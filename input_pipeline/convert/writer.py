@@ -120,7 +120,7 @@ class Writer:
         self._progress.say(path, count)
 
     def _is_whole(self, shard: int, path: str | None = None) -> bool:
-        """Whether a file has its records, with their checksums and good labels."""
+        """Tells whether a file has all records, with checksums and good labels."""
         path = path or self._files.paths[shard]
         if not tf.io.gfile.exists(path):
             return False
@@ -154,7 +154,7 @@ class Progress:
         self._bar.close()
 
     def add(self, examples: int) -> None:
-        """Hears of examples that are written, or were before."""
+        """Counts examples that are written, or were before."""
         self._bar.update(examples)
 
     def say(self, path: str, examples: int) -> None:

@@ -239,7 +239,7 @@ class Packs:
         return True
 
     def _may_go(self, name: str, used_s: float) -> bool:
-        """Whether a pack, last used at a time, may make room for others."""
+        """Tells whether a pack, last used at a time, may make room for others."""
         unused = time.time() > used_s + UNUSED_S
         return unused and name in self._known and not self._is_ours(name)
 

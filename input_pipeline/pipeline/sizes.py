@@ -18,7 +18,7 @@ def unknown_size(source: Source) -> str:
         source: of images whose size is not known.
 
     Returns:
-        Two phrases with a semicolon between, and no full stop.
+        A sentence.
     """
     try:
         sizes = _first_sizes(source)
@@ -26,22 +26,22 @@ def unknown_size(source: Source) -> str:
         sizes = []  # which whoever reads them says
     names = sorted({f"{height}x{width}" for height, width in sizes})
     if not names:
-        why, advice = f"the size of the images of {source.name} is not known", "224"
+        why, advice = f"The size of the images of {source.name} is not known", "224"
     elif len(names) == 1:
         why = (
-            f"the first images of {source.name} are {names[0]}, but nothing says that "
+            f"The first images of {source.name} are {names[0]}, but nothing says that "
             "all are"
         )
         advice = names[0]
     else:
         why = (
-            f"the images of {source.name} differ in size, such as {names[0]} and "
+            f"The images of {source.name} differ in size, such as {names[0]} and "
             f"{names[1]}"
         )
         advice = "224"
     return (
         f"{why}; expected one size for all, so give --image_size, such as "
-        f"--image_size={advice} (in Python, image_shape)"
+        f"--image_size={advice} (in Python, image_shape)."
     )
 
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -134,8 +133,7 @@ def _look_at(
 
 def write(found: Sequence[Quarantine], path: str) -> None:
     """Writes what was found, for people and for ``read``."""
-    with whole_file.opened(path) as file:
-        json.dump([dataclasses.asdict(each) for each in found], file, indent=2)
+    whole_file.write_json(path, [dataclasses.asdict(of_source) for of_source in found])
 
 
 def read(path: str) -> list[Quarantine]:

@@ -1,18 +1,20 @@
 """What every source offers, and what sources that read files share."""
 
 import abc
+import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from towers.input_pipeline.images import masks
+from towers.input_pipeline.images import ignored, masks
 from towers.input_pipeline.images.decode import decode_image
-from towers.input_pipeline.sources.files.record import Record
+from towers.input_pipeline.sources.files.record import FAULTS, Record
 from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.text import Tokenizer
@@ -197,6 +199,21 @@ class Source(abc.ABC):
         if label.dtype == tf.string:
             label = masks.decode(self.load_mask(label))
         return image, label
+
+    def _notes_of_pictures(self, records: Iterable[Record]) -> list[str]:
+        """Says what decoding ignores of the first pictures: a sentence each."""
+
+        def heads():
+            for record in itertools.islice(records, ignored.MOST):
+                # What is wrong with one is said when it is read.
+                with contextlib.suppress(*FAULTS):
+                    if not record.fault:
+                        image = self.load(self.parse_one(record.raw)[0])
+                        yield record.where, image.numpy()[: ignored.HEAD]
+
+        if self.input_kind != "image" or not self.encoded:
+            return []
+        return ignored.notes(heads())
 
     def parse_one(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Takes one raw record apart, as `parse` does with a batch."""

@@ -1,6 +1,7 @@
 """What a model is to give for an example."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import numpy as np
@@ -100,8 +101,21 @@ class Target:
         if not len(bad):
             return ""
         value = np.ravel(y)[bad[0]]
+        if self.kind == "class" and self.size == math.inf:
+            return (
+                f"{field} {value} is negative, expected a whole number from 0: number "
+                "the classes so"
+            )
         if self.kind == "class":
             return f"{field} {value} is outside [0, {self.size})"
         if self.kind in _OF_FLOATS and self.names:
             field = self.names[bad[0]]
+        if self.kind == "numbers":
+            return f"{field} is {value:g}, expected {expected_number(value)}"
         return f"{field} is {value:g}, expected {self.expected}"
+
+
+def expected_number(value: float) -> str:
+    """Says what is expected in the place of a number that cannot be used, a phrase."""
+    most = f" of at most {LARGEST:.2g}, which float32 holds"
+    return f"a number{most * math.isfinite(value)}"

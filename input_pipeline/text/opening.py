@@ -12,6 +12,7 @@ from towers.input_pipeline.text.tokenizer import (
     Tokenizer,
     WordTokenizer,
 )
+from towers.program import small_file
 
 
 def open_tokenizer(spec: str) -> Tokenizer:
@@ -61,7 +62,7 @@ def load(folder: str) -> Tokenizer:
         saved = json_file.read(path, dict)
         kind, name = str(saved["tokenizer"]), str(saved["file"])
         # Whoever has made the folder must not have us read what lies elsewhere.
-        if name != posixpath.basename(name) or name in (".", ".."):
+        if name and not small_file.is_name(name):
             raise ValueError(f"it names {name!r}, which is no file beside it")
     except (tf.errors.OpError, ValueError, KeyError) as error:
         raise ValueError(

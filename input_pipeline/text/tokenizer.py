@@ -3,7 +3,6 @@
 import abc
 import collections
 import hashlib
-import json
 import posixpath
 from collections.abc import Iterable, Sequence
 
@@ -76,8 +75,8 @@ class Tokenizer(abc.ABC):
             name, content = file
             with whole_file.opened(posixpath.join(folder, name), "wb") as out:
                 out.write(content)
-        with whole_file.opened(posixpath.join(folder, FILE)) as out:
-            json.dump({"tokenizer": kind, "file": name}, out)
+        content = {"tokenizer": kind, "file": name}
+        whole_file.write_json(posixpath.join(folder, FILE), content)
 
 
 class ByteTokenizer(Tokenizer):

@@ -159,7 +159,7 @@ class Reader:
             self._totals = None
 
     def know(self, kinds: Mapping[Any, Dependence]) -> None:
-        """Is told how tensors depend on the examples, by their keys."""
+        """Takes over how tensors depend on the examples, by their keys."""
         self._known |= kinds
 
     @property
@@ -313,7 +313,7 @@ class Reader:
         return mine.pop() if len(mine) == 1 else UNKNOWN
 
     def _is_of_unknown_count(self, op):
-        """Whether it draws for the whole batch, and how many a row is not known."""
+        """Tells whether it draws for a whole batch a number that is not known."""
         whole = self._meets is not None and op.type in DRAWS
         return whole and self.counts.of(op.inputs[0]) is None
 
@@ -379,7 +379,7 @@ class Reader:
         return None
 
     def _is_for_all_rows(self, tensor):
-        """Whether it may be a shape of all rows, or have as many, though of totals."""
+        """Tells whether it may be a shape of all rows, or have as many."""
         whole = tensor.dtype.is_integer or not tensor.shape.is_fully_defined()
         return whole and key(tensor) in self._of_totals
 
@@ -388,7 +388,7 @@ class Reader:
 
 
 def _is_made_of(tensor, keys):
-    """Whether something that has one of the keys is behind a tensor."""
+    """Tells whether something that has one of the keys is behind a tensor."""
     waiting, seen = [tensor], set()
     while waiting:
         current = waiting.pop()

@@ -179,7 +179,7 @@ def _called(node, calls):
 
 @functools.cache
 def _kind(type_):
-    """Whether operations of a type are stateful, and their attributes for functions."""
+    """Returns whether a type of operation is stateful, and its function attributes."""
     definition = operation_definition(type_)
     if definition is None:  # the name of a function, which is called
         return False, ()

@@ -24,6 +24,10 @@ class NoRuleError(ValueError):
     """Local batches' values do not make the batch's; the text says what hinders it."""
 
 
+class GraphWanted(NoRuleError):
+    """A value can be put together, but only a graph tells its parts apart."""
+
+
 class TotalsWanted(NoRuleError):
     """A loss can be put together if towers know totals of the whole batch.
 
@@ -109,7 +113,7 @@ class Rules:
         self.complete = True
 
     def give_up(self, reason: str) -> None:
-        """Is told that nothing can be read, as there is no graph, and why."""
+        """Gives up reading, as there is no graph, and keeps the reason."""
         self.complete, self._unread = True, reason
 
     def part(
@@ -212,6 +216,7 @@ class Rules:
 
         Raises:
             NoRuleError: There is no rule for the value.
+            GraphWanted: There is, and no graph.
         """
         reads = self._reader is not None and name not in self._found
         if reads and not self._alone and value.dtype.is_floating:
@@ -224,7 +229,7 @@ class Rules:
         if name not in self._weights:
             return value
         if not tf.is_symbolic_tensor(value):
-            raise NoRuleError("a sum over rows that is added without a graph")
+            raise GraphWanted("a sum that is added without a graph")
         return linear.weighted(value, self._weights[name], fraction)
 
     def look_at(self, outputs: Any) -> None:

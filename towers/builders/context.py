@@ -12,6 +12,7 @@ from towers.analysis.rules import Rules
 from towers.builders.guard import Guard
 from towers.collectives import batch
 from towers.devices import is_gpu
+from towers.layers import variables
 from towers.loop.agreement import Agreement
 from towers.loop.host_times import HostTimes
 from towers.loop.last_batch import LastBatch
@@ -152,8 +153,8 @@ class Context:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The model's variables, trainable ones first."""
-        return self.model.trainable_variables + self.model.non_trainable_variables
+        """What a call may assign: trained variables, then `variables.not_trained`."""
+        return self.model.trainable_variables + variables.not_trained(self.model)
 
     def rules(self, step: str, data: Any, measures: bool = False) -> Rules:
         """Returns the rules for the towers of one step, to be read when it is traced.

@@ -120,13 +120,13 @@ class Heartbeat:
         self._start()
 
     def enter(self) -> None:
-        """Is told that this host begins a call in which hosts meet, such as `fit`."""
+        """Notes that this host begins a call in which hosts meet, such as `fit`."""
         with self._lock:
             self._calls, self._inside = self._calls + 1, True
             self._entered_s = time.monotonic()
 
     def leave(self, error: BaseException | None) -> None:
-        """Is told that it has ended; others hear of an error."""
+        """Notes that the call has ended, and tells other hosts of an error."""
         with self._lock:
             self._inside = False
         if error is not None and self.failure is None:
@@ -138,7 +138,7 @@ class Heartbeat:
             )
 
     def finish(self, seconds: float) -> bool:
-        """Is told that this host's program is at its end; waits for those of others.
+        """Notes that this host's program is at its end, and waits for the other hosts'.
 
         Returns:
             Whether all are, within so many seconds.
@@ -149,7 +149,7 @@ class Heartbeat:
         return len(self._done) == len(self._names)
 
     def part(self, seconds: float) -> None:
-        """Is told that this host leaves the others; waits for them to do so, too.
+        """Notes that this host leaves the others, and waits for them to leave, too.
 
         Nobody takes its end for a failure, unless it is waited for.
 

@@ -269,7 +269,7 @@ def collective() -> str | None:
 
 
 def does_meanwhile(say: Callable[[], str] | None) -> None:
-    """Is told what says what this host does where it is in no collective."""
+    """Registers what describes this host outside of collectives."""
     global _meanwhile
     _meanwhile = say
 

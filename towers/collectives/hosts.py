@@ -20,6 +20,7 @@ from towers.cluster.communicator import Communicator, aligned
 from towers.collectives.packing import BUCKET_BYTES, buckets, widened
 from towers.devices import HOST
 from towers.layers.variables import digest
+from towers.program import small_file
 
 T = TypeVar("T")
 
@@ -362,8 +363,7 @@ def _checked_files(told: Any) -> tuple[str, dict[str, int]]:
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError("The first host sends something else than files.") from error
     for name in names:
-        plain = isinstance(name, str) and name not in ("", ".", "..")
-        if not plain or name != os.path.basename(name) or "\0" in name:
+        if not small_file.is_name(name):
             raise ValueError(
                 f"The first host sends a file by the name {name!r}; expected one "
                 "without a folder, so nothing of it is written."

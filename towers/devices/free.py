@@ -1,4 +1,4 @@
-"""Chooses GPUs that nobody uses."""
+"""Chooses GPUs that no process uses."""
 
 import contextlib
 import os

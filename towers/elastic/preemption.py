@@ -139,6 +139,6 @@ class PreemptionNotice(keras.callbacks.Callback):
 
 
 def _has_heard() -> bool:
-    """Whether `fit` is about to stop for a signal already."""
+    """Tells whether `fit` is about to stop for a signal already."""
     owner = getattr(forks.handler_of(signal.SIGTERM), "__self__", None)
     return isinstance(owner, Signals) and owner.stop is not None

@@ -6,7 +6,6 @@ place when they are whole. An answer names the request that it is for.
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import time
@@ -215,5 +214,4 @@ def _is_whole(request: Request) -> bool:
 
 
 def _write(model_dir: str, name: str, content: Mapping[str, Any]) -> None:
-    with whole_file.opened(os.path.join(model_dir, name)) as file:
-        json.dump(content, file)
+    whole_file.write_json(os.path.join(model_dir, name), content)

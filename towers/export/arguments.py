@@ -24,7 +24,13 @@ def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     arguments.check_model(options)
-    options.output = options.output or os.path.join(options.model_dir, "exported")
+    if options.output is None:
+        options.output = os.path.join(options.model_dir, "exported")
+        if os.path.islink(options.output):
+            raise ValueError(
+                f"{options.output} is a link, which may lead anywhere; expected a "
+                "folder, so remove it, or name OUTPUT."
+            )
     own = os.path.join(options.output, "saved_model.pb")
     if os.path.exists(options.output) and not os.path.exists(own):
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.input_pipeline.sources.files.record import fault_of
+from towers.lifecycle.checkpoints.store import reason
 from towers.predict import arrays
 from towers.predict.trained import Trained, by_name
 from towers.program import whole_file
@@ -44,7 +44,7 @@ def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str
     try:
         _write(archive, folder)
     except (OSError, tf.errors.OpError) as error:
-        fault = error.strerror if isinstance(error, OSError) else fault_of(error)
+        fault = error.strerror if isinstance(error, OSError) else reason(error)
         raise ValueError(
             f"Cannot write {folder}: {fault}; choose another OUTPUT."
         ) from error
@@ -66,7 +66,7 @@ def _write(archive, folder):
         for name in os.listdir(unfinished):
             path = os.path.join(folder, name)
             if os.path.isdir(path):
-                shutil.rmtree(path)
+                whole_file.remove(path)
             os.replace(os.path.join(unfinished, name), path)
         whole_file.flush(folder)
     finally:

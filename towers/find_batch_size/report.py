@@ -1,7 +1,6 @@
 """What a search for the batch size says: a table, three sentences, a picture."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,8 +93,7 @@ class Report:
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel("global batch")
-        with whole_file.opened(path, "wb") as file:
-            figure.savefig(file, format=os.path.splitext(path)[1][1:])
+        whole_file.save_figure(path, figure)
 
     def _ordered(self):
         return sorted(self.tried, key=lambda probe: probe.batch_size)

@@ -74,6 +74,11 @@ def own_non_trainable_variables(layer: keras.layers.Layer) -> list[keras.Variabl
     return list(layer._non_trainable_variables)
 
 
+def own_metrics(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
+    """Returns the metrics that a layer holds itself, without those of its parts."""
+    return list(layer._metrics)
+
+
 def own_seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
     """Returns the seed generators that a layer holds itself."""
     return list(layer._seed_generators)

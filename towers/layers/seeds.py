@@ -14,7 +14,7 @@ import tensorflow as tf
 from towers.devices import HOST
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.randomness import CAST_SEED, NEXT_SEED, cast_seed
-from towers.layers.variables import seed_ids
+from towers.layers.variables import not_trained, seed_ids
 
 
 def of_tower(
@@ -28,7 +28,7 @@ def of_tower(
 
     Args:
         model: The model that `state` belongs to.
-        state: Values of `model.non_trainable_variables`.
+        state: Values of `variables.not_trained`.
         tower: Index of the tower.
 
     Returns:
@@ -41,14 +41,14 @@ def of_tower(
     shift = [tower * 0x9E3779B1, 0]
     return [
         value + tf.constant(shift, value.dtype) if id(variable) in seeds else value
-        for variable, value in zip(model.non_trainable_variables, state, strict=True)
+        for variable, value in zip(not_trained(model), state, strict=True)
     ]
 
 
 def own_seeds(model: keras.Model, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the random seeds among values of `model.non_trainable_variables`."""
+    """Returns the random seeds among values of `variables.not_trained`."""
     ids = seed_ids(model)
-    variables = zip(model.non_trainable_variables, state, strict=True)
+    variables = zip(not_trained(model), state, strict=True)
     return [value for variable, value in variables if id(variable) in ids]
 
 
@@ -94,7 +94,7 @@ def sent_together(model: keras.Model, state: Sequence[tf.Tensor]) -> Iterator[No
 
     Args:
         model: The model that `state` belongs to.
-        state: Values of `model.non_trainable_variables`.
+        state: Values of `variables.not_trained`.
     """
     own = own_seeds(model, state) if _here.on_the_host else ()
     before = _here.sent, _here.drawn

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.devices import HOST, is_gpu
-from towers.keras_adapter.layers import layers_of, own_seed_generators
+from towers.keras_adapter.layers import layers_of, own_metrics, own_seed_generators
 from towers.keras_adapter.models import already, compiled_loss, overrides
 from towers.keras_adapter.optimizers import all_variables
 from towers.keras_adapter.variables import put_behind, value_behind, variable_like
@@ -36,6 +36,23 @@ def of(model: keras.Model) -> list[keras.Variable]:
     if (loss := compiled_loss(model)) is not None:
         found += loss.variables
     return list({id(variable): variable for variable in found}.values())
+
+
+def not_trained(model: keras.Model) -> list[keras.Variable]:
+    """Returns what a call of a model may assign and nobody trains: its state.
+
+    That is `model.non_trainable_variables`, and what metrics have that layers hold.
+    """
+    every = [
+        *model.non_trainable_variables,
+        *(v for metric in metrics_of_layers(model) for v in metric.variables),
+    ]
+    return [*{id(variable): variable for variable in every}.values()]
+
+
+def metrics_of_layers(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics that the layers of a model hold, itself among them."""
+    return [metric for layer in layers_of(model) for metric in own_metrics(layer)]
 
 
 def optimizers(

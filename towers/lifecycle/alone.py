@@ -1,4 +1,4 @@
-"""Lets one process at a time save to a folder of checkpoints."""
+"""Locks a folder of checkpoints for the process that saves there."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def alone(directory: str) -> Iterator[None]:
-    """Inside, no other process saves to a folder, which is made.
+    """Makes a folder, and keeps other processes from saving there.
 
-    If nothing is saved there, it is gone afterwards.
+    A folder that is empty at the end is removed.
 
     Args:
-        directory: Where the checkpoints lie.
+        directory: The folder of the checkpoints.
 
     Raises:
-        SaveError: Another process does already, or the lock belongs to another user.
+        SaveError: Another process saves there, or the lock is another user's.
     """
     path = os.path.join(directory, LOCK)
     with contextlib.ExitStack() as stack:
@@ -38,5 +38,5 @@ def alone(directory: str) -> Iterator[None]:
                     f"Cannot lock {directory}: {error}; remove that file if no run "
                     "saves there, or choose another folder."
                 ) from error
-            # Where no file can be made, the first save says so.
+            # If no file can be made there, the first save says so.
         yield

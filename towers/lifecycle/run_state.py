@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from towers.loop.agreement import SignalReceived
 from towers.model import fit_data
 from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.not_finite import NotFiniteStep
-from towers.program import voice, words
+from towers.program import pools, voice, words
 
 
 class RunState:
@@ -58,15 +59,15 @@ class RunState:
         self._known_of: keras.Model | None = None
         self.preprocessing: Mapping[str, Any] | None = None
         self._saved: Position | None = None
-        # The latest checkpoint of the folder, as this process knows it.
-        self._newest: str | None = None
+        # The checkpoints of the folder, as this process knows them.
+        self._seen: set[tuple[str, int]] = set()
         # The object that the last `fit` has trained on.
         self._trained_on = lambda: None
         self._fit, self._epoch = None, CurrentEpoch()
 
     @property
     def runs(self) -> bool:
-        """Whether a `fit` runs inside of `around`."""
+        """Tells whether a `fit` runs inside of `around`."""
         return self._fit is not None
 
     def restore(self, model: keras.Model, which: str = "last") -> bool:
@@ -77,7 +78,7 @@ class RunState:
                 f"Received a model without variables for {directory}, where "
                 "checkpoints are; expected a built one, so give it a keras.Input."
             )
-        self._newest = self._find_newest()
+        self._seen = self._on_disk()
         path, found = self.checkpoints.load(model, which)
         self._known_of, self.known, self._saved = model, None, None
         self.position, self.past = Position(0), None
@@ -104,25 +105,27 @@ class RunState:
         with alone(directory) if writes else contextlib.nullcontext():
             # Hosts that come and go tell one another where they are.
             if writes and process_group.member() is None:
-                self._check_newest()
+                self._check_no_others()
             try:
                 with self._around(call):
                     yield
             finally:
-                self._newest = self._find_newest()
+                self._seen = self._on_disk()
 
-    def _find_newest(self):
+    def _on_disk(self):
+        """Returns path and time of each checkpoint: another one may get its name."""
         # A folder that cannot be read is said where it is read for more.
-        with contextlib.suppress(store.DamagedError):
-            return next(iter(store.find(self.checkpoints.directory)), None)
-        return None
+        with contextlib.suppress(store.DamagedError, OSError):
+            paths = store.find(self.checkpoints.directory)
+            return {(path, os.stat(path).st_mtime_ns) for path in paths}
+        return set()
 
-    def _check_newest(self):
+    def _check_no_others(self):
         """Checks that nobody has saved since this process has read the folder."""
-        newest, known = self._find_newest(), self._newest
-        if self.known is None or newest is None or newest == known:
-            return
-        if known is None or store.position(newest) > store.position(known):
+        others = {path for path, _ in self._on_disk() - self._seen}
+        # A run that knows nothing yet reads the folder now.
+        if self.known is not None and others:
+            newest = max(others, key=store.position)
             raise ResumeError(
                 f"Another run has saved {newest} since this one has read the folder; "
                 "expected one at a time, so make a new Checkpoint to go on from there."
@@ -344,6 +347,8 @@ class RunState:
         again = self.checkpoints.tell_latest(again)
         voice.end_progress_bar()
         voice.say(f"Stopped by {NAMES[number]}: {again}.")
+        # Whoever has sent the signal may have sent it to other processes as well.
+        pools.end_at_exit()
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
@@ -364,7 +369,7 @@ class RunState:
 
 
 def _without_variables(found):
-    """What a checkpoint holds besides the variables, which a model has now."""
+    """Returns what a checkpoint holds besides variables, which the model has now."""
     rest = found.values.keys() - found.about["variables"].keys()
     values = {part: [value.numpy() for value in found.values[part]] for part in rest}
     return Contents(values, found.about)
@@ -400,7 +405,7 @@ def _start(run, call, data, goes_on):
 
 
 def _history(callbacks):
-    """What Keras would add as the last one, where a failure of hosts may be before."""
+    """Returns the callback that Keras adds last, to stand before failures of hosts."""
     known = any(isinstance(each, keras.callbacks.History) for each in callbacks)
     return [] if known else [keras.callbacks.History()]
 

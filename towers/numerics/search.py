@@ -27,6 +27,7 @@ from towers.keras_adapter.layers import (
 from towers.keras_adapter.models import compute_loss
 from towers.keras_adapter.patching import patched
 from towers.layers import fused, seeds
+from towers.layers.variables import not_trained
 from towers.numerics import recorded_step
 from towers.numerics.recorded_step import RecordedStep, named
 from towers.program import words
@@ -361,8 +362,8 @@ def _rows_of(tensors, size):
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Returns the model's variables, those that are trained first."""
-    return model.trainable_variables + model.non_trainable_variables
+    """Returns what a call may assign: the trained variables, and the state."""
+    return model.trainable_variables + not_trained(model)
 
 
 def _is_float(value):

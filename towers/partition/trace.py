@@ -167,7 +167,7 @@ class Trace:
             yield
 
     def _is_read(self, op):
-        """Whether what an operation does counts, as it is in no region."""
+        """Tells whether what an operation does counts, as it is in no region."""
         return op.name not in self.regions
 
     @contextlib.contextmanager
@@ -281,7 +281,7 @@ class Trace:
         return region is not None and region.layer is None
 
     def _fits(self, target, kind, given):
-        """Whether a target, and the gradient given for it, are what a tower has."""
+        """Tells whether a tower has a target, and the gradient given for it."""
         if key(target) in self.reader.extremes or key(target) in self.added:
             return False
         if given is None or not tf.is_symbolic_tensor(given):
@@ -334,7 +334,7 @@ class Trace:
         return known
 
     def _crosses(self, targets, sources):
-        """Whether a total of the batch, which depends on the sources, is on the way.
+        """Tells whether a total of the batch that depends on the sources is on the way.
 
         Then the gradient of a tower's part is not a part of the gradient.
         """

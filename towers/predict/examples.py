@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.targets import LARGEST
 from towers.predict import arrays, tables
 from towers.train.outputs.preprocessing import OWN, Preprocessing
 
@@ -46,7 +47,7 @@ def _numbers(known, what, values):
         numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         numbers = np.array(np.inf)
-    good = np.abs(numbers) <= np.finfo(np.float32).max
+    good = np.abs(numbers) <= LARGEST
     if known.scaling is not None and known.scaling.fill:
         good |= np.isnan(numbers)
     if not good.all():

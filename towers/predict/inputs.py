@@ -109,6 +109,8 @@ def _pictures(trained, files, size, say_bad):
         encoded = tf.io.read_file(tf.gather(paths, number))
         return number, trained.preprocessor.picture(encoded)
 
+    for note in pictures.notes_of_content(files):
+        say(note)
     # Names may be in no encoding.
     paths = tf.constant([*map(os.fsencode, files)])
     # What cannot be decoded is missing among the numbers.
@@ -236,7 +238,7 @@ def _column(trained, file, kept):
 
 
 def _whole(file, found):
-    """What is read of a file; if it cannot be read to its end, that is said of it."""
+    """Yields what is read of a file, and says if it cannot be read to its end."""
     try:
         yield from found
     except OSError as error:

@@ -1,6 +1,5 @@
 """The model of a run: as its end has saved it, or as its newest checkpoint has it."""
 
-import json
 import os
 import zipfile
 
@@ -44,7 +43,7 @@ def read(model_dir: str, checkpoint: str) -> keras.Model:
 
 
 def _has_ended(model_dir, newest):
-    """Whether model.keras is of the newest checkpoint, wherever that lies by now."""
+    """Tells whether model.keras is of the newest checkpoint, wherever it is now."""
     try:
         path = os.path.join(model_dir, "summary.json")
         saved = small_file.read_json(path, dict).get("checkpoint")
@@ -80,7 +79,7 @@ def _check(path):
 def _of_checkpoint(_, model_dir):
     """The model as the newest good checkpoint has it; with --ema, its averages."""
     architecture = small_file.read_json(os.path.join(model_dir, ARCHITECTURE), dict)
-    model = keras.models.model_from_json(json.dumps(architecture))
+    model = keras.saving.deserialize_keras_object(architecture)
     folder = os.path.join(model_dir, "checkpoints")
     path, found = saved_model.newest_good(folder, store.load, model)
     for variable, value in zip(model.variables, found.values["model"], strict=True):

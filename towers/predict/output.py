@@ -62,9 +62,9 @@ class Rows:
         self.count += 1
 
     def _shown(self, prediction):
-        """What is written of the probabilities of classes.
+        """Returns the values to write: of probabilities, those that were asked for.
 
-        Of two classes, it is always that of the second one: rows can be sorted by it.
+        Of two classes, the second one's is written, so that rows can be sorted by it.
         """
         chances = prediction.get("probabilities")
         if "class" not in prediction or not isinstance(chances, Mapping):
@@ -134,7 +134,7 @@ def opened(path: str) -> Iterator[IO]:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with (
-            whole_file.opened(path, **options)
+            whole_file.opened(path, follows_link=True, **options)
             if is_file
             else open(path, "a", **options)
         ) as file:

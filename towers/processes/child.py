@@ -1,4 +1,4 @@
-"""A process with a session of its own, and where its output goes."""
+"""Starts a process in a session of its own, and keeps its output."""
 
 import os
 import re
@@ -97,17 +97,17 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it stands still since a signal such as SIGSTOP."""
+        """Tells whether it stands still since a signal such as SIGSTOP."""
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         except psutil.Error:
             return False  # it has just ended
 
     def signal(self, number: int) -> None:
-        """Sends a signal to it, and to what it has started in its own group.
+        """Sends a signal to the process, and to its group if it asks for the end.
 
-        Only it may know what to do with others than those that ask for the end. Such a
-        one is not sent where it would end the process, as while that still starts.
+        SIGUSR1 asks the process itself to save. It is sent only if the process handles
+        it, because it would end one that has only just started.
         """
         if self.code is not None:
             return

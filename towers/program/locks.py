@@ -31,9 +31,9 @@ _held: set[str] = set()
 
 @contextlib.contextmanager
 def made_folder(path: str) -> Iterator[None]:
-    """Inside, a folder is there, and those above it.
+    """Makes a folder, and those above it, for the time inside.
 
-    Folders that were made for this are removed at the end if nothing is in them.
+    Folders that were made are removed at the end if they are empty.
 
     Args:
         path: The folder.
@@ -134,7 +134,8 @@ def is_locked(path: str) -> bool:
         with _open(path, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        # Somebody else's file is there only while it is locked.
+        # Another user's file cannot be asked. It stays if its process was killed, but
+        # nobody else can take the lock then, either.
         return True
     except OSError as error:
         return error.errno in (*_NO_LOCKS, errno.ENOENT) and _is_taken(_link(path))
@@ -142,7 +143,7 @@ def is_locked(path: str) -> bool:
 
 
 def _place(path: str) -> str:
-    """The same path for one lock; its folder may be a link, and the file is none."""
+    """Returns one path for a lock, whose folder may be a link."""
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name)
 

@@ -1,9 +1,9 @@
 """Reads the small files that our programs write: of a run, a queue, a cache.
 
 Such a folder may come from anybody. A name in it may be that of a pipe, on which a
-reader waits without end, of a device, of a folder or of a file that fills the memory,
-and JSON may be nested so deeply that Python gives up. All of these end in one
-sentence here. Links are followed, because stores of downloaded files consist of them.
+reader waits without end, of a device, of a folder, or of a file that fills the memory.
+JSON may be nested so deeply that Python gives up. Here, each of these is an error of
+one sentence. Links are followed, because stores of downloaded files consist of them.
 """
 
 import json
@@ -19,11 +19,18 @@ _KINDS = {dict: "object", list: "list"}
 
 
 class FileError(ValueError):
-    """A file is not such as our programs write; a clause says why, without its name."""
+    """A file is not one that our programs write; the message says why, in a clause."""
+
+
+def is_name(name: object) -> bool:
+    """Tells whether something names a file in a folder, and nothing outside of it."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return name == os.path.basename(name) and "\0" not in name
 
 
 def read_bytes(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> bytes:
-    """Reads a regular file, and waits for nobody.
+    """Reads a regular file without waiting for a writer.
 
     Args:
         path: Its name.
@@ -118,13 +125,13 @@ def _is_deep(content: Any) -> bool:
     """Tells whether functions that call themselves for each level would give up."""
     level = [content]
     for _ in range(_MOST_LEVELS):
-        inner = [each for each in level if isinstance(each, dict | list)]
+        inner = [value for value in level if isinstance(value, dict | list)]
         if not inner:
             return False
         level = [
             part
-            for each in inner
-            for part in (each.values() if isinstance(each, dict) else each)
+            for value in inner
+            for part in (value.values() if isinstance(value, dict) else value)
         ]
     return True
 

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,10 +21,12 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import forks, keras_settings
+from towers.program import forks, keras_settings, pools, sieve, words
 
 T = TypeVar("T")
 
+# With less, TensorFlow's threads may have no stacks.
+_ADDRESS_SPACE = 4 * 2**30
 # As many devices as one process may have; without GPUs, it would make them.
 MOST_DEVICES = 256
 
@@ -34,13 +37,6 @@ _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
 # TensorFlow 2.19 and 2.20 register what they find twice, and say so as an error.
 _REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
-# Of errors, which Python raises as well, of checks that XLA leaves out, and of
-# attributes of nodes that TensorFlow ignores.
-_TWICE = (
-    r"(local_rendezvous\.cc:[0-9]+\] |op_kernel\.cc:[0-9]+\] OP_REQUIRES failed"
-    r"|assert_op\.cc:[0-9]+\] Ignoring Assert operator"
-    r"|Unknown attributes will be ignored)|^[[:space:]]+\[\[\{?\{?[A-Za-z]"
-)
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, what is still to come is told by its color alone.
 _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
@@ -101,7 +97,7 @@ def begin(
         forks.handle(signal.SIGINT, leave)
     try:
         found = read(sys.argv)
-        notes = [*keras_settings.ignored(), *versions.notes()]
+        notes = [*keras_settings.ignored(), *versions.notes(), *_address_space_notes()]
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     for note in notes:
@@ -111,6 +107,17 @@ def begin(
     prepare_gpus()
     _import_tensorflow(program)
     return found
+
+
+def _address_space_notes() -> list[str]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit >= _ADDRESS_SPACE:
+        return []
+    return [
+        f"This process may have {words.size(limit)} of address space (ulimit -v). "
+        "TensorFlow reserves more than it uses, and aborts where it cannot; if it "
+        "does, run: ulimit -v unlimited."
+    ]
 
 
 def _import_tensorflow(program: str) -> None:
@@ -163,6 +170,7 @@ def leave(code: int) -> NoReturn:
     """
     global _exit_code
     _exit_code = code
+    pools.end_at_exit()
     sys.exit(code)
 
 
@@ -193,7 +201,7 @@ def quiet_gpus() -> contextlib.AbstractContextManager[None]:
     """
     if os.environ.get(_LEVEL) == "0":
         return contextlib.nullcontext()
-    return _sifted(_NO_GPU)
+    return _sifted(_without(_NO_GPU))
 
 
 def quiet() -> contextlib.AbstractContextManager[None]:
@@ -205,10 +213,8 @@ def quiet() -> contextlib.AbstractContextManager[None]:
     if not level.isdecimal() or int(level) == 0:
         return contextlib.nullcontext()
     below = "IWEF"[: int(level)]
-    return _sifted(
-        rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before"
-        rf"|{_NO_GPU}|{_REGISTERED}"
-    )
+    start = rf"^[{below}][0-9]{{4}} |^WARNING: All log messages before"
+    return _sifted(_without(f"{start}|{_NO_GPU}|{_REGISTERED}"))
 
 
 def _sift_from_now_on() -> None:
@@ -219,33 +225,37 @@ def _sift_from_now_on() -> None:
     if os.environ.get(_LEVEL, "0") == "0" or sys.stderr is not sys.__stderr__:
         return
     own = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
-    sifted = _sifted(_TWICE)
+    sifted = _sifted([sys.executable, "-I", "-S", sieve.__file__])
     sifted.__enter__()
     forks.at_exit(sifted.__exit__, None, None, None)
     sys.stderr = own
 
 
+def _without(unwanted: str) -> list[str | None]:
+    """A command that leaves out lines, and starts at once."""
+    return [shutil.which("grep"), "--line-buffered", "-Ev", unwanted]
+
+
 @contextlib.contextmanager
-def _sifted(unwanted: str) -> Iterator[None]:
+def _sifted(command: Sequence[str | None]) -> Iterator[None]:
     """Leaves out lines that TensorFlow writes to the file of standard error.
 
     They go through a process of its own, so that the last words of a crash are seen.
     """
     global _stderr
-    grep = shutil.which("grep")
-    if not grep or sys.stderr is None:
+    if not command[0] or sys.stderr is None:
         yield
         return
-    sieve = subprocess.Popen(
-        [grep, "--line-buffered", "-Ev", unwanted],
+    sifting = subprocess.Popen(
+        command,
         stdin=subprocess.PIPE,
         stdout=2,
         process_group=0,  # not to be ended by Ctrl-C before all is said
     )
     sys.stderr.flush()
     _stderr = os.dup(2)
-    os.dup2(sieve.stdin.fileno(), 2)
-    sieve.stdin.close()
+    os.dup2(sifting.stdin.fileno(), 2)
+    sifting.stdin.close()
     try:
         yield
     finally:
@@ -255,7 +265,7 @@ def _sifted(unwanted: str) -> Iterator[None]:
         _stderr = 2
         # For ever, if a process that was started meanwhile stays.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            sieve.wait(timeout=1)
+            sifting.wait(timeout=1)
 
 
 def _open_what_is_closed() -> None:

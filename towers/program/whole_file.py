@@ -2,7 +2,10 @@
 
 import contextlib
 import errno
+import glob
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -10,7 +13,9 @@ from towers.program import small_file
 
 
 @contextlib.contextmanager
-def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
+def opened(
+    path: str, mode: str = "w", follows_link: bool = False, **options: Any
+) -> Iterator[IO]:
     """Opens a file to write to.
 
     Whoever reads it sees all of it, or what was there before, also where the machine
@@ -21,13 +26,17 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
     Args:
         path: Its name, in any file system. The folder has to be there.
         mode: "w", or "wb" for bytes.
+        follows_link: Whether a link stays, and what it leads to is written, as for a
+            file that a user has named. In a folder, which may come from anybody, the
+            link is replaced.
         options: Further ones of `open`, for a file of this machine.
 
     Raises:
         OSError: It cannot be written.
     """
     remote = _is_remote(path)
-    path = path if remote else os.path.realpath(path)  # Links stay.
+    if follows_link and not remote:
+        path = os.path.realpath(path)
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
         with (
@@ -41,6 +50,13 @@ def opened(path: str, mode: str = "w", **options: Any) -> Iterator[IO]:
         if not remote:
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
+
+
+def remove_unfinished(path: str) -> None:
+    """Removes what killed processes have left of a file, which nobody writes now."""
+    for left in glob.glob(f"{glob.escape(path)}.[0-9]*.unfinished"):
+        with contextlib.suppress(OSError):
+            remove(left)
 
 
 def _open_new(path: str, mode: str, **options: Any) -> IO:
@@ -66,6 +82,35 @@ def write_text(path: str, text: str) -> None:
             file.write(content)
 
 
+def write_json(path: str, content: Any) -> None:
+    """Writes a file of JSON that people can read, unless it has that content already.
+
+    Args:
+        path: Its name. The folder has to be there.
+        content: What `json.dumps` takes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = f"{json.dumps(content, indent=2, ensure_ascii=False)}\n"
+    # Of a path that is no UTF-8, JSON has escapes.
+    write_text(path, text.encode("utf-8", "backslashreplace").decode())
+
+
+def save_figure(path: str, figure: Any) -> None:
+    """Writes a figure of Matplotlib's, of the kind that the file's name ends with.
+
+    Args:
+        path: Its name, which a user gives. The folder has to be there.
+        figure: The figure.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with opened(path, "wb", follows_link=True) as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:])
+
+
 def rename(unfinished: str, path: str) -> None:
     """Gives a file that is whole its name, once the disk has it.
 
@@ -83,6 +128,18 @@ def rename(unfinished: str, path: str) -> None:
     flush(unfinished)
     os.replace(unfinished, path)
     flush(os.path.dirname(path))
+
+
+def remove(path: str) -> None:
+    """Removes a file, a folder or a link; what a link leads to stays.
+
+    Raises:
+        OSError: It cannot be removed, or nothing is there.
+    """
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.remove(path)
 
 
 def flush(path: str) -> None:

@@ -4,7 +4,6 @@ It is one file, replaced as a whole, so a queue that is killed loses nothing.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 
@@ -72,11 +71,12 @@ class Record:
                 )
                 left.end(SAVE_S)
         (self._mark,) = strays.mark.values()
+        whole_file.remove_unfinished(self._path)
         self._write()
 
     def _write(self):
-        with whole_file.opened(self._path) as file:
-            json.dump({"mark": self._mark, "finished": self._finished}, file, indent=2)
+        content = {"mark": self._mark, "finished": self._finished}
+        whole_file.write_json(self._path, content)
 
 
 @contextlib.contextmanager

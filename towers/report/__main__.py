@@ -50,9 +50,10 @@ def write(model_dir: str, output: str | None = None) -> str:
     from towers.report import page
 
     text = page.render(read(model_dir))
+    is_named = output is not None
     output = output or os.path.join(model_dir, "report.html")
     try:
-        with whole_file.opened(output, encoding="utf-8") as file:
+        with whole_file.opened(output, follows_link=is_named, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,8 +179,7 @@ class Report:
         for axes in (above, below):
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
-        with whole_file.opened(path, "wb") as file:
-            figure.savefig(file, format=os.path.splitext(path)[1][1:])
+        whole_file.save_figure(path, figure)
 
     def _table(self):
         rows = self.rows

@@ -16,6 +16,7 @@ from towers.analysis.layer_calls import key
 from towers.analysis.rules import Rules
 from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline, Placement
+from towers.layers.variables import not_trained
 from towers.stages.staged import StagedTower
 from towers.tower import passes
 from towers.tower.traced import Traced
@@ -77,7 +78,7 @@ def tower_alone(pipeline: Pipeline, local_batch: Any) -> StagedTower:
 
 
 def _variables(model):
-    return [*model.trainable_variables, *model.non_trainable_variables]
+    return [*model.trainable_variables, *not_trained(model)]
 
 
 def _seconds(staged, arguments, device, clock):

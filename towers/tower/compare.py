@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether rows of a part are others than those of the whole."""
+        """Tells whether rows of a part are others than those of the whole."""
         return bool(self.error) or self.difference > self.tolerance
 
     def __str__(self) -> str:

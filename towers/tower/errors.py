@@ -44,7 +44,7 @@ class StageError(ModelError):
 
 @contextlib.contextmanager
 def explained_build(model: keras.Model) -> Iterator[None]:
-    """Inside, Keras builds a model for a whole batch; an error about shapes is a sentence.
+    """Inside, Keras builds a model for a batch; an error about shapes is a sentence.
 
     Args:
         model: The model.
@@ -132,7 +132,8 @@ def _about_shapes(error):
     lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
     for line in lines:
         if any(wording in line for wording in _SHAPES_DO_NOT_FIT):
-            return re.split(r" for '|\[\[| \[Op:", line.strip())[0].strip().rstrip(".")
+            said = re.sub(r"^\(\d+\) [A-Z_]+:\s*", "", line.strip())
+            return re.split(r" for '|\[\[| \[Op:", said)[0].strip().rstrip(".")
     return None
 
 

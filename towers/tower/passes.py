@@ -86,7 +86,7 @@ def forward(
         rules: How losses and state of all towers combine.
         params: Values of `model.trainable_variables`; `None` for tables of which rows
             are looked up, and nothing else (see `embeddings.py`).
-        state: Values of `model.non_trainable_variables`.
+        state: Values of `variables.not_trained`.
         x: The local batch's inputs: a nest of tensors with one row an example.
         fraction: Size of the local batch over that of the global batch: a float64
             scalar.
@@ -348,7 +348,8 @@ def differentiable(outputs: Any) -> list[tf.Tensor]:
 
 def _forward(model, training, rules, scope, x, fraction):
     outputs = call(model, x, training)
-    rules.look_at([outputs, _tags(outputs)])
+    tags = _tags(outputs)
+    rules.look_at([outputs, tags])
     added = len(scope.losses)
     losses = [
         # Behind those that calls have added come regularizers.
@@ -356,7 +357,7 @@ def _forward(model, training, rules, scope, x, fraction):
         for i, loss in enumerate(model.losses)
     ]
     state = scope.new_state(rules, fraction)
-    return TowerResult(outputs, _tags(outputs), state, losses=losses)
+    return TowerResult(outputs, tags, state, losses=losses)
 
 
 def call(model: keras.Model, x: Any, training: bool) -> Any:
@@ -383,6 +384,20 @@ def _layer_loss(model, rules, name, loss, fraction, alike):
 
 def _tags(outputs):
     return [
-        tf.nest.map_structure(lambda tensor, name=name: tag(tensor, name), outputs)
+        tf.nest.map_structure(
+            lambda output, name=name: _for_each_row(output, tag(output, name)), outputs
+        )
         for name in TAGS
     ]
+
+
+def _for_each_row(output, value):
+    """A tag with a row for each example, also where one stands for all.
+
+    Such is the mask of the scores of causal attention.
+    """
+    if value is None or value.shape[:1] != [1] or output.shape[:1] == [1]:
+        return value
+    sizes = tf.shape(value)
+    others = [sizes[i] if n is None else n for i, n in enumerate(value.shape)][1:]
+    return tf.broadcast_to(value, tf.stack([tf.shape(output)[0], *others]))

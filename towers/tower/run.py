@@ -43,7 +43,7 @@ class TowerCall(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is known to have no examples, so that it may be left out.
+        """Tells whether it is known to have no examples, so that it may be left out.
 
         The first of all towers always has an example, unless there is none at all.
         """

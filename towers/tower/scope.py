@@ -10,14 +10,14 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.kinds import Dependence
-from towers.analysis.rules import NoRuleError, Rules
+from towers.analysis.rules import GraphWanted, NoRuleError, Rules
 from towers.collectives import reduce
 from towers.keras_adapter.layers import layer_of, layers_of
-from towers.keras_adapter.models import already, compiled_loss
+from towers.keras_adapter.models import compiled_loss
 from towers.keras_adapter.randomness import shared_generator
 from towers.keras_adapter.variables import value_behind
 from towers.layers import embeddings, fused, overwritten, seeds, sharded
-from towers.layers.variables import seed_ids
+from towers.layers.variables import metrics_of_layers, not_trained, seed_ids
 from towers.tower.errors import ModelError
 
 # The name of what stands in for a table that stays at home.
@@ -50,13 +50,15 @@ class TowerScope(keras.StatelessScope):
             tape.watch(self._params)
         mapping = [
             *zip(variables, self._params, strict=True),
-            *zip(model.non_trainable_variables, state, strict=True),
+            *zip(not_trained(model), state, strict=True),
             # Keras tracks each output's loss: home does so, of the whole batch.
             *((v, tf.zeros(v.shape, v.dtype)) for v in self._loss_variables()),
         ]
         super().__init__(mapping, collect_losses=True)
-        # By id of the variable: the values that it was assigned, in order, and the rows
-        # that were looked up, with their indices, for each shard if this host has all.
+        # By id of the variable: its path, the values that it was assigned, in order,
+        # and the rows that were looked up, with their indices, for each shard if this
+        # host has all.
+        self._paths = {}
         self._assigned = collections.defaultdict(list)
         self._looked_up = collections.defaultdict(list)
         # What each use of a variable got that is to be overwritten with its gradient.
@@ -111,6 +113,7 @@ class TowerScope(keras.StatelessScope):
         if self._tape is not None and value.dtype.is_floating:
             self._tape.watch(value)
         self._assigned[id(variable)].append(value)
+        self._paths[id(variable)] = variable.path
         super().add_update((variable, value))
 
     @contextlib.contextmanager
@@ -202,7 +205,7 @@ class TowerScope(keras.StatelessScope):
         }
         own_seeds = seed_ids(model)
         new_state = []
-        variables = model.trainable_variables + model.non_trainable_variables
+        variables = model.trainable_variables + not_trained(model)
         for i, variable in enumerate(variables):
             assigned = self._assigned.get(id(variable))
             new_state.append(assigned[-1] if assigned else None)
@@ -218,32 +221,44 @@ class TowerScope(keras.StatelessScope):
                     *(f"state {i}", assigned[-1], fraction),
                     alike=id(variable) in own_seeds,
                 )
+            except GraphWanted as error:
+                raise ModelError(
+                    f"Model '{model.name}' adds a sum over examples to "
+                    f"'{variable.path}' while it is called, which towers can do in a "
+                    "graph only; compile it with run_eagerly=False."
+                ) from error
             except NoRuleError as error:
                 raise ModelError(
                     f"Model '{model.name}' assigns '{variable.path}' a value that "
                     f"towers cannot put together from their local batches, "
                     f"because of {error}; expected a mean or a sum over examples, or a "
-                    "mean added to what does not depend on them, so assign it in a "
-                    "`train_step` of the model's own, which sees the whole batch, or "
-                    "pass strict=False to multi_gpu_model to accept the mean of the "
-                    "towers' values."
+                    f"mean added to what does not depend on them, so "
+                    f"{self._what_to_do(variable)}, or pass strict=False to "
+                    "multi_gpu_model to accept the mean of the towers' values."
                 ) from error
         return new_state
+
+    def _what_to_do(self, variable):
+        for metric in metrics_of_layers(self._model):
+            if any(each is variable for each in metric.variables):
+                return (
+                    f"return what the metric '{metric.name}' takes as an output, and "
+                    "pass the metric to `compile` for it"
+                )
+        return (
+            "assign it in a `train_step` of the model's own, which sees the whole batch"
+        )
 
     def _refuse_others(self):
         """Raises if the call changed a variable that a tower does not carry."""
         model = self._model
-        known = [*model.variables, *self._loss_variables()]
+        known = [
+            *(*model.trainable_variables, *not_trained(model)),
+            *self._loss_variables(),
+        ]
         unknown = self._assigned.keys() - {id(variable) for variable in known}
         if not unknown:
             return
-        for metric in already(model, "metrics"):
-            if any(id(variable) in unknown for variable in metric.variables):
-                raise ModelError(
-                    f"Model '{model.name}' updates its metric '{metric.name}' while it "
-                    "is called, which towers cannot carry; pass the metric to "
-                    "`compile(metrics=...)` instead."
-                )
         shared, first = shared_generator(), next(iter(unknown))
         value = self._assigned[first][-1]
         layer = layer_of(model, value.name) if tf.is_symbolic_tensor(value) else None
@@ -255,8 +270,9 @@ class TowerScope(keras.StatelessScope):
                 "`__init__`, and pass it as `seed` to each function of keras.random."
             )
         raise ModelError(
-            f"{who} changes a variable that is not among those of model "
-            f"'{model.name}' while it is called; create it with `add_weight`."
+            f"{who} changes '{self._paths[first]}' while it is called, a variable that "
+            f"is not among those of model '{model.name}'; create it with `add_weight`, "
+            "or if a metric has it, make the metric an attribute of the layer."
         )
 
     def _loss_variables(self):

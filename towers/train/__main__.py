@@ -93,12 +93,12 @@ def main(settings: Settings) -> int:
     except _IN_A_SENTENCE as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
+        if said := raised.in_graph(str(error)):
+            voice.end_progress_bar()
+            return fail(f"the data raised an error at {said}", _PROGRAM)
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:
-            if said := raised.in_graph(str(error)):
-                voice.end_progress_bar()
-                return fail(f"the data raised an error at {said}", _PROGRAM)
             raise
         return fail(error, _PROGRAM)
     finally:

@@ -184,7 +184,7 @@ class _Describe(keras.callbacks.Callback):
         self._job = job
 
     def on_train_begin(self, logs=None):
-        """Writes it."""
+        """Writes the files that describe the run."""
         files.describe(self._job)
 
 
@@ -233,13 +233,13 @@ class _TaskLogs(keras.callbacks.Callback):
 
 
 def _shows_images(job):
-    """Whether TensorBoard shows examples, each with its class."""
+    """Tells whether TensorBoard shows examples, each with its class."""
     facts, task = job.setup.facts, job.setup.task
     return facts.has_images and task is not None and task.kind == "class"
 
 
 def _shows_mistakes(job):
-    """Whether it shows which class is taken for which."""
+    """Tells whether it shows which class is taken for which."""
     task = job.setup.task
     plain = not job.setup.defines("preprocess")
     chooses = task is not None and (task.kind, task.of_classes) == ("class", True)

@@ -13,6 +13,7 @@ from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_chec
 from towers.lifecycle.continuing import resume
 from towers.lifecycle.continuing.resume import OtherDataError
 from towers.program import words
+from towers.train.outputs import recorded
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
 from towers.train.settings import DEFAULTS, NAMES, Settings, is_given
@@ -133,11 +134,19 @@ def check_model(folder: str, model: keras.Model) -> None:
 
 
 def check_classes(folder: str, setup: Setup) -> None:
-    """Checks that the classes are those that a run has been trained on.
+    """Checks that task and classes are those that a run has been trained on.
 
     Raises:
         ResumeError: They are others.
     """
+    before = _task_before(os.path.dirname(folder)) if store.find(folder) else None
+    now = setup.task and setup.task.name
+    if before and now and before != now:
+        raise resume.ResumeError(
+            f"The run {folder} began with --task={before}, but received data and flags "
+            f"of --task={now}; expected the same, so correct them, or start over with "
+            "--clean."
+        )
     for path in store.find(folder):
         try:
             about = store.load_about(path)
@@ -149,6 +158,14 @@ def check_classes(folder: str, setup: Setup) -> None:
         now = [*target.names] if target.names else target.size
         before = (about.get("data") or {}).get("classes")
         return resume.check_classes(path, before, now, _NOUNS[target.kind])
+
+
+def _task_before(model_dir: str) -> str | None:
+    """Returns the task of a run, if its files tell."""
+    try:
+        return recorded.read(model_dir, lambda content: content.get("task"))
+    except recorded.FAULTS:
+        return None
 
 
 def with_flags(error: OtherDataError, settings: Settings) -> OtherDataError:

@@ -166,7 +166,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint is already where training is to end."""
+        """Tells whether the checkpoint is already where training is to end."""
         most = self.settings.max_train_steps
         return (
             self.epoch >= self.settings.train_epochs
@@ -176,7 +176,7 @@ class Job:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether --early_stopping has ended the run, as the checkpoint knows it."""
+        """Tells whether --early_stopping has ended the run, by its checkpoint."""
         patience = self.settings.early_stopping
         return patience is not None and self.checkpoint.epochs_since_best >= patience
 

@@ -205,7 +205,7 @@ class Settings:
 
     @property
     def mixes(self) -> bool:
-        """Whether training examples are mixed."""
+        """Tells whether training examples are mixed."""
         return bool(self.mixup_alpha or self.cutmix_alpha)
 
     @property
@@ -227,12 +227,12 @@ class Settings:
 
     @property
     def finds_free(self) -> bool:
-        """Whether the run takes GPUs that nobody uses."""
+        """Tells whether the run takes GPUs that nobody uses."""
         return self.gpu_indices == ("free",)
 
     @property
     def finds_count(self) -> bool:
-        """Whether it is measured how many GPUs pay."""
+        """Tells whether it is measured how many GPUs pay."""
         return self.num_gpus == "auto"
 
     @property
@@ -242,17 +242,17 @@ class Settings:
 
     @property
     def finds_ratios(self) -> bool:
-        """Whether the run finds split ratios by the time that its towers take."""
+        """Tells whether the run finds split ratios by the time that its towers take."""
         return self.split_ratios == ("auto",)
 
     @property
     def batch_per_tower(self) -> bool:
-        """Whether batch size and learning rate are those of one tower."""
+        """Tells whether batch size and learning rate are those of one tower."""
         return self.elastic_batch == "per_tower"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether towers update the variables without waiting for one another."""
+        """Tells whether towers update the variables without waiting for one another."""
         return self.variable_update == "asynchronous"
 
     @property
@@ -271,12 +271,12 @@ class Settings:
 
     @property
     def constant_rate(self) -> bool:
-        """Whether the learning rate is a number, not a schedule."""
+        """Tells whether the learning rate is a number, not a schedule."""
         return self.lr_schedule == "constant" and not self.warmup_steps
 
     @property
     def uses_data_dir(self) -> bool:
-        """Whether a data set that is named keeps files in --data_dir."""
+        """Tells whether a data set that is named keeps files in --data_dir."""
         named = self.dataset, self.eval_dataset
         return any(each is not None and specs.takes(each, "data_dir") for each in named)
 

@@ -43,7 +43,7 @@ def _kind(path: str) -> str:
 
 
 def _begins_with_a_record(head: bytes) -> bool:
-    """Whether a file's first bytes are compressed: they could be a record's length."""
+    """Tells whether a file's first bytes, decompressed, are a record's length."""
     inflate = zlib.decompressobj(_EITHER)
     try:
         plain = inflate.decompress(head, _FRAME)

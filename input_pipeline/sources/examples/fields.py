@@ -75,6 +75,19 @@ class ExampleFiles(FileSource):
             self._take_rows(serialized)
             return
         wanted = {self._image_key: "bytes", self._label_key: "int64"}
+        if wanted.keys() <= found.keys() and wanted.items() != (
+            {name: found[name] for name in wanted}.items()
+        ):
+            wrong = next(name for name in wanted if found[name] != wanted[name])
+            what = {
+                self._image_key: "the bytes of a JPEG or PNG file, or floats of a row",
+                self._label_key: "a whole number from 0, as int64",
+            }[wrong]
+            raise ValueError(
+                f"{where} has the field {wrong!r} of {found[wrong]}: expected {what}, "
+                "so write that there, or name another field by --image_key and "
+                "--label_key (in Python, image_key and label_key)"
+            )
         if not wanted.items() <= found.items():
             raise ValueError(
                 f"{where} has the fields {_listed(found)} but {_listed(wanted)} are "

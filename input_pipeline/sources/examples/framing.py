@@ -147,6 +147,8 @@ def _bad(record, offset, message, read_offset):
     end = _find_next(record.path, offset)
     if end is not None:
         return record.with_fault(fault, gap=(offset, end))
+    if offset == 0:
+        fault = f"no TFRecord file: it begins with {header!r}"
     return record.with_fault(fault, gap=(offset, size), count=None)
 
 

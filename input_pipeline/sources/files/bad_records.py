@@ -15,7 +15,7 @@ from towers.input_pipeline.sources.files.record import (
     Record,
     fault_of,
 )
-from towers.input_pipeline.sources.targets import LARGEST
+from towers.input_pipeline.sources.targets import LARGEST, expected_number
 
 # Records behind a bad one that tell whether it is one among good ones.
 _LOOK_ON = 20
@@ -104,6 +104,8 @@ def _checked(source: Source, record: Record) -> Record:
     good = row is None or not row.dtype.is_floating or np.abs(row) <= LARGEST
     if not np.all(good):
         (first, *_) = np.flatnonzero(~good)
-        fault = f"{source.image_fields[first]} is {row[first]}, expected a number"
-        return record.with_fault(fault)
+        name, value = source.image_fields[first], float(row[first])
+        return record.with_fault(
+            f"{name} is {value}, expected {expected_number(value)}"
+        )
     return record

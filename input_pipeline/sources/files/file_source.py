@@ -13,13 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.local_store.store import LocalStore
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.record import FAULTS, FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
-from towers.input_pipeline.sources.tables.columns import unused_note
 from towers.input_pipeline.specs import no_files
+from towers.program import words
 
 LABELS_AT_ONCE = 1024
 
@@ -27,6 +28,8 @@ _CYCLE_LENGTH = 16
 _BLOCK_LENGTH = 16
 _SAMPLE = 64
 _MOST_TRIES = 100
+# TFDS and the converter write these beside records.
+_DESCRIPTIONS = ("dataset_info.json", "features.json", "bad_records.json")
 # Of fewer classes, some may well have no record.
 _MANY = 1000
 
@@ -66,7 +69,7 @@ class FileSource(Source):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}, expected at least 1")
         self.name = f"{self.kind}:{pattern}"
-        self._files = group_by_split(self.kind, pattern)
+        self._files, self.notes = group_by_split(self.kind, pattern)
         self.splits = dict.fromkeys(self._files)
         self._skip_bad = skip_bad
         self._fraction = splits.check_fraction(eval_fraction)
@@ -145,11 +148,14 @@ class FileSource(Source):
                 if record.fault:
                     raise BadRecordError(str(record))
                 check(record.where, record.raw)
-                return
             except ValueError as error:
                 reason = reason if tries else error
                 if not self._skip_bad or tries == _MOST_TRIES:
                     break
+            else:
+                found = self._notes_of_pictures(itertools.chain([record], records))
+                self.notes = (*self.notes, *found)
+                return
         raise reason
 
     def _count_classes(self) -> None:
@@ -159,24 +165,40 @@ class FileSource(Source):
         found = {}
         for split, paths in self._files.items():
             labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
-            found[split] = np.concatenate(labels)
+            found |= self._sort_labels(split, labels)
             self._set_sizes(split, [len(of_file) for of_file in labels])
-        if self.target.kind != "class":
-            return
-        used = np.unique(np.concatenate([*found.values()]))
-        self.num_classes = int(used.max(initial=-1)) + 1
+        if self.target.kind == "class":
+            self._take_classes(np.concatenate([*found.values()]))
+        self.notes = (*self.notes, *label_notes.notes(self.target, found))
+
+    def _sort_labels(
+        self, split: str, labels: Sequence[np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Sorts the labels of a split's files by the split of their records."""
+        every = np.concatenate(labels)
+        # Without the bad ones, records have other numbers than their labels' places.
+        if not self._fraction or self._skip_bad:
+            return {split: every}
+        numbers = [
+            file * FILE + np.arange(len(some)) for file, some in enumerate(labels)
+        ]
+        held = splits.is_held_out(np.concatenate(numbers), self._fraction)
+        return {"train": every[~held], "test": every[held]}
+
+    def _take_classes(self, labels: np.ndarray) -> None:
+        """Sets ``num_classes``, by all labels and by the names, if there are any."""
+        largest = int(labels.max(initial=-1))
+        self.num_classes = largest + 1
         if self.class_names is not None:
             self.num_classes = len(self.class_names)
-        elif self.num_classes > max(_MANY, sum(map(len, found.values()))):
+        elif self.num_classes > max(_MANY, len(labels)):
             raise ValueError(
-                f"{self.name} has labels up to {used[-1]:,} in {self.label_field!r}, "
+                f"{self.name} has labels up to {largest:,} in {self.label_field!r}, "
                 "which is more than it has records: expected numbers of classes, so "
                 "learn numbers by --task=regression (in Python, target='numbers'), "
                 "name another field or column, or give the number of classes by "
                 "--num_classes (in Python, num_classes)"
             )
-        elif len(used) and len(used) < self.num_classes:
-            self.notes = (*self.notes, unused_note(used))
 
     def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:
         """Takes over how many records the files of a split have."""
@@ -252,49 +274,78 @@ def shuffle_all(
     return dataset.shuffle(max(size, 1), seed=seed, reshuffle_each_iteration=False)
 
 
-def group_by_split(kind: str, pattern: str) -> dict[str, list[str]]:
+def group_by_split(
+    kind: str, pattern: str
+) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Sorts the files of a glob, or a folder, into "train" and "test".
 
-    What is there by that name is taken as it is, whatever signs are in the name.
+    A path that exists is taken as it is, whatever signs are in its name.
+
+    Returns:
+        The paths of each split, and a note if files were left out.
+
+    Raises:
+        ValueError: there is no file, or all are left out.
     """
     pattern = os.path.expanduser(pattern)
     if tf.io.gfile.isdir(pattern):
         fixed = pattern
         names = [name.rstrip("/") for name in tf.io.gfile.listdir(pattern)]
-        paths = [os.path.join(pattern, name) for name in names if not _is_hidden(name)]
+        paths = [os.path.join(pattern, name) for name in names]
     elif tf.io.gfile.exists(pattern):
         fixed, paths = os.path.dirname(pattern), [pattern]
     else:
-        fixed = os.path.dirname(re.split(r"[*?\[]", pattern)[0])
-        # A pattern such as `_part*` or `_runs*/*.csv` asks for them, as in a shell.
-        asked = _is_hidden(os.path.relpath(pattern, fixed or "."))
-        paths = [
-            path
-            for path in _glob(pattern)
-            if asked or not _is_hidden(os.path.relpath(path, fixed or "."))
-        ]
-    paths = sorted(
-        path
-        for path in paths
-        # TFDS and the converter describe their files beside them.
-        if not path.endswith(".json") and not tf.io.gfile.isdir(path)
-    )
+        fixed, paths = os.path.dirname(re.split(r"[*?\[]", pattern)[0]), _glob(pattern)
+
+    def relative(path):
+        return os.path.relpath(path, fixed or ".")
+
+    # A pattern such as `_part*`, `_runs*/*.csv` or `*.json` asks for what is left out.
+    asked = "" if fixed == pattern else relative(pattern)
+    reasons = [reason for reason in (_is_hidden, _is_json) if not reason(asked)]
+    paths = {path for path in paths if not tf.io.gfile.isdir(path)}
+    left_out = {
+        path for path in paths if any(reason(relative(path)) for reason in reasons)
+    }
+    notes = _left_out([path for path in left_out if _may_be_data(relative(path))])
+    paths = sorted(paths - left_out)
     if not paths:
-        raise no_files(kind, pattern)
+        raise ValueError(notes[0]) if notes else no_files(kind, pattern)
     groups: dict[str, list[str]] = {}
     for path in paths:
-        words = re.split(r"[^a-z]+", os.path.relpath(path, fixed or ".").lower())
+        words_of_path = re.split(r"[^a-z]+", relative(path).lower())
         # The last word is the closest to the file's own name.
-        known = [word for word in words if word == "train" or word in HELD_OUT]
+        known = [word for word in words_of_path if word in ("train", *HELD_OUT)]
         groups.setdefault((known or ["train"])[-1], []).append(path)
     test = held_out(groups)
-    found = {"train": groups.get("train"), "test": groups.get(test)}
-    return {split: paths for split, paths in found.items() if paths}
+    splits_of = {"train": groups.get("train"), "test": groups.get(test)}
+    return {split: paths for split, paths in splits_of.items() if paths}, notes
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether a file, or a folder on the way to it, is hidden, or Spark's _SUCCESS."""
+    """Tells whether a file, or a folder on the way to it, has a name as _SUCCESS."""
     return any(name.startswith((".", "_")) for name in path.split(os.sep))
+
+
+def _is_json(path: str) -> bool:
+    return path.endswith(".json")
+
+
+def _may_be_data(path: str) -> bool:
+    """Tells whether a user may miss a file that is left out."""
+    *_, name = names = path.split(os.sep)
+    return name not in _DESCRIPTIONS and not any(part[0] == "." for part in names)
+
+
+def _left_out(paths: Sequence[str]) -> tuple[str, ...]:
+    """Says how many files are left out."""
+    if not paths:
+        return ()
+    return (
+        f"{words.count(len(paths), 'file')} left out, such as {min(paths)}: names that "
+        "begin with _ or end with .json are read if a path or a pattern names them, "
+        "such as _* or *.json.",
+    )
 
 
 def _glob(pattern: str) -> set[str]:

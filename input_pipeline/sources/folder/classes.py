@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.specs import TEXTS, no_folder
@@ -60,7 +61,8 @@ def find(
     notes = tuple(found.notes())
     if fraction and "test" in labels:
         note = splits.note(fraction, "files of each class", len(labels["test"]))
-        notes = (*notes, note)
+        by_split = {split: [*of.values()] for split, of in labels.items()}
+        notes = (*notes, note, *label_notes.missing(names, by_split))
     return Found(names, labels, notes)
 
 

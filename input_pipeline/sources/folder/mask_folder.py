@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,6 +26,8 @@ from towers.input_pipeline.sources.targets import Target
 from towers.program import words
 
 IMAGES, MASKS = "images", "masks"
+# Pairs whose sizes are compared.
+_ASKED = 16
 _NAMES = "classes.txt"
 
 
@@ -68,7 +71,10 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         # The mask of each picture, in a fixed order.
         self._masks = self._find(root, eval_fraction)
         self.splits = {split: len(pairs) for split, pairs in self._masks.items()}
-        pairs = itertools.chain(*(of.items() for of in self._masks.values()))
+        paths = [path for of in self._masks.values() for path in of]
+        self.notes = (*self.notes, *pictures.notes_of_content(paths))
+        pairs = [*itertools.chain(*(of.items() for of in self._masks.values()))]
+        self.notes = (*self.notes, *_notes_of_sizes(pairs))
         self._store(local_store, [*itertools.chain(*pairs)])
         names = class_names or _read_names(os.path.join(root, _NAMES))
         if names and num_classes not in (None, len(names)):
@@ -211,6 +217,39 @@ class MaskFolderSource(StoredFolder, IndexedSource):
                 "the number of classes by --num_classes (in Python, num_classes)"
             )
         return largest + 1
+
+
+def _notes_of_sizes(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Says that masks have other sizes than their pictures; of some, with an example.
+
+    Args:
+        pairs: paths of pictures and masks.
+    """
+    for picture, mask in pairs[:: len(pairs) // _ASKED + 1]:
+        sizes = _size(picture), _size(mask)
+        if None not in sizes and sizes[0] != sizes[1]:
+            of_picture, of_mask = ("x".join(map(str, size)) for size in sizes)
+            return [
+                f"Masks are resized to their pictures: {mask} is {of_mask}, and its "
+                f"picture {of_picture}."
+            ]
+    return []
+
+
+def _size(path: str) -> tuple[int, int] | None:
+    """Height and width of a PNG or JPEG file; `None` of others, and of damaged ones."""
+    try:
+        encoded = tf.io.read_file(path)
+        head = encoded.numpy()[:24]
+        if head.startswith(b"\x89PNG") and len(head) == 24:
+            width, height = struct.unpack(">II", head[16:])
+            return height, width
+        if head.startswith(b"\xff\xd8\xff"):
+            height, width, _ = tf.io.extract_jpeg_shape(encoded).numpy().tolist()
+            return height, width
+    except FAULTS:
+        pass  # what reads all of it says so
+    return None
 
 
 def has_masks(folder: str) -> bool:

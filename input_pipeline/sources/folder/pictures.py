@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
+from towers.input_pipeline.images import ignored
 from towers.input_pipeline.specs import PICTURES, TEXTS
 from towers.program import words
 
@@ -18,9 +19,6 @@ _PICTURES = (*SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2
 _LITTER = ("thumbs.db", "desktop.ini", "icon\r")
 # A palette ends here, at the latest.
 _HEADER = 54 + 4 * 256
-# What a camera writes of a picture stands in its first bytes; not all files are asked.
-_CAMERA_HEADER, _ASKED = 4096, 20
-_ORIENTATION = 0x112
 
 
 class Sorted:
@@ -111,56 +109,22 @@ def notes_of_content(paths: Sequence[str]) -> list[str]:
     Args:
         paths: of pictures, of which a few are looked at.
     """
-    heads = {path: _head(path) for path in paths[:: len(paths) // _ASKED + 1]}
-    turned = [path for path, head in heads.items() if _is_turned(head)]
-    deep = [path for path, head in heads.items() if _has_16_bits(head)]
-    notes = []
-    if turned:
-        notes.append(
-            f"Pictures are read as they are stored: the EXIF orientation of "
-            f"{turned[0]} turns it where it is shown, and is ignored here."
-        )
-    if deep:
-        notes.append(
-            f"Pictures are read with 8 bits a channel: of the 16 bits of {deep[0]}, "
-            "the lower 8 are ignored."
-        )
-    return notes
+    some = paths[:: len(paths) // ignored.MOST + 1]
+    return ignored.notes((path, _head(path)) for path in some)
 
 
 def _head(path: str) -> bytes:
     try:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            return file.read(_CAMERA_HEADER)
+        # Names may be in no encoding.
+        with tf.io.gfile.GFile(os.fsencode(path), "rb") as file:
+            return file.read(ignored.HEAD)
     # That is said when the picture is read.
     except tf.errors.OpError:
         return b""
 
 
-def _is_turned(head: bytes) -> bool:
-    """Whether a JPEG file's EXIF orientation is another than upright."""
-    begin, mark, exif = head.partition(b"Exif\0\0")
-    if not begin.startswith(b"\xff\xd8\xff") or not mark:
-        return False
-    order = "little" if exif.startswith(b"II") else "big"
-
-    def number(place, size):
-        return int.from_bytes(exif[place : place + size], order)
-
-    first = number(4, 4)
-    entries = (first + 2 + 12 * k for k in range(number(first, 2)))
-    return any(
-        number(entry, 2) == _ORIENTATION and number(entry + 8, 2) > 1
-        for entry in entries
-    )
-
-
-def _has_16_bits(head: bytes) -> bool:
-    return head.startswith(b"\x89PNG") and head[24:25] == b"\x10"
-
-
 def _is_seen(name: str) -> bool:
-    """Whether a name is not hidden, or hides a picture; not macOS's "._" files."""
+    """Tells whether a name is not hidden, or hides a picture, as no "._" file does."""
     pretends = name.startswith(".") and not name.startswith("._")
     return name[0] != "." or (pretends and name.lower().endswith(_PICTURES))
 

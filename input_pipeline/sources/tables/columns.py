@@ -1,11 +1,14 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from towers.input_pipeline.sources.folder.pictures import SUFFIXES
 
 # Rows that tell what a column holds.
 SAMPLE = 100
@@ -17,6 +20,8 @@ FILL = (
     f"by {_FEATURES} (in Python, feature_columns)"
 )
 _LABELS = ("label", "class", "target")
+# What pandas calls an index in CSV, as it reads that again, and in Parquet.
+_OF_PANDAS = r"|Unnamed: \d+|__index_level_\d+__"
 # Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
 
@@ -119,31 +124,58 @@ def find_features(
     return names
 
 
-def nothing_to_learn_from(where: str, left_out: Sequence[str]) -> ValueError:
+def name_pictures(texts: Collection[str]) -> bool:
+    """Tells whether the texts of a column are the names of pictures."""
+    return bool(texts) and all(text.lower().endswith(SUFFIXES) for text in texts)
+
+
+def nothing_to_learn_from(
+    where: str, left_out: Sequence[str], pictures: Sequence[str]
+) -> ValueError:
     """Says that a table has neither numbers nor texts that repeat.
 
     Args:
         where: see ``check_named``.
         left_out: the columns that it has, without the labels'.
+        pictures: columns that name pictures.
     """
+    if pictures:
+        return ValueError(
+            f"{where} has no column of numbers: {_instead_of(pictures)}; or learn from "
+            f"columns of numbers, by {_FEATURES} (in Python, feature_columns)"
+        )
     return ValueError(
         f"{where} has no column of numbers or of texts that repeat, but "
         f"{_quoted(left_out) or 'none'}: name columns to learn from by {_FEATURES}, "
-        "what is to be predicted by --label_column, or text to be read by "
-        "--text_column (in Python, feature_columns, label_column, text_column)"
+        "what is to be predicted by --label_column, text to be read by --text_column, "
+        "or pictures in Parquet by --image_key (in Python, feature_columns, "
+        "label_column, text_column, image_key)"
     )
 
 
-def left_out_note(names: Sequence[str], taken: Sequence[str]) -> str:
+def _instead_of(pictures: Sequence[str]) -> str:
+    """What to do where columns name pictures, a clause."""
+    return (
+        f"{pictures[0]!r} names pictures, which no table reads: put those of each "
+        "class into a folder of its own, and train on folder:DIR"
+    )
+
+
+def left_out_note(
+    names: Sequence[str], taken: Sequence[str], pictures: Sequence[str] = ()
+) -> str:
     """Says which columns are left out, as nobody has named the columns to learn from.
 
     Args:
         names: those that are left out.
         taken: the others.
+        pictures: those that name pictures.
     """
+    note = f"Left out, because neither numbers nor texts that repeat: {_quoted(names)}."
+    if pictures:
+        return f"{note} {_instead_of(pictures)}."
     return (
-        f"Left out, because neither numbers nor texts that repeat: {_quoted(names)}. "
-        f"{_FEATURES}={_listed([*taken, *names])} takes them as categories, and "
+        f"{note} {_FEATURES}={_listed([*taken, *names])} takes them as categories, and "
         "--text_column reads one of them as text (in Python, feature_columns, "
         "text_column)."
     )
@@ -157,27 +189,6 @@ def categories_note(names: Sequence[str], numbers: Sequence[str]) -> str:
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:10])) + ", ..." * (len(names) > 10)
-
-
-def unused_note(used: np.ndarray) -> str:
-    """Says which labels never appear.
-
-    Args:
-        used: whole numbers, the labels that do, sorted.
-    """
-    count = int(used[-1]) + 1
-    missing = np.setdiff1d(np.arange(min(count, 2**20)), used)
-    if len(missing) <= 3:
-        never = f"{' and '.join(map(str, missing))} never appear"
-    else:
-        never = f"{count - len(used):,} of them never appear, such as {missing[0]}"
-    if len(missing) == 1:
-        never += "s"
-    return (
-        f"The labels are {used[0]} to {used[-1]}: {count:,} classes, and {never}; "
-        "number the classes from 0 without gaps, or the model gets outputs that are "
-        "never right."
-    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -198,12 +209,23 @@ def counts_rows(values: Sequence[float]) -> bool:
     return bool((np.diff(np.asarray(values, np.float64)) == 1).all())
 
 
-def counting_note(name: str, first: float, others: Sequence[str]) -> str:
-    """Says that a column counts the rows, from `first` on."""
+def index_note(name: str, values: Sequence[float], others: Sequence[str]) -> str:
+    """Says that a column is an index of the rows; empty if it does not seem one.
+
+    Args:
+        name: of the column.
+        values: in it, of the first rows.
+        others: names of the other columns of features.
+    """
+    if counts_rows(values):
+        what = f"counts the rows, from {values[0]:g}"
+    elif re.fullmatch(_OF_PANDAS, name):
+        what = "has the name of an index that pandas has written"
+    else:
+        return ""
     return (
-        f"The column {name!r} counts the rows, from {first:g}, and the model learns "
-        f"from it; --feature_columns={_listed(others)} (in Python, feature_columns) "
-        "leaves it out."
+        f"The column {name!r} {what}, and the model learns from it; "
+        f"{_FEATURES}={_listed(others)} (in Python, feature_columns) leaves it out."
     )
 
 

@@ -175,8 +175,6 @@ class Labels:
                 "name another field or column, or give the number of classes by "
                 "--num_classes (in Python, num_classes)"
             )
-        if len(used) and len(used) < size:
-            self.notes.append(columns.unused_note(np.unique(used).astype(np.int64)))
         return Target("class", size)
 
 

@@ -36,8 +36,8 @@ def image_column(
         )
     if feature_columns is not None:
         return None
-    first = next(iter(group_by_split("parquet", pattern).values()))
-    path = first[0]
+    files, _ = group_by_split("parquet", pattern)
+    path = next(iter(files.values()))[0]
     names = ParquetFile(path).names
     if image_key is not None:
         columns.check_named(path, names, [image_key], "image_key")

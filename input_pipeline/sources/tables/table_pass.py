@@ -175,6 +175,17 @@ class TablePass:
             return table.load(located.block)
         return next(data for block, data in table.blocks() if block == located.block)
 
+    def targets(self, labels: Labels) -> dict[str, np.ndarray]:
+        """Returns the good targets of the training rows and of the others."""
+        parts = {"train": [], "test": []}
+        for place, located in enumerate(self.blocks):
+            rows = self._good(place)
+            training = self._training_rows(located)[rows]
+            y = labels.targets(self._targets[place])[0][rows]
+            parts["train"].append(y[training])
+            parts["test"].append(y[~training])
+        return {split: np.concatenate(some) for split, some in parts.items()}
+
     def joined(
         self,
         wanted: Wanted,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.sources.files import in_python, splits
@@ -110,6 +111,7 @@ class TableSource(FileSource, StreamSource):
         self._labels = labels
         self._take_target(labels.target)
         self.faults = self._find_faults(read)
+        self._note(*label_notes.notes(labels.target, read.targets(labels)))
         self._hold_out()
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
         self._blocks = read.blocks
@@ -208,19 +210,23 @@ class TableSource(FileSource, StreamSource):
         )
         taken = [*wanted.numbers, *chosen]
         left_out = [] if asked else [name for name in every if name not in taken]
+        pictures = [
+            name
+            for name, texts in read.texts.items()
+            if name not in chosen and columns.name_pictures(texts.texts)
+        ]
         if not taken:
-            raise columns.nothing_to_learn_from(self._paths[0], left_out)
+            raise columns.nothing_to_learn_from(self._paths[0], left_out, pictures)
         if left_out:
-            self._note(columns.left_out_note(left_out, taken))
+            self._note(columns.left_out_note(left_out, taken, pictures))
         if chosen and not asked:
             self._note(columns.categories_note(chosen, wanted.numbers))
         self.image_fields, self.image_shape = wanted.numbers, (len(wanted.numbers),)
         self.moments = read.moments
         for column, name in enumerate(wanted.numbers):
             others = [other for other in taken if other != name]
-            if others and columns.counts_rows(read.first[:, column]):
-                first = read.first[0, column]
-                self._note(columns.counting_note(name, first, others))
+            if others:
+                self._note(columns.index_note(name, read.first[:, column], others))
         missing = zip(wanted.numbers, read.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}

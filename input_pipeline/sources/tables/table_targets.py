@@ -85,7 +85,7 @@ def _number(value: str | float) -> float | None:
 
 
 def _is_decimal(value: str | float) -> bool:
-    """Whether a number is not written as a whole one, such as 1.0."""
+    """Tells whether a number is not written as a whole one, such as 1.0."""
     if isinstance(value, str):
         return not value.lstrip("+-").isdigit()
     return not isinstance(value, int)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import Record, fault_of
@@ -89,7 +90,7 @@ class CoNLLSource(RaggedSource):
             _number("text_column", text_column),
             _number("label_column", label_column),
         )
-        self._files = group_by_split("conll", pattern)
+        self._files, self.notes = group_by_split("conll", pattern)
         if asked[0] is not None:
             self.image_fields = (str(asked[0]),)
         by_name = "test" in self._files or "train" not in self._files
@@ -107,7 +108,7 @@ class CoNLLSource(RaggedSource):
         }
         if fraction:
             found = _held_out(found["train"], fraction)
-        self.notes = self._notes(found, fraction)
+        self.notes += self._notes(found, fraction)
         self.tokenizer = self._words(found, tokenizer)
         tags = {tag for some in found.values() for each in some for tag in each.tags}
         names = columns.order_classes(self.name, "tag", tags, None, class_names)
@@ -156,9 +157,9 @@ class CoNLLSource(RaggedSource):
         (length,) = self.image_shape
         number = {name: tag for tag, name in enumerate(self.class_names)}
         ids, tags, lengths, places = [], [], [], []
-        self.splits = {}
+        self.splits, by_split = {}, {}
         for split, some in found.items():
-            before = len(lengths)
+            before, seen = len(lengths), len(tags)
             for each in some:
                 ids += self.tokenizer.look_up(each.words)
                 tags += [number[tag] for tag in each.tags]
@@ -166,6 +167,8 @@ class CoNLLSource(RaggedSource):
                 lengths += [min(length, len(each.words) - begin) for begin in rows]
                 places += [(each.path, f"line {each.line}")] * len(rows)
             self.splits[split] = len(lengths) - before
+            by_split[split] = tags[seen:]
+        self.notes += (*label_notes.missing(self.class_names, by_split),)
         self._keep(np.array(ids, np.int32), lengths, np.array(tags, np.int64), places)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -252,7 +255,7 @@ class _Form:
 
     @property
     def is_universal(self) -> bool:
-        """Whether this is CoNLL-U."""
+        """Tells whether this is CoNLL-U."""
         return self.tabs and self.columns == _COLUMNS_OF_UNIVERSAL
 
     def rows(self, begin: int, lines: Sequence[str]) -> Iterator[_Row]:

@@ -82,24 +82,24 @@ def find(
         ValueError: there is no file, or a fraction although files are held out.
     """
     if pattern == "python":
-        files, notes = {"train": python_sources()}, [_of_python()]
+        files, notes = {"train": python_sources()}, (_of_python(),)
     else:
-        files, notes = group_by_split("text", pattern), []
+        files, notes = group_by_split("text", pattern)
     if "train" not in files or "test" in files:
         if eval_fraction:
             raise splits.held_out_by_name(eval_fraction, f"text:{pattern}", files)
-        return Documents(files, notes=(*notes,))
+        return Documents(files, notes=notes)
     fraction, paths = splits.check_fraction(eval_fraction), files["train"]
     if not fraction:
-        return Documents(files, notes=(*notes,))
+        return Documents(files, notes=notes)
     bad = _bad(Documents(files), fault) if fault is not None else set()
     held = splits.every_nth(paths, fraction, bad.__contains__)
     if held and len(paths) - len(bad) >= _MANY:
-        notes.append(splits.note(fraction, "files", len(held)))
+        notes += (splits.note(fraction, "files", len(held)),)
         train = sorted({*paths} - {*held})
-        return Documents({"train": train, "test": held}, notes=(*notes,))
-    notes.append(splits.note(fraction, "text, at the end of each file,", None))
-    return Documents({"train": paths, "test": paths}, fraction, (*notes,))
+        return Documents({"train": train, "test": held}, notes=notes)
+    notes += (splits.note(fraction, "text, at the end of each file,", None),)
+    return Documents({"train": paths, "test": paths}, fraction, notes)
 
 
 def _bad(documents: Documents, fault: Callable[[bytes], str]) -> set[str]:

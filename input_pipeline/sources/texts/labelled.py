@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import FILE
@@ -75,7 +76,7 @@ class LabelledTextSource(EncodedSource):
         if isinstance(tokenizer, str):
             tokenizer = open_tokenizer(tokenizer)
         self.tokenizer = tokenizer
-        self._files = group_by_split(kind, pattern)
+        self._files, self.notes = group_by_split(kind, pattern)
         by_name = "test" in self._files or "train" not in self._files
         if by_name and eval_fraction:
             raise splits.held_out_by_name(eval_fraction, self.name, self._files)
@@ -95,6 +96,9 @@ class LabelledTextSource(EncodedSource):
         kept = [each for each, is_good in zip(every, good, strict=True) if is_good]
         self.reads = (text_column, *labels, fraction, *self.image_shape)
         self.reads += (tokenizer.fingerprint,)
+        split_of = np.repeat([*found], [*map(len, found.values())])
+        by_split = {split: targets[good & (split_of == split)] for split in found}
+        self.notes += (*label_notes.notes(self.target, by_split),)
         self._encode(kept, targets[good])
 
     def _find_columns(
@@ -106,7 +110,7 @@ class LabelledTextSource(EncodedSource):
         columns.check_named(first, names, [text], "text_column")
         others_of_first = [name for name in names if name != text]
         labels, note = table_targets.read_names(first, others_of_first, label_column)
-        self.notes = (note,) if note else ()
+        self.notes += (note,) if note else ()
         self.label_field, self.image_fields = ",".join(labels), (text,)
         for path in others:
             names = self._tables[path].names

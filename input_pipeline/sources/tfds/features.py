@@ -46,7 +46,7 @@ class Features:
 
     @property
     def encoded(self) -> bool:
-        """Whether examples are images."""
+        """Tells whether examples are images."""
         return len(self.image_shape) == 3
 
     def decoders(self) -> tfds.decode.PartialDecoding:

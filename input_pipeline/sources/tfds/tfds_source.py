@@ -199,6 +199,11 @@ class TFDSSource(StreamSource):
         # A copy reads anew what is on disk, whoever wrote it.
         self._builder = copy.copy(self._builder)
         self._check_splits()
+        if self._is_of_tfrecords:
+            split = "train" if "train" in self.splits else "test"
+            records = itertools.chain.from_iterable(map(self.walk, self.files(split)))
+            found = self._notes_of_pictures(records)
+            self.notes = (*self._features.notes, *found)
         if self._features.texts and not self._known:
             self._take_vocabularies(self._read_vocabularies())
             self._known = True
@@ -263,7 +268,7 @@ class TFDSSource(StreamSource):
 
     def reads_whole(self, split: str) -> str:
         """See ``StreamSource.reads_whole``."""
-        if self._builder.info.file_format is not tfds.core.FileFormat.TFRECORD:
+        if not self._is_of_tfrecords:
             return "they are no TFRecord files"
         if self._asked_config or len({*map(os.path.dirname, self.files(split))}) > 1:
             return "TFDS alone knows their order"
@@ -325,8 +330,11 @@ class TFDSSource(StreamSource):
 
     def is_whole(self, path: str) -> bool:
         """See ``Source.is_whole``."""
-        of_tfrecord = self._builder.info.file_format is tfds.core.FileFormat.TFRECORD
-        return not of_tfrecord or framing.is_whole(path)
+        return not self._is_of_tfrecords or framing.is_whole(path)
+
+    @property
+    def _is_of_tfrecords(self) -> bool:
+        return self._builder.info.file_format is tfds.core.FileFormat.TFRECORD
 
     def _names(self) -> dict[str, Any]:
         """What TFDS calls each of our splits; none until prepared."""

@@ -180,6 +180,16 @@ def test_folders_of_masks_are_splits_and_names_stand_in_a_file(tmp_path):
         open_source(spec, eval_fraction=0.5)
 
 
+@pytest.mark.parametrize("is_smaller", [True, False])
+def test_masks_of_another_size_are_said(tmp_path, is_smaller):
+    spec = _write(tmp_path, count=3)
+    if is_smaller:
+        for path in (tmp_path / "masks").iterdir():
+            path.write_bytes(_png(CLASSES[::2, ::2]))
+    notes = " ".join(open_source(spec).notes)
+    assert ("00.png is 8x8, and its picture 16x16." in notes) == is_smaller
+
+
 def test_masks_that_are_not_there(tmp_path):
     spec = _write(tmp_path, count=3)
     (tmp_path / "masks" / "other.png").write_bytes(_png(CLASSES))

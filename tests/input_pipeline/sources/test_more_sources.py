@@ -491,7 +491,7 @@ def test_parquet_of_numbers(tmp_path):
             {"a": [0.5], "label": [b"x"]},
             "expected numbers, .* as labels in 'label'",
         ),
-        ({"a": [1], "label": [-1]}, "a.parquet: row 0: label -1 is outside"),
+        ({"a": [1], "label": [-1]}, "a.parquet: row 0: label -1 is negative"),
         ({"a": [1, 2], "label": [0, None]}, "row 1: nothing in the column 'label'"),
         ({"a": pa.array([], "f4"), "label": pa.array([], "i4")}, "holds no record"),
     ],

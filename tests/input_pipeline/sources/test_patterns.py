@@ -32,6 +32,12 @@ def _write(kind, path):
         path.write_text({"csv": ROWS, "conll": TAGS, "text": "some words\n"}[kind])
 
 
+def _is_counted(notes, count, first):
+    """Tells whether exactly one note says how many files are left out."""
+    said = f"{count} file{'s' * (count > 1)} left out, such as {first}: "
+    return [note.startswith(said) for note in notes].count(True) == 1
+
+
 OPENED = pytest.mark.parametrize(
     "kind", ["csv", slow("parquet"), slow("tfrecord"), slow("conll"), slow("text")]
 )
@@ -60,20 +66,22 @@ def test_files_that_describe_a_folder_are_no_data(tmp_path, kind):
     for name in HIDDEN:
         (folder / name).write_text("nothing")
     expected = {"train": [f"{folder}/part-0"]}
-    assert group_by_split(kind, str(folder)) == expected
+    files, notes = group_by_split(kind, str(folder))
+    assert files == expected and _is_counted(notes, 2, folder / "_SUCCESS")
     open_source(f"{kind}:{folder}")
     for name in HIDDEN:
-        assert group_by_split(kind, f"{folder}/{name}") == {
-            "train": [f"{folder}/{name}"]
-        }
+        files = {"train": [f"{folder}/{name}"]}
+        assert group_by_split(kind, f"{folder}/{name}") == (files, ())
 
 
 def test_patterns_leave_hidden_files_out_unless_they_are_asked_for(tmp_path):
     for name in ("a.csv", *HIDDEN):
         (tmp_path / name).write_text(ROWS)
-    assert group_by_split("csv", f"{tmp_path}/*") == {"train": [f"{tmp_path}/a.csv"]}
+    files, notes = group_by_split("csv", f"{tmp_path}/*")
+    assert files == {"train": [f"{tmp_path}/a.csv"]}
+    assert _is_counted(notes, 2, tmp_path / "_SUCCESS")
     asked = [f"{tmp_path}/_SUCCESS", f"{tmp_path}/_metadata"]
-    assert group_by_split("csv", f"{tmp_path}/_*") == {"train": asked}
+    assert group_by_split("csv", f"{tmp_path}/_*") == ({"train": asked}, ())
     with pytest.raises(ValueError, match="no file matches"):
         group_by_split("csv", f"{tmp_path}/none-[1].csv")
 
@@ -85,4 +93,24 @@ def test_a_hidden_folder_that_a_pattern_names_is_read(tmp_path, pattern):
         (tmp_path / name / "a.csv").write_text(ROWS)
     folder = f"{pattern[0]}runs1"
     expected = {"train": [f"{tmp_path}/{folder}/a.csv"]}
-    assert group_by_split("csv", f"{tmp_path}/{pattern}") == expected
+    assert group_by_split("csv", f"{tmp_path}/{pattern}") == (expected, ())
+
+
+@OPENED
+def test_files_that_are_left_out_are_counted(tmp_path, kind):
+    _write(kind, tmp_path / "a")
+    for name in ("_table.csv", "x.json", "dataset_info.json", ".hidden"):
+        (tmp_path / name).write_text("{}")
+    notes = open_source(f"{kind}:{tmp_path}").notes
+    assert _is_counted(notes, 2, tmp_path / "_table.csv")
+
+
+@pytest.mark.parametrize("name", ["_table.csv", "x.json"])
+def test_no_file_is_left(tmp_path, name):
+    (tmp_path / name).write_text(ROWS)
+    said = f"1 file left out, such as {tmp_path}/{name}: .* such as _[*] or [*].json"
+    with pytest.raises(ValueError, match=said):
+        group_by_split("csv", str(tmp_path))
+    expected = {"train": [f"{tmp_path}/{name}"]}
+    for pattern in (name, "*.json" if name == "x.json" else "_*"):
+        assert group_by_split("csv", f"{tmp_path}/{pattern}") == (expected, ())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.towers.train.runs import write_tfrecord
 from towers.input_pipeline import make_dataset, open_source
 
 READ = ("a.jpg", "b.JPEG", "c.png", "d.gif", "e.bmp", "f.webp", "g.jfif")
@@ -103,6 +104,72 @@ def test_lower_bits_that_are_ignored_are_said(tmp_path):
     assert f"of the 16 bits of {tmp_path}/a/1.png, the lower 8 are ignored." in note
 
 
+def _turned(tmp_path):
+    _save(tmp_path / "turned.jpg", exif=_exif(6, "<"))
+    return (tmp_path / "turned.jpg").read_bytes()
+
+
+def _deep(tmp_path):
+    Image.fromarray(np.full([6, 8], 1000, np.uint16)).save(tmp_path / "deep.png")
+    return (tmp_path / "deep.png").read_bytes()
+
+
+def _turned_png(tmp_path):
+    _save(tmp_path / "turned.png", exif=_exif(6, ">"))
+    return (tmp_path / "turned.png").read_bytes()
+
+
+IGNORED = {
+    _turned: "the EXIF orientation of",
+    _turned_png: "the EXIF orientation of",
+    _deep: "of the 16 bits of",
+}
+
+
+def _folder(root, pictures):
+    for k, picture in enumerate(pictures):
+        path = root / "cat" / f"{k}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture)
+    return open_source(f"folder:{root}", eval_fraction=0)
+
+
+def _masks(root, pictures):
+    for k, picture in enumerate(pictures):
+        _save(root / "masks" / f"{k}.png", mode="L")
+        (root / "images").mkdir(parents=True, exist_ok=True)
+        (root / "images" / f"{k}.png").write_bytes(picture)
+    return open_source(f"folder:{root}", num_classes=2)
+
+
+def _records(root, pictures):
+    root.mkdir()
+    write_tfrecord(root / "a.tfrecord", pictures, range(len(pictures)))
+    return open_source(f"tfrecord:{root}/a.tfrecord")
+
+
+def _parquet(root, pictures):
+    pa, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    root.mkdir()
+    table = pa.table({"image": pictures, "label": [*range(len(pictures))]})
+    parquet.write_table(table, root / "a.parquet")
+    return open_source(f"parquet:{root}/a.parquet", eval_fraction=0)
+
+
+@pytest.mark.parametrize("picture", IGNORED)
+@pytest.mark.parametrize("reader", [_folder, _masks, _records, _parquet])
+def test_what_is_ignored_of_a_picture_is_said_once_whatever_reads_it(
+    tmp_path, reader, picture
+):
+    _save(tmp_path / "plain.jpg")
+    plain = (tmp_path / "plain.jpg").read_bytes()
+    odd = picture(tmp_path)
+    notes = reader(tmp_path / "data", [plain, odd, odd]).notes
+    assert [IGNORED[picture] in note for note in notes].count(True) == 1
+    notes = reader(tmp_path / "plain", [plain, plain]).notes
+    assert not any("ignored" in note for note in notes)
+
+
 def test_a_split_that_is_not_used_is_named(tmp_path):
     for split in ("train", "val", "test"):
         _save(tmp_path / split / "cat" / "a.jpg")
@@ -115,7 +182,7 @@ def test_a_split_that_is_not_used_is_named(tmp_path):
     [
         ([(16, 16)] * 3, r"first images of .* are 16x16, but .*--image_size=16x16 \("),
         ([(16, 16), (8, 9)], r"differ in size, such as 16x16 and 8x9; .*=224 \("),
-        ([None], r"the size of the images of .* is not known; .*=224 \("),
+        ([None], r"The size of the images of .* is not known; .*=224 \("),
     ],
 )
 def test_what_is_said_of_sizes_was_seen(tmp_path, sizes, said):

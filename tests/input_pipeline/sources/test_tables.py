@@ -52,6 +52,22 @@ def test_a_column_that_is_not_there(tmp_path, kind, option):
         open_source(spec, **{option: name})
 
 
+@pytest.mark.parametrize("labels", [["a", "b"], [0, 1]])
+def test_labels_of_which_only_the_first_can_be_read(tmp_path, labels):
+    """The guess needs all labels; a group that is damaged further down is named."""
+    rng, path = np.random.default_rng(0), tmp_path / "a.parquet"
+    columns = {"x": rng.random(9_000), "label": rng.choice(labels, 9_000)}
+    options = {"data_page_size": 500, "use_dictionary": False, "compression": "gzip"}
+    parquet.write_table(pa.table(columns), path, **options)
+    column = parquet.ParquetFile(path).metadata.row_group(0).column(1)
+    end = column.data_page_offset + column.total_compressed_size
+    content = bytearray(path.read_bytes())
+    content[end - 60 : end] = bytes(60)
+    path.write_bytes(content)
+    with pytest.raises(BadRecordError, match=f"{path}: row group 0: "):
+        open_source(f"parquet:{path}")
+
+
 def test_an_image_column_that_is_not_there(tmp_path):
     spec = _write(tmp_path, "parquet", {"a": [1, 2], "label": [0, 1]})
     with pytest.raises(
@@ -97,6 +113,41 @@ def test_what_does_not_apply_is_an_error(spec, option, kinds):
     with pytest.raises(ValueError, match=f"received {name} for .*only for {kinds}"):
         open_source(spec, **option)
     assert not takes(spec, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"image/encoded": b"x", "image/class/label": b"cat"},
+            "label' of bytes: ex",
+        ),
+        (
+            {"image/encoded": b"x", "image/class/label": 0.5},
+            "label' of float: ex",
+        ),
+        (
+            {"image/encoded": 3, "image/class/label": 0},
+            "encoded' of int64: ex",
+        ),
+    ],
+)
+def test_a_field_of_another_type(tmp_path, fields, said, write_tfrecord):
+    of = {bytes: "bytes_list", float: "float_list", int: "int64_list"}
+    features = {
+        name: tf.train.Feature(**{of[type(value)]: {"value": [value]}})
+        for name, value in fields.items()
+    }
+    example = tf.train.Example(features=tf.train.Features(feature=features))
+    write_tfrecord(tmp_path / "a", [example.SerializeToString()])
+    with pytest.raises(ValueError, match=said):
+        open_source(f"tfrecord:{tmp_path}/a")
+
+
+def test_a_table_that_is_called_a_tfrecord(tmp_path):
+    (tmp_path / "a.tfrecord").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    with pytest.raises(ValueError, match=r"no TFRecord file: it begins with b'a,b,lab"):
+        open_source(f"tfrecord:{tmp_path}/a.tfrecord")
 
 
 @KINDS
@@ -187,7 +238,9 @@ def test_what_is_said_of_columns_and_labels(tmp_path, kind):
     assert source.notes[1].startswith(
         "The labels are 1 to 3: 4 classes, and 0 never appears; number the classes"
     )
-    assert source.notes[2].startswith("10% of the rows, 1 in all, are held out for val")
+    assert source.notes[-1].startswith(
+        "10% of the rows, 1 in all, are held out for val"
+    )
 
 
 @pytest.mark.parametrize("kind", [slow("csv"), "parquet"])
@@ -248,7 +301,7 @@ def test_a_folder_says_what_it_holds_out(tmp_path):
 )
 def test_many_bad_records_are_told_from_one(tmp_path, labels, many):
     spec = _write(tmp_path, "csv", {"a": [1] * 12, "label": labels})
-    with pytest.raises(BadRecordError, match="line 2: label -1 is outside") as caught:
+    with pytest.raises(BadRecordError, match="line 2: label -1 is negative") as caught:
         open_source(spec)
     assert caught.value.many is many
     assert ("; and 5 of the 11 behind it cannot be used" in str(caught.value)) is many

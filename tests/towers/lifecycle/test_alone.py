@@ -9,6 +9,7 @@ import pytest
 
 import towers
 from towers.callbacks import Checkpoint
+from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.continuing.resume import ResumeError
 
@@ -52,6 +53,21 @@ def test_what_another_run_has_saved_meanwhile_is_not_passed_over(tmp_path):
     fit(model, first, 1)
     fit(make_model(), Checkpoint(tmp_path), 2)
     with pytest.raises(ResumeError, match=f"Another run has saved {tmp_path}/ckpt-2-0"):
+        fit(model, first, 3)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_another_run_that_has_begun_anew_is_not_passed_over(tmp_path, epochs):
+    """Its newest checkpoint may be of an earlier position, or of the same."""
+    first = Checkpoint(tmp_path)
+    model = make_model()
+    fit(model, first, 2)
+    store.remove_all(str(tmp_path))
+    # What somebody removes is no other run.
+    fit(model, first, 2)
+    fit(make_model(), Checkpoint(tmp_path), epochs)
+    said = f"Another run has saved {tmp_path}/ckpt-{epochs}-0"
+    with pytest.raises(ResumeError, match=said):
         fit(model, first, 3)
 
 

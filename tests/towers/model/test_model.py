@@ -404,16 +404,6 @@ class _KeepsLargest(keras.layers.Layer):
         return x
 
 
-class _Measures(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.mean = keras.metrics.Mean(name="mean_input")
-
-    def call(self, x):
-        self.mean.update_state(x)
-        return x
-
-
 class _Unseeded(keras.layers.Layer):
     def call(self, x):
         return x + keras.random.normal(keras.ops.shape(x))
@@ -430,7 +420,6 @@ class _AddsVariance(keras.layers.Layer):
     [
         (_AssignsTensorFlow, "assigns a tf.Variable"),
         (_KeepsLargest, "assigns .*keeps_largest.* a value that towers cannot put"),
-        (_Measures, "updates its metric 'mean_input'"),
         (_AddsVariance, "calls add_loss with a value that towers cannot"),
         (_Unseeded, "global random seed"),
     ],

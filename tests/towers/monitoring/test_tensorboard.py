@@ -845,3 +845,10 @@ def test_tensors_of_what_was_measured_are_not_kept(tmp_path):
 
     fit(build(), TensorBoard(str(tmp_path), 1, measures=[measure]))
     assert [number() for number in kept] == 3 * [None]
+
+
+def test_a_long_name_is_cut_before_it_is_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(drawing, "_length", lambda text: measured.append(text) or 999)
+    assert drawing._short("A" * 5000, 120) == "…"
+    assert len(measured) <= 122

@@ -336,3 +336,19 @@ def test_a_language_model_has_no_signature(tmp_path):
     trained = Trained(model, known, Preprocessor(known))
     with pytest.raises(ValueError, match="for which there is no signature"):
         saved_model.write(trained, str(tmp_path / "exported"))
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    file = f"{tmp_path}/exported.1.unfinished/variables/x.tempstate1"
+    said = f"{{{{function_node}}}} {file}; No space left on device [Op:SaveV2]"
+
+    def full(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, said)
+
+    monkeypatch.setattr(saved_model, "_write", full)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    known = Preprocessing("classification", True, "tokens", (2,))
+    trained = Trained(model, known, lambda texts: tf.zeros([tf.size(texts), 2]))
+    expected = f"^Cannot write {tmp_path}: No space left on device; choose another OUT"
+    with pytest.raises(ValueError, match=expected):
+        saved_model.write(trained, str(tmp_path))

@@ -81,6 +81,20 @@ def test_prediction_reads_them(folder, tmp_path, capsys, below):
     assert err.count(f"towers: {_SAID}\n") == 1
 
 
+def test_what_is_ignored_of_a_new_picture_is_said_once(folder, tmp_path, capsys):
+    flags = f"--dataset=folder:{folder}", "--eval_fraction=0", "--image_size=8"
+    (tmp_path / "run").mkdir()
+    finished(*flags, "--model=mlp", model_dir=tmp_path / "run")
+    exif = Image.Exif()
+    exif[0x112] = 6
+    names = [str(tmp_path / f"{k}.jpg") for k in range(2)]
+    for name in names:
+        Image.new("RGB", (8, 6)).save(name, exif=exif)
+    capsys.readouterr()
+    assert len(predicted(tmp_path / "run", *names)) == 2
+    assert capsys.readouterr().err.count("the EXIF orientation of ") == 1
+
+
 def test_folders_of_texts(tmp_path, capsys):
     for name in "b.TXT", "a/1.txt", "c.md", ".d.txt", ".git/e.txt", "._f.txt":
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -48,6 +48,7 @@ def read(path, content, known=ROWS):
         (b"a,b\n1_000,2\n1e39,2\n-inf,2\n", ["'1_000'", "'1e39'", "'-inf'"]),
         (b"\xef\xbb\xbf a, b\r3,4\r", [[3, 4]]),
         (b'a,b,c\n1,2,"x\n3,4,y\n', ["cannot be read: unexpected end of data"]),
+        (b'a,b,c\n1,2,"5" pipe"\n"3",4,x\n', [[1, 2], [3, 4]]),
         (b'a,b,c\n1,2,"' + b"x" * 200_000 + b'"\n', [[1, 2]]),
     ],
 )

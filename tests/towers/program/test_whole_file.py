@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from towers.program import whole_file
+from towers.program import small_file, whole_file
 
 KILLED = """
 import os, signal, sys
@@ -22,14 +22,16 @@ whole_file.write_text(sys.argv[1], "after")
 """
 
 
-def test_a_link_stays(tmp_path):
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_link_stays_only_where_it_is_followed(tmp_path, follows):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("before")
     link.symlink_to(target)
-    with whole_file.opened(str(link)) as file:
+    with whole_file.opened(str(link), follows_link=follows) as file:
         file.write("after")
-    assert link.is_symlink()
-    assert target.read_text() == "after"
+    assert link.is_symlink() == follows
+    assert target.read_text() == ("after" if follows else "before")
+    assert link.read_text() == "after"
     assert sorted(tmp_path.iterdir()) == [link, target]
 
 
@@ -41,6 +43,19 @@ def test_a_kill_before_the_name_leaves_what_was_there(tmp_path, call):
     done = subprocess.run(command, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert path.read_text() == "before"
+
+
+def test_what_killed_processes_have_left_is_removed(tmp_path):
+    others = (
+        tmp_path / "file",
+        tmp_path / "file.unfinished",
+        tmp_path / "f.1.unfinished",
+    )
+    for path in (*others, tmp_path / "file.12.unfinished"):
+        path.write_text("text")
+    (tmp_path / "file.3.unfinished").mkdir()
+    whole_file.remove_unfinished(str(tmp_path / "file"))
+    assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -107,3 +122,11 @@ def test_what_has_the_unfinished_name_is_not_written_to(tmp_path, make):
     whole_file.write_text(str(path), "after")
     assert path.read_text() == "after"
     assert other.read_text() == "of somebody"
+
+
+@pytest.mark.parametrize("text", ["Größe", "/data/\udcfcber", "a\nb\\u00e9"])
+def test_json_is_read_as_it_was_written(tmp_path, text):
+    path = tmp_path / "a.json"
+    whole_file.write_json(str(path), {"path": text})
+    assert small_file.read_json(path, dict) == {"path": text}
+    assert ("Größe" in text) == ("Größe" in path.read_text())

@@ -544,3 +544,27 @@ def build():
 def train_data():
     return Batches(workers=2, use_multiprocessing=True)
 """
+
+RAISES = """
+loss = "mse"
+
+def rows():
+    for number in range(40):
+        if number == {number}:
+            raise RuntimeError("no such photograph")
+        yield x[:8], y[:8]
+
+def train_data():
+    specs = tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])
+    return tf.data.Dataset.from_generator(rows, output_signature=specs)
+"""
+
+
+@pytest.mark.parametrize("number", [0, slow(30)])
+def test_of_a_generator_that_raises_only_the_users_line_is_seen(tmp_path, number):
+    path = write(tmp_path, RAISES.format(number=number))
+    done = run(f"--model={path}", f"--model_dir={tmp_path}/run", code=1)
+    line = 1 + path.read_text()[: path.read_text().index("raise ")].count("\n")
+    said = f"the data raised an error at {path}:{line}, in rows: RuntimeError: no such"
+    assert done.stderr.splitlines()[-1].startswith(f"towers.train: {said}")
+    assert "Traceback" not in done.stderr

@@ -9,19 +9,24 @@ import os
 import types
 
 import pytest
+import tensorflow as tf
 
 from towers.elastic import requests
+from towers.export import arguments as export_arguments
 from towers.input_pipeline import text
 from towers.input_pipeline.convert import folder as conversion
 from towers.input_pipeline.local_store import packs
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources.examples import tfrecord
+from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.model.update import remembered
 from towers.predict import arguments, model
+from towers.program import whole_file
 from towers.queue.entry import Entry
 from towers.queue.record import Record
 from towers.report import read as report
+from towers.report.__main__ import write as report_of
 from towers.train.outputs import files, links, model_files, summary
 from towers.train.outputs.preprocessing import Preprocessing
 from towers.train.parts.data import scale
@@ -152,12 +157,12 @@ def test_what_is_none_of_ours(tmp_path, name, kind):
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [*links.FILES, "tokenizer/tokenizer.txt"])
+@pytest.mark.parametrize("name", [*links.FILES, "lock", "tokenizer/tokenizer.txt"])
 def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     folder = tmp_path / "run"
     (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SaveError, match=rf"is a link to {tmp_path}/elsewhere, which"):
+    with pytest.raises(SaveError, match=rf"is a link to {tmp_path}/elsewhere, and"):
         files.alone(str(folder)).__enter__()
     (folder / name).unlink()
     os.mkfifo(folder / name)
@@ -166,13 +171,106 @@ def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     assert [*tmp_path.iterdir()] == [folder]
 
 
-def test_a_link_to_a_folder_is_said_once(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
-    # As a run does: while it is put together, and while it trains.
-    with files.alone(str(tmp_path / "run")), files.alone(str(tmp_path / "run")):
-        pass
-    assert capsys.readouterr().err.count(f"the run writes to {tmp_path}.") == 1
+@pytest.mark.parametrize("name", links.FOLDERS)
+@pytest.mark.parametrize("kind", ["folder", "nothing", "loop", "FIFO"])
+def test_a_run_writes_to_no_folder_elsewhere(tmp_path, name, kind):
+    path, other = tmp_path / "run" / name, tmp_path / "other"
+    path.parent.mkdir(parents=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if kind == "loop" else other)
+    if kind == "folder":
+        (other / "ckpt-1-0").mkdir(parents=True)
+    said = "is no folder" if kind in ("loop", "FIFO") else f"is a link to {other}"
+    with pytest.raises(SaveError, match=rf"{name} {said}, and the run "):
+        files.alone(str(tmp_path / "run")).__enter__()
+    assert (other / "ckpt-1-0").exists() == (kind == "folder")
+
+
+def test_a_model_dir_may_be_a_link_and_have_links_inside(tmp_path):
+    folder = tmp_path / "disk" / "run"
+    (folder / "validation").mkdir(parents=True)
+    (folder / "train").symlink_to("validation")
+    (tmp_path / "run").symlink_to(folder)
+    with files.alone(str(tmp_path / "run")):
+        assert requests.is_running(str(folder))
+
+
+# What removes or replaces a name in a folder that may come from anybody.
+MAKES_ROOM = {
+    **{
+        f"--clean, {name}": (name, files.remove_run)
+        for name in (
+            *links.FILES,
+            *("train/plugins/profile", "train/events.out.tfevents.1", "tokenizer"),
+            *("checkpoints/.unfinished", "checkpoints/.unfinished-removal"),
+        )
+    },
+    "a report": ("report.html", lambda folder: _write_report(folder)),
+    "towers resize": (
+        requests.FILES[0],
+        lambda folder: _ask_no_run(folder),
+    ),
+    "a file of a run": (
+        "summary.json",
+        lambda folder: whole_file.write_text(f"{folder}/summary.json", "{}"),
+    ),
+    "a checkpoint": (
+        "ckpt-1-0",
+        lambda folder: store.save(folder, store.Position(1), store.Contents({}, {})),
+    ),
+    "a checkpoint that a save has left": (
+        "ckpt-1-0.replaced",
+        lambda folder: store.save(folder, store.Position(1), store.Contents({}, {})),
+    ),
+    "a checkpoint that is written": (
+        ".unfinished",
+        lambda folder: store.save(folder, store.Position(1), store.Contents({}, {})),
+    ),
+}
+
+
+def _ask_no_run(folder):
+    with pytest.raises(requests.RunError):
+        requests.ask(folder, requests.Request.new(), 0)
+
+
+def _write_report(folder):
+    os.makedirs(f"{folder}/train")
+    with tf.summary.create_file_writer(f"{folder}/train").as_default():
+        tf.summary.scalar("epoch_loss", 1.0, 1)
+    report_of(folder)
+
+
+@pytest.mark.parametrize("to", ["a folder", "a file", "nothing", "itself"])
+@pytest.mark.parametrize(("name", "function"), MAKES_ROOM.values(), ids=MAKES_ROOM)
+def test_a_link_is_removed_itself(tmp_path, name, function, to):
+    other, link = tmp_path / "other", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    if to == "a folder":
+        (other / "theirs").mkdir(parents=True)
+    elif to == "a file":
+        other.write_text("of somebody")
+    link.symlink_to(link if to == "itself" else other)
+    function(str(tmp_path / "run"))
+    assert not link.is_symlink()
+    if to == "a folder":
+        assert [*other.iterdir()] == [other / "theirs"]
+    elif to == "a file":
+        assert other.read_text() == "of somebody"
+    else:
+        assert not other.exists()
+
+
+def test_an_export_follows_no_link_that_nobody_names(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "saved_model.pb").touch()
+    (tmp_path / "model.keras").touch()
+    (tmp_path / "exported").symlink_to(other)
+    with pytest.raises(ValueError, match="exported is a link, which may lead anywh"):
+        export_arguments.read([str(tmp_path)], "")
 
 
 def test_a_tokenizer_names_no_file_elsewhere(tmp_path):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests import small
 from tests.towers.train.runs import (
+    TWO_STEPS,
     assembled,
     run_here,
     setup,
@@ -27,6 +28,7 @@ from towers.elastic import balance, requests
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
+from towers.program import whole_file
 from towers.train import __main__ as train
 from towers.train import checks
 from towers.train import run as train_run
@@ -176,6 +178,15 @@ def test_clean_removes_only_what_a_run_wrote(tmp_path):
     assert not (tmp_path / "train" / "plugins").exists()
 
 
+def test_a_run_removes_what_killed_ones_have_left(tmp_path):
+    for name in ("flags.txt", "log.csv", "report.html", "resize.json", "notes.txt"):
+        (tmp_path / f"{name}.123.unfinished").touch()
+    run_here(*TWO_STEPS, "--train_epochs=1", f"--model_dir={tmp_path}")
+    # Others write reports and requests, and perhaps now.
+    left = {path.name.partition(".")[0] for path in tmp_path.glob("*.unfinished")}
+    assert left == {"report", "resize", "notes"}
+
+
 def test_split_ratios():
     placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
     assert split_ratios(Settings(), placed) == (1, 1)
@@ -247,8 +258,9 @@ def test_what_was_decided_is_said(tmp_path):
     )
     said = first_lines.data_notes(job)
     assert said[0].startswith("The labels are the column 'z', the last one; --label")
-    assert said[1].startswith("10% of the rows, 2 in all, are held out for validat")
-    assert said[2:] == [f"Validation {source.name}: 2 examples."]
+    assert said[1].startswith("The class 0 has no example in the validation data")
+    assert said[2].startswith("10% of the rows, 2 in all, are held out for validat")
+    assert said[3:] == [f"Validation {source.name}: 2 examples."]
     data.held_out = None
     job.settings = Settings(
         dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
@@ -259,6 +271,28 @@ def test_what_was_decided_is_said(tmp_path):
     assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
     assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
     assert cache_dir == "Note: --cache_dir=c changes nothing here."
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("Yes", "no", "yes"), ["The classes 'Yes' and 'yes' differ in upper and"]),
+        (("YES", "Yes", "yes"), ["The classes 'YES', 'Yes' and 'yes' differ in"]),
+        (("a  b", "a b", "ab"), ["The classes 'a  b' and 'a b' differ in upper"]),
+        (("\u00c4", "A\u0308"), ["The classes '\u00c4' and 'A\u0308' differ in"]),
+        (("ant", "bee"), []),
+        (None, []),
+    ],
+)
+def test_classes_that_look_alike_are_said(names, said):
+    facts = types.SimpleNamespace(target=Target("class", 3, names))
+    job = types.SimpleNamespace(
+        data=types.SimpleNamespace(notes=tuple, held_out=None),
+        settings=Settings(train_epochs=1),
+        setup=types.SimpleNamespace(facts=facts),
+    )
+    *found, _ = first_lines.data_notes(job)
+    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
 
 
 def test_data_sets_with_other_classes(tmp_path):
@@ -464,7 +498,7 @@ def test_no_signal_disturbs_the_end(monkeypatch, capsys, error, code):
 
 def test_a_path_need_not_be_utf_8(tmp_path):
     job, text = types.SimpleNamespace(model_dir=tmp_path), "--model_dir=r\udcfcn\n"
-    files._write(job, "flags.txt", text)
+    whole_file.write_text(f"{tmp_path}/flags.txt", text)
     assert files.read(job, "flags.txt") == text
     assert b"r\xfcn" in (tmp_path / "flags.txt").read_bytes()
 

@@ -246,7 +246,7 @@ class _Call:
 
 
 def _is_at_home(phase, used):
-    """Whether a phase runs at home: what has to do with no state need not."""
+    """Tells whether a phase runs at home: what has to do with no state need not."""
     return used.stateful and not phase.place.on_towers
 
 

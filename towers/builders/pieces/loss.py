@@ -19,6 +19,7 @@ from towers.collectives import batch, reduce
 from towers.collectives.hosts import OneHost
 from towers.keras_adapter.models import compiled_loss, overrides
 from towers.layers import sharded
+from towers.layers.variables import not_trained
 from towers.tower import passes
 from towers.tower.passes import TowerResult
 
@@ -347,7 +348,7 @@ class _Home(keras.StatelessScope):
         state: Sequence[tf.Tensor | None],
         tape: tf.GradientTape,
     ):
-        self._variables = [*model.trainable_variables, *model.non_trainable_variables]
+        self._variables = [*model.trainable_variables, *not_trained(model)]
         self._tape = tape
         self._others = {}
         # Of each trainable variable, all values that it has.

@@ -27,7 +27,7 @@ class Values(NamedTuple):
     Attributes:
         params: Of the trainable variables; `None` for tables that stay at home (see
             `embeddings.py`), or numbers and values of rows that were fetched.
-        state: Of the non-trainable variables.
+        state: Of the others; see `variables.not_trained`.
     """
 
     params: Sequence[tf.Tensor | None]
@@ -77,7 +77,7 @@ class VariableReader:
             )
             self.context.say([line])
         trainable = model.trainable_variables
-        variables = [*trainable, *model.non_trainable_variables]
+        variables = self.context.variables
         wanted = [v for v in variables if id(v) not in tables]
         # What copies stand in for need not travel.
         kept = () if send_params else {id(v) for v in trainable if not sharded.of(v)}

@@ -6,7 +6,6 @@ machine's memory where it is in /dev/shm, as are the runs.
 
 import contextlib
 import dataclasses
-import json
 import os
 import typing
 from collections.abc import Iterator
@@ -91,8 +90,8 @@ class Table:
             return None
 
     def _write(self, runs):
-        with whole_file.opened(self.path) as file:
-            json.dump({"runs": [dataclasses.asdict(run) for run in runs]}, file)
+        content = {"runs": [dataclasses.asdict(run) for run in runs]}
+        whole_file.write_json(self.path, content)
 
 
 def _run(entry: dict) -> Run:

@@ -249,7 +249,7 @@ class CheckpointManager:
         self._trimming = self._writer.submit(heap.trim)
 
     def _has_room_for_copy(self, model):
-        """Whether training may go on while the state is written from a copy."""
+        """Tells whether training may go on while the state is written from a copy."""
         if self._background is None:
             size, free = saved_model.nbytes(model), limits.free_memory()
             if free < _FREE_STATES * size:
@@ -360,7 +360,7 @@ class CheckpointManager:
         return [path for path in found if store.position(path) <= position]
 
     def _read_scores(self, paths):
-        """Those of checkpoints that can be read."""
+        """Reads the scores of checkpoints that can be read."""
         for path in paths:
             if path not in self._scores:
                 with contextlib.suppress(ValueError):

@@ -134,9 +134,9 @@ def values(model: keras.Model) -> dict[str, list[Any]]:
 
 
 class ValuesOnDemand:
-    """What `values` returns, but each value is read when it is asked for.
+    """The values of a model, each read when it is asked for.
 
-    What hosts divide is read by all of them together: see `read_together`.
+    Hosts read together the variables that they divide; see `read_together`.
 
     Attributes:
         by_part: The values, each to be asked for once, in order.
@@ -165,7 +165,7 @@ class ValuesOnDemand:
 
 
 def own_values(model: keras.Model) -> dict[str, OnDemand]:
-    """Returns the values on demand, of what hosts divide only this one's part."""
+    """Returns values on demand; of a variable that hosts divide, this host's part."""
     return {part: OnDemand(_own, variables) for part, variables in parts(model).items()}
 
 
@@ -179,7 +179,7 @@ def nbytes(model: keras.Model) -> int:
 
 
 def is_divided(variable: keras.Variable | tf.Variable) -> bool:
-    """Whether each of several hosts has a part of a variable only."""
+    """Tells whether each of several hosts has a part of a variable only."""
     return isinstance(sharded.of(variable), SpreadVariable)
 
 

@@ -106,7 +106,7 @@ def _set_known(callback, state):
 
 
 def _is_numeric(value):
-    """Whether there are only numbers, arrays of them and `None`, in a list or not."""
+    """Tells whether there are only numbers, arrays of them and `None`, or a list."""
     if isinstance(value, list):
         return all(map(_is_numeric, value))
     if isinstance(value, np.ndarray):

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -204,7 +203,7 @@ def save(
     try:
         os.makedirs(directory, exist_ok=True)
         _settle(directory)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _clear(unfinished)
         os.mkdir(unfinished)
         _write(os.path.join(unfinished, _FILES), at, contents)
         whole_file.flush_all(unfinished)
@@ -222,7 +221,7 @@ def save(
         raise OSError(f"it is not read back as it was written: {why}") from error
     finally:
         with contextlib.suppress(OSError):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _clear(unfinished)
             _settle(directory)
     return path
 
@@ -305,9 +304,9 @@ def remove(path: str) -> None:
     # Renamed first: half of one would be taken for a damaged one.
     unfinished = os.path.join(os.path.dirname(path), f"{_UNFINISHED}-removal")
     with contextlib.suppress(OSError):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _clear(unfinished)
         os.rename(path, unfinished)
-        shutil.rmtree(unfinished)
+        whole_file.remove(unfinished)
 
 
 def remove_all(directory: str) -> None:
@@ -316,7 +315,12 @@ def remove_all(directory: str) -> None:
         remove(path + _REPLACED)
         remove(path)
     for name in (_UNFINISHED, f"{_UNFINISHED}-removal"):
-        shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+        _clear(os.path.join(directory, name))
+
+
+def _clear(path):
+    with contextlib.suppress(OSError):
+        whole_file.remove(path)
 
 
 def _write(prefix, at, contents):

@@ -1,6 +1,5 @@
 """What a run has measured and chosen, kept as JSON in its model_dir."""
 
-import json
 import os
 from typing import Any
 
@@ -14,8 +13,7 @@ def write(file: str, content: dict[str, Any]) -> None:
         OSError: It cannot be written.
     """
     os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
-    with whole_file.opened(file) as written:
-        written.write(json.dumps(content, indent=2) + "\n")
+    whole_file.write_json(file, content)
 
 
 def read(file: str) -> dict[str, Any]:

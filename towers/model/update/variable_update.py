@@ -134,7 +134,7 @@ class VariableUpdate:
 
     @property
     def needs_first_call(self) -> bool:
-        """Whether the next call may fail, has to choose, or needs to know its batch."""
+        """Tells whether the next call may fail, chooses, or needs to know its batch."""
         builder = self.builder
         in_stages = builder.plan.pipeline.stages > 1
         may_fail = builder.plan.on_gpus or builder.compiles_update
@@ -359,7 +359,7 @@ class _Kept(NamedTuple):
 
 
 def _agree_to_use(kept, hosts, needs_first_call):
-    """Whether this host may use what it has kept, if anything; all call it together.
+    """Tells whether this host may use what it has kept; all hosts call it together.
 
     Those that trace anew may have to meet others for it, in their first call, or to
     compare rows.

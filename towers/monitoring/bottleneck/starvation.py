@@ -201,5 +201,5 @@ def _better(before, now):
 
 
 def _is_whole(found):
-    """Whether stages begin where data come from."""
+    """Tells whether stages begin where data come from."""
     return any(stage.label == "read" or "cache" in stage.kind for stage in found)

@@ -177,6 +177,7 @@ def _short(text, width):
     """Ends a text that is too long with dots."""
     if _length(text) <= width:
         return text
+    text = text[:width]  # a letter has a pixel at least
     while text and _length(f"{text}…") > width:
         text = text[:-1]
     return f"{text}…"

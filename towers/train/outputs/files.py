@@ -4,14 +4,12 @@ import contextlib
 import csv
 import glob
 import io
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from towers._deprecated import with_old_keys
-from towers.elastic import balance, requests
+from towers.elastic import requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -21,10 +19,11 @@ from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
 from towers.train.parts.model import NOT_FINITE
 from towers.train.parts.training.optimizer import averaged, kept_rate
-from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
+# By `towers report` and `towers resize`, also while a run has the folder.
+_WRITTEN_BY_OTHERS = {"report.html", *requests.FILES}
 
 
 @contextlib.contextmanager
@@ -67,7 +66,11 @@ def describe(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
-        _write(job, "flags.txt", job.settings.as_text())
+        for path in links.files(job.model_dir):
+            if os.path.basename(path) not in _WRITTEN_BY_OTHERS:
+                whole_file.remove_unfinished(path)
+        flags = os.path.join(job.model_dir, "flags.txt")
+        whole_file.write_text(flags, job.settings.as_text())
         model_files.write(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
@@ -121,7 +124,8 @@ def end(job: Job, summary: dict[str, Any]) -> None:
         if (best := summary["best"]) is not None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):
                 _save_model(job, best["model"])
-        _write(job, "summary.json", json.dumps(with_old_keys(summary), indent=2) + "\n")
+        path = os.path.join(job.model_dir, "summary.json")
+        whole_file.write_json(path, with_old_keys(summary))
 
 
 def read(job: Job, name: str) -> str | None:
@@ -143,29 +147,14 @@ def remove_run(model_dir: str) -> None:
         "train/events.out.tfevents.*",
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
-        "model.keras",
-        "best.keras",
-        "unfinished.keras",
-        "summary.json",
-        "flags.txt",
-        "report.html",
-        LOG,
-        PREPROCESSING,
-        model_files.CLASSES,
         model_files.TOKENIZER,
-        ARCHITECTURE,
-        "variable_update.json",
-        balance.FILE,
-        BAD_RECORDS,
-        NOT_FINITE,
-        *requests.FILES,
+        *links.FILES,
     ):
         written = os.path.join(glob.escape(model_dir), pattern)
         # Beside it, what a process that was killed leaves; see `whole_file`.
         ends = "", ".unfinished", ".[0-9]*.unfinished"
         for path in {path for end in ends for path in glob.glob(written + end)}:
-            # A trace is one, and so is a save that was killed.
-            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+            whole_file.remove(path)
     for name in ("checkpoints", "train/plugins", "train", "validation"):
         path = os.path.join(model_dir, name)
         if os.path.isdir(path) and not os.listdir(path):
@@ -178,10 +167,6 @@ def _save_model(job: Job, path: str) -> None:
     with averaged(job.settings, job.model), kept_rate(job.model.optimizer):
         job.model.save(unfinished)
     whole_file.rename(unfinished, path)
-
-
-def _write(job: Job, name: str, text: str) -> None:
-    whole_file.write_text(os.path.join(job.model_dir, name), text)
 
 
 @contextlib.contextmanager

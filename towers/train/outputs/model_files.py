@@ -1,4 +1,4 @@
-"""Writes what those who use a run's model later need to know, as the run begins."""
+"""Writes the files with which others can use a run's model, as the run begins."""
 
 import json
 import os
@@ -6,8 +6,7 @@ from typing import Any
 
 import keras
 
-from towers.program import small_file
-from towers.train.outputs.json_files import write_json
+from towers.program import small_file, whole_file
 from towers.train.outputs.preprocessing import OWN, Preprocessing
 from towers.train.parts.data import Data
 from towers.train.settings import ARCHITECTURE
@@ -26,11 +25,11 @@ def write(job: Any) -> None:
     # Each checkpoint has a copy: the numbers of scaling stand nowhere else.
     job.checkpoint.run.preprocessing = preprocessing.to_json()
     model = json.loads(job.model.to_json())
-    write_json(os.path.join(job.model_dir, ARCHITECTURE), model)
+    whole_file.write_json(os.path.join(job.model_dir, ARCHITECTURE), model)
     target = job.setup.facts.target
     if target is not None and target.kind != "tokens" and target.kind != "numbers":
         names = target.names or map(str, range(target.size))
-        write_json(os.path.join(job.model_dir, CLASSES), [*names])
+        whole_file.write_json(os.path.join(job.model_dir, CLASSES), [*names])
     tokenizer = getattr(getattr(job.data, "source", None), "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save(os.path.join(job.model_dir, TOKENIZER))
@@ -44,10 +43,10 @@ def read_classes(folder: str) -> list[str] | None:
     """
     path = os.path.join(folder, CLASSES)
     try:
-        found = small_file.read_json(path, list)
-        if not all(isinstance(each, str) for each in found):
+        names = small_file.read_json(path, list)
+        if not all(isinstance(name, str) for name in names):
             raise small_file.FileError("it holds something that is no name")
-        return found
+        return names
     except FileNotFoundError:
         return None
     except small_file.FileError as error:

@@ -1,4 +1,4 @@
-"""What a trained model is given and what it returns, as preprocessing.json says."""
+"""Describes a trained model's inputs and outputs, as preprocessing.json has them."""
 
 import dataclasses
 import os
@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from towers import input_pipeline
 from towers.input_pipeline.images import recipes
+from towers.program import whole_file
 from towers.train.outputs import recorded
-from towers.train.outputs.json_files import write_json
 from towers.train.parts.task import TASKS, Task
 from towers.train.settings import PREPROCESSING
 
@@ -18,7 +18,7 @@ OWN = "own"
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
-    """What a model is given for a file's pictures, rows or texts, and what it returns.
+    """The inputs that a model gets for pictures, rows or texts, and its outputs.
 
     Attributes:
         task: As --task names it; `None` if only a file of the user's knows.
@@ -73,14 +73,14 @@ class Preprocessing:
 
     def save(self, folder: str) -> None:
         """Writes it into a folder."""
-        write_json(os.path.join(folder, PREPROCESSING), self.to_json())
+        whole_file.write_json(os.path.join(folder, PREPROCESSING), self.to_json())
 
     @classmethod
     def load(cls, folder: str) -> Self:
-        """Reads what `save` has written; of a checkpoint's copy if the file is lost.
+        """Reads the file of a folder, or a checkpoint's copy if the file is lost.
 
         Raises:
-            ValueError: It is not there, or of another version.
+            ValueError: There is none, or it is of another version.
         """
         try:
             return recorded.read(folder, cls._from_json)
@@ -112,7 +112,7 @@ class Preprocessing:
 
     @property
     def is_of_whole_pictures(self) -> bool:
-        """Whether the model is given pictures of which nothing is cut off."""
+        """Tells whether the model is given pictures of which nothing is cut off."""
         return self.input == "image" and self.evaluation_recipe.window is None
 
     @property
@@ -121,12 +121,12 @@ class Preprocessing:
         return recipes.find(self.recipe, training=False, size=self.shape[:2])
 
     def is_text(self, column: str) -> bool:
-        """Whether a column of categories has texts, and not their numbers."""
+        """Tells whether a column of categories has texts, and not their numbers."""
         return column in self.vocabularies
 
 
 def _shapes(found):
-    """Shapes as they were before JSON made lists of them."""
+    """Makes tuples of shapes, of which JSON has made lists."""
     if isinstance(found, dict):
         return {name: _shapes(each) for name, each in found.items()}
     inner = found and any(isinstance(each, list | dict) for each in found)

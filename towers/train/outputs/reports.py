@@ -1,4 +1,4 @@
-"""What a launcher hears of a run while it trains, if it asks for that."""
+"""Reports a run's progress to the launcher that asks for it."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ class Reports(keras.callbacks.Callback):
             self._write({"progress": {"step": self._interval.step, **numbers}})
 
     def on_epoch_end(self, epoch, logs=None):
-        """Writes it."""
+        """Writes the epoch's metrics, and the last checkpoint."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
         self._interval.begin(self.model)
         self._write({"progress": {"step": self._interval.step, **numbers}})
@@ -65,6 +65,6 @@ class Reports(keras.callbacks.Callback):
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the file descriptor of who wants to hear; `None` if nobody does."""
+    """Returns the file descriptor to report to; `None` if no launcher asks."""
     text = environ.get(REPORTS, "")
     return int(text) if text.isdecimal() else None

@@ -1,6 +1,8 @@
 """The first lines of a run: what will run where, and what was decided for it."""
 
+import collections
 import os
+import unicodedata
 
 from towers.input_pipeline.sources.base import StreamSource
 from towers.program import words
@@ -68,6 +70,7 @@ def data_notes(job: Job) -> list[str]:
     target, notes = job.setup.facts.target, [*job.data.notes()]
     if target is not None and (target.kind, target.size) == ("class", 1):
         notes.append("Note: All labels are of one class, so any model is always right.")
+    notes += _alike_notes((target and target.class_names) or ())
     if job.data.held_out is None:
         notes.append(
             "There is no validation data, so the training data is evaluated, and the "
@@ -78,6 +81,20 @@ def data_notes(job: Job) -> list[str]:
     elif job.settings.dataset is not None:
         notes += _validation_notes(job, *job.data.held_out)
     return notes if job.settings.dataset is None else notes + _idle_notes(job)
+
+
+def _alike_notes(names):
+    """Says which names of classes may be meant for one."""
+    by_form = collections.defaultdict(list)
+    for name in names:
+        form = unicodedata.normalize("NFKC", " ".join(name.split()))
+        by_form[form.casefold()].append(repr(name))
+    return [
+        f"The classes {', '.join(some[:-1])} and {some[-1]} differ in upper and lower "
+        "case or spaces only; if they are one class, give it one name."
+        for some in by_form.values()
+        if len(some) > 1
+    ]
 
 
 def _validation_notes(job, held_out, split):
@@ -99,7 +116,7 @@ def _validation_notes(job, held_out, split):
 
 
 def _idle_notes(job):
-    """Which flags change nothing."""
+    """Says which flags change nothing."""
     source, settings = job.data.source, job.settings
     idle = []
     if not settings.uses_data_dir:

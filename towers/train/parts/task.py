@@ -67,7 +67,7 @@ class Task:
 
     @property
     def of_classes(self) -> bool:
-        """Whether one of several classes is to be chosen, for whatever has one."""
+        """Tells whether the model chooses one of several classes."""
         return self.probability == "softmax"
 
     def outputs(self, facts: DataFacts) -> int:

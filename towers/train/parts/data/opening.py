@@ -158,6 +158,5 @@ def choose_image_shape(
     if (asked := read_image_size(settings.image_size)) is not None:
         height, width = asked
     if height is None or width is None:
-        text = input_pipeline.unknown_size(source)
-        raise ValueError(f"{text[0].upper()}{text[1:]}.")
+        raise ValueError(input_pipeline.unknown_size(source))
     return height, width, channels

@@ -138,7 +138,7 @@ def read_vocabularies(settings: Settings) -> dict[str, list[str]] | None:
 
 
 def _goes_on(settings):
-    """Whether there is a run to go on with, or to evaluate."""
+    """Tells whether there is a run to go on with, or to evaluate."""
     folder = os.path.join(settings.absolute_model_dir, "checkpoints")
     return not settings.clean and bool(store.find(folder))
 

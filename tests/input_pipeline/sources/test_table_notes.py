@@ -1,0 +1,86 @@
+"""What is odd about the columns of a table is said, whatever reads it."""
+
+import warnings
+
+import pytest
+
+from towers.input_pipeline import (
+    blame_records,
+    make_dataset,
+    measure_scaling,
+    open_source,
+)
+
+
+def _csv(folder, table):
+    lines = [
+        ",".join(table),
+        *(",".join(map(str, row)) for row in zip(*table.values(), strict=True)),
+    ]
+    (folder / "a.csv").write_text("\n".join([*lines, ""]))
+    return f"csv:{folder}/a.csv"
+
+
+def _parquet(folder, table):
+    pa, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pa.table(table), folder / "a.parquet")
+    return f"parquet:{folder}/a.parquet"
+
+
+@pytest.mark.parametrize("write", [_csv, _parquet])
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
+def test_an_index_of_pandas_is_said_in_any_order(tmp_path, write, name):
+    table = {name: [7, 3, 1, 9] * 5, "x": [1, 2, 3, 5] * 5, "label": [0, 1] * 10}
+    (note,) = open_source(write(tmp_path, table), eval_fraction=0).notes
+    assert note == (
+        f"The column {name!r} has the name of an index that pandas has written, and "
+        "the model learns from it; --feature_columns=x (in Python, feature_columns) "
+        "leaves it out."
+    )
+
+
+def test_another_column_is_no_index(tmp_path):
+    table = {"Unnamed": [7, 3] * 10, "x": [1, 2] * 10, "label": [0, 1] * 10}
+    assert open_source(_csv(tmp_path, table), eval_fraction=0).notes == ()
+
+
+PATHS = [f"/a/rather/long/way/to/the/pictures/of/animals/{k}.JPG" for k in range(20)]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"path": PATHS, "label": ["cat", "dog"] * 10},
+        {"breed": ["pug", "poodle"] * 10, "path": PATHS},
+    ],
+)
+def test_a_table_of_pictures_is_told_of_class_folders(tmp_path, table):
+    said = r"'path' names pictures, .* a folder of its own, and train on folder:DIR"
+    with pytest.raises(ValueError, match=said):
+        open_source(_csv(tmp_path, table))
+
+
+def test_pictures_beside_numbers_are_left_out_with_what_to_do(tmp_path):
+    table = {"path": PATHS, "width": [1, 2] * 10, "label": ["cat", "dog"] * 10}
+    (note,) = open_source(_csv(tmp_path, table), eval_fraction=0).notes
+    assert note.startswith("Left out, because not of numbers: 'path' (such as ")
+    assert "train on folder:DIR" in note and "dlrm" not in note
+
+
+def test_an_empty_column_is_offered_to_no_model(tmp_path):
+    table = {"x": [1, 2] * 10, "label": [0, 1] * 10, "": [""] * 20}
+    (note,) = open_source(_csv(tmp_path, table), eval_fraction=0).notes
+    assert note == "Left out, because not of numbers: '' (empty)."
+
+
+def test_a_number_beyond_float32_is_a_bad_record_without_a_warning(tmp_path):
+    table = {"x": [1, 2] * 10, "y": [0, 5] * 10, "label": [0, 1] * 10}
+    table["x"][4] = "1e300"
+    source = open_source(_csv(tmp_path, table), eval_fraction=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaling = measure_scaling(source)
+    assert scaling.mean[0] == pytest.approx((9 * 1 + 10 * 2) / 19)
+    said = r"line 6: x is 1e\+300, expected a number of at most 3.4e\+38"
+    with pytest.raises(ValueError, match=said), blame_records(source):
+        [*make_dataset(source, "train", 4, repeat=False)]

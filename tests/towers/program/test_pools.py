@@ -1,0 +1,32 @@
+"""A program exits, whatever has ended the processes of its pools."""
+
+import subprocess
+import sys
+
+_KILLED = """
+import multiprocessing, os, signal, sys, time
+from towers.program import pools
+
+pools._SECONDS = 0.1
+pool = multiprocessing.get_context("fork").Pool(2)
+pool.map(abs, range(4))
+lock = pool._inqueue._rlock
+# Until one waits for work, which it does with the lock.
+while lock.acquire(block=False):
+    lock.release()
+    time.sleep(0.01)
+for process in pool._pool:
+    os.kill(process.pid, signal.SIGTERM)
+for process in pool._pool:
+    process.join()
+pools.end_at_exit()
+print(*(process.pid for process in pool._pool))
+sys.exit(143)
+"""
+
+
+def test_a_pool_whose_lock_is_lost_does_not_hang():
+    command = [sys.executable, "-c", _KILLED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143
+    assert not done.stderr

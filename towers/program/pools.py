@@ -1,0 +1,32 @@
+"""Ends pools of processes as the program exits, also those that would not end."""
+
+import threading
+from multiprocessing import util
+
+from towers.program import forks
+
+_SECONDS = 5.0
+
+
+def end_at_exit() -> None:
+    """Has the exit wait for no pool of `multiprocessing` for ever.
+
+    A signal that is sent to a group of processes ends those of a pool while one of them
+    has the lock of the pool. Python, as it exits, would wait for that lock. It ends the
+    processes that stay afterwards.
+    """
+    begun, ended = threading.Event(), threading.Event()
+
+    def end():
+        begun.wait()
+        # What Python calls first as well. What has been called is not called again.
+        util._run_finalizers(0)
+        ended.set()
+
+    def wait():
+        begun.set()
+        ended.wait(_SECONDS)
+
+    # Now: while Python exits, it begins no thread.
+    threading.Thread(target=end, daemon=True).start()
+    forks.at_exit(wait)

@@ -1,0 +1,81 @@
+"""Leaves out what TensorFlow logs of errors that Python raises as well.
+
+`startup` runs this file as a process, so it imports nothing of ours.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+# A line of an error, of a check that XLA leaves out, of an attribute of a node that is
+# ignored, or one that names a node.
+_TWICE = re.compile(
+    rb"local_rendezvous\.cc:\d+\] |op_kernel\.cc:\d+\] (OP_REQUIRES failed|[A-Z_]+: )"
+    rb"|assert_op\.cc:\d+\] Ignoring Assert operator"
+    rb"|Unknown attributes will be ignored|^\s+\[\[\{?\{?[A-Za-z]"
+)
+_LOGGED = re.compile(rb"[IWEF]\d{4} .*\.cc:\d+\] ")
+_TRACEBACK = b"Traceback (most recent call last):"
+_REMOTE = b"multiprocessing.pool.RemoteTraceback:"
+_QUOTES = b'"""'
+_BETWEEN = (b"The above exception was ", b"During handling of the above exception")
+
+
+def sift(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines that are to be seen.
+
+    A traceback that TensorFlow logs has empty lines between those of Python's own,
+    which are seen.
+    """
+    lines, before = iter(lines), b""
+    line = next(lines, b"")
+    while line:
+        if line.startswith(_TRACEBACK):
+            following = next(lines, b"")
+            if following.strip():
+                yield line
+                line = following
+            else:
+                line = _after_traceback(lines)
+            continue
+        if line.startswith(_REMOTE) and _LOGGED.match(before):
+            line = _after_remote(lines)
+            continue
+        if not _TWICE.search(line):
+            yield line
+        before, line = line, next(lines, b"")
+
+
+def _after_traceback(lines):
+    """Returns the first line behind the frames, the error and its empty lines."""
+    is_frame = True
+    for line in lines:
+        is_text = bool(line.strip())
+        if is_frame:
+            is_frame = not is_text or line.startswith(b" ")
+        elif not is_text:
+            break
+    return _after_blank(lines)
+
+
+def _after_remote(lines):
+    """Returns the first line behind the traceback of a pool's process, in quotes."""
+    quotes = 0
+    for line in lines:
+        quotes += line.startswith(_QUOTES)
+        if quotes == 2:
+            break
+    return _after_blank(lines)
+
+
+def _after_blank(lines):
+    for line in lines:
+        if line.strip() and not line.startswith(_BETWEEN):
+            return line
+    return b""
+
+
+if __name__ == "__main__":
+    for _line in sift(sys.stdin.buffer):
+        sys.stdout.buffer.write(_line)
+        sys.stdout.buffer.flush()
