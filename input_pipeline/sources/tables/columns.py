@@ -249,6 +249,8 @@ def check_classes(
     """
     if rows < _FEW or len(texts) < rows:
         return ""
+    if name_pictures(texts) and not asked:
+        raise ValueError(f"{where}: {_instead_of([label])}")
     one, other = sorted(texts)[:2]
     fault = (
         f"another text in each row of the labels' column {label!r}, such as "

@@ -1,5 +1,6 @@
 """The columns of a table's targets: what they are by all their values, and which."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,9 +124,9 @@ class Labels:
                 value is None or (self._of_class and value % 1)
             ):
                 return f"{name} is {str(cell)[:60]!r}, expected {expected}" + _ADVICE
-            if self.target.kind != "class" and not self.target.is_good(value):
-                return f"{name} is {value:g}, expected {expected}"
-        return f"{self._names[0]} {value:g} is outside [0, {self.target.size})"
+        y = np.atleast_1d(self.targets(self._blocks[number])[0][row])
+        counted = Target("class", math.inf) if self._of_class and y < 0 else self.target
+        return counted.fault(y, self._names[0])
 
     @property
     def _of_class(self) -> bool:

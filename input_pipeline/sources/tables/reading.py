@@ -13,7 +13,7 @@ from towers.input_pipeline.sources.tables.blocks import (
     TableFile,
     read_in_order,
 )
-from towers.input_pipeline.sources.targets import LARGEST
+from towers.input_pipeline.sources.targets import LARGEST, expected_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,9 @@ def read_part(file: TableFile, block: Block, data: bytes, wanted: Wanted) -> Par
     for column, name in enumerate(wanted.numbers if len(places) else ()):
         numbers[places, column] = values.as_numbers(read.values[name])
     for row, column in np.argwhere(np.abs(numbers) > LARGEST):
-        fault = f"{wanted.numbers[column]} is {numbers[row, column]}, expected a number"
+        value = numbers[row, column]
+        expected = expected_number(value)
+        fault = f"{wanted.numbers[column]} is {value:g}, expected {expected}"
         faults.setdefault(int(row), fault)
     if not wanted.may_be_missing:
         for row, column in np.argwhere(np.isnan(numbers)):

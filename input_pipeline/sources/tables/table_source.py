@@ -210,6 +210,10 @@ class TableSource(FileSource, StreamSource):
         )
         taken = [*wanted.numbers, *chosen]
         left_out = [] if asked else [name for name in every if name not in taken]
+        empty = [n for n in left_out if str(self._tables[0].types[n]) == "null"]
+        left_out = [name for name in left_out if name not in empty]
+        if empty:
+            self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
         pictures = [
             name
             for name, texts in read.texts.items()
