@@ -375,10 +375,10 @@ class _Contrastive(keras.Model):
         self.probe = layers.Dense(CLASSES)
         self.probe.build((None, 6))
 
-    def compile(self, contrastive_optimizer, probe_optimizer, **kwargs):
-        super().compile(**kwargs)
-        self.contrastive_optimizer = contrastive_optimizer
-        self.probe_optimizer = probe_optimizer
+    def compile(self, encoder_optimizer, linear_optimizer, **options):
+        super().compile(**options)
+        self.encoder_optimizer = encoder_optimizer
+        self.linear_optimizer = linear_optimizer
         self.probe_loss = losses.SparseCategoricalCrossentropy(from_logits=True)
         self.contrastive_tracker = metrics.Mean(name="c_loss")
         self.contrastive_accuracy = metrics.SparseCategoricalAccuracy(name="c_acc")
@@ -402,12 +402,12 @@ class _Contrastive(keras.Model):
             second = self.head(self.encoder(self.augmented(rows), training=True))
             loss = self.contrastive_loss(first, second)
         weights = self.encoder.trainable_weights + self.head.trainable_weights
-        _apply(tape, self.contrastive_optimizer, loss, weights)
+        _apply(tape, self.encoder_optimizer, loss, weights)
         self.contrastive_tracker.update_state(loss)
         with tf.GradientTape() as tape:
             logits = self.probe(self.encoder(self.augmented(rows), training=False))
             loss = self.probe_loss(labels, logits)
-        _apply(tape, self.probe_optimizer, loss, self.probe.trainable_weights)
+        _apply(tape, self.linear_optimizer, loss, self.probe.trainable_weights)
         self.probe_tracker.update_state(loss)
         self.probe_accuracy.update_state(labels, logits)
         return {each.name: each.result() for each in self.metrics}
@@ -460,7 +460,7 @@ class Nnclr(_Contrastive):
 
 
 def _probed():
-    return {"contrastive_optimizer": _sgd(), "probe_optimizer": _sgd()}
+    return {"encoder_optimizer": _sgd(), "linear_optimizer": _sgd()}
 
 
 class Diffusion(_OfRows):
@@ -474,8 +474,8 @@ class Diffusion(_OfRows):
         self.follower = keras.models.clone_model(self.network)
         self.noise = random.SeedGenerator(9)
 
-    def compile(self, **kwargs):
-        super().compile(**kwargs)
+    def compile(self, **options):
+        super().compile(**options)
         self.noise_loss = metrics.Mean(name="n_loss")
         self.image_loss = metrics.Mean(name="i_loss")
 
@@ -665,11 +665,11 @@ class Siamese(keras.Model):
         super().__init__()
         # A bias would be taken out by the difference.
         self.network = _network(WIDTH, 4, bias=False)
-        self.loss_tracker = metrics.Mean(name="loss")
+        self.mean_loss = metrics.Mean(name="loss")
 
     @property
     def metrics(self):
-        return [self.loss_tracker]
+        return [self.mean_loss]
 
     def call(self, inputs):
         anchor, near, far = map(self.network, inputs)
@@ -685,13 +685,13 @@ class Siamese(keras.Model):
         with tf.GradientTape() as tape:
             loss = self._loss(data)
         _apply(tape, self.optimizer, loss, self.network.trainable_weights)
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        self.mean_loss.update_state(loss)
+        return {"loss": self.mean_loss.result()}
 
     def test_step(self, data):
         (data,) = data
-        self.loss_tracker.update_state(self._loss(data))
-        return {"loss": self.loss_tracker.result()}
+        self.mean_loss.update_state(self._loss(data))
+        return {"loss": self.mean_loss.result()}
 
 
 def _triplets():
@@ -705,7 +705,7 @@ class Consistency(keras.Model):
         super().__init__()
         self.teacher, self.student = _network(WIDTH, CLASSES), _network(WIDTH, CLASSES)
         self.teacher.trainable = False
-        self.loss_tracker = metrics.Mean(name="total_loss")
+        self.mean_loss = metrics.Mean(name="total_loss")
 
     def compile(self, optimizer, metrics, loss, temperature=3):
         super().compile(optimizer=optimizer, metrics=metrics, loss=loss)
@@ -726,9 +726,9 @@ class Consistency(keras.Model):
                 ops.softmax(predicted / self.temperature),
             )
         _apply(tape, self.optimizer, loss, self.student.trainable_variables)
-        self.loss_tracker.update_state(loss)
+        self.mean_loss.update_state(loss)
         found = self.compute_metrics(noisy, y, predicted, None)
-        return {**found, "total_loss": self.loss_tracker.result()}
+        return {**found, "total_loss": self.mean_loss.result()}
 
 
 def _two_views():
@@ -743,11 +743,11 @@ class AdaMatch(keras.Model):
         super().__init__()
         self.network = _network(WIDTH, CLASSES)
         self.noise = random.SeedGenerator(13)
-        self.loss_tracker = metrics.Mean(name="loss")
+        self.mean_loss = metrics.Mean(name="loss")
 
     @property
     def metrics(self):
-        return [self.loss_tracker]
+        return [self.mean_loss]
 
     def train_step(self, data):
         (weak, strong), labels = data
@@ -773,8 +773,8 @@ class AdaMatch(keras.Model):
             )
             loss = labelled + 0.3 * unlabelled
         _apply(tape, self.optimizer, loss, self.network.trainable_variables)
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        self.mean_loss.update_state(loss)
+        return {"loss": self.mean_loss.result()}
 
 
 class Adversarial(keras.Model):
@@ -810,11 +810,11 @@ class RealNvp(_OfRows):
         self.shifts = [_network(WIDTH, WIDTH) for _ in range(2)]
         half = np.arange(WIDTH) % 2
         self.masks = np.array([half, 1 - half], "float32")
-        self.loss_tracker = metrics.Mean(name="loss")
+        self.mean_loss = metrics.Mean(name="loss")
 
     @property
     def metrics(self):
-        return [self.loss_tracker]
+        return [self.mean_loss]
 
     def call(self, x, training=True):
         total, direction = 0.0, -1 if training else 1
@@ -837,12 +837,12 @@ class RealNvp(_OfRows):
         with tf.GradientTape() as tape:
             loss = self.log_loss(self.rows(data))
         _apply(tape, self.optimizer, loss, self.trainable_variables)
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        self.mean_loss.update_state(loss)
+        return {"loss": self.mean_loss.result()}
 
     def test_step(self, data):
-        self.loss_tracker.update_state(self.log_loss(self.rows(data)))
-        return {"loss": self.loss_tracker.result()}
+        self.mean_loss.update_state(self.log_loss(self.rows(data)))
+        return {"loss": self.mean_loss.result()}
 
 
 class AdaptiveGan(Gan):

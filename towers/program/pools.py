@@ -1,8 +1,8 @@
 """Ends pools of processes as the program exits, also those that would not end."""
 
 import threading
-from multiprocessing import util
 
+from towers.keras_adapter.pools import end_pools
 from towers.program import forks
 
 _SECONDS = 5.0
@@ -19,8 +19,8 @@ def end_at_exit() -> None:
 
     def end():
         begun.wait()
-        # What Python calls first as well. What has been called is not called again.
-        util._run_finalizers(0)
+        # What Python does first as well.
+        end_pools()
         ended.set()
 
     def wait():

@@ -15,6 +15,7 @@ from towers.find_batch_size import search_flags
 from towers.machine import nvml
 from towers.machine.nvml import Gpu, Holders
 from towers.parity import check_flags
+from towers.program import voice
 from towers.scaling import scaling_flags
 from towers.train.parts.devices import configured
 from towers.train.settings import Settings
@@ -161,22 +162,29 @@ def _choose(begun, go_on):
         go_on.wait(60)
 
 
-def test_programs_choose_one_after_another(tmp_path, monkeypatch, capfd):
+def test_programs_choose_one_after_another(tmp_path):
     # A folder that is not there yet.
-    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "new"))
-    context = multiprocessing.get_context("fork")
-    first, second, go_on = context.Event(), context.Event(), context.Event()
-    one = context.Process(target=_choose, args=(first, go_on))
-    one.start()
-    assert first.wait(60)
-    other = context.Process(target=_choose, args=(second, go_on))
-    other.start()
-    assert not second.wait(0.3)
-    go_on.set()
-    assert second.wait(60)
-    one.join()
-    other.join()
-    assert "Waiting until another program has taken" in capfd.readouterr().err
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TOWERS_REGISTRY", str(tmp_path / "new"))
+        context = multiprocessing.get_context("fork")
+        first, second, waits, go_on = (context.Event() for _ in range(4))
+
+        def say(line):
+            assert "Waiting until another program has taken" in line
+            waits.set()
+
+        # The processes have it, too.
+        patched.setattr(voice, "say", say)
+        one = context.Process(target=_choose, args=(first, go_on))
+        one.start()
+        assert first.wait(60) and not waits.is_set()
+        other = context.Process(target=_choose, args=(second, go_on))
+        other.start()
+        assert waits.wait(60) and not second.is_set()
+        go_on.set()
+        assert second.wait(60)
+        one.join()
+        other.join()
 
 
 def test_a_run_takes_them(monkeypatch, tmp_path):

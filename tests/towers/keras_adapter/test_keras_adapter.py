@@ -7,6 +7,7 @@ modules rely on it. `docs/versions.md` says what to do then.
 import ast
 import functools
 import io
+import multiprocessing.util
 import random
 import re
 import sys
@@ -32,6 +33,7 @@ from towers.keras_adapter import (
     layers,
     models,
     optimizers,
+    pools,
     randomness,
     runtime,
     variables,
@@ -176,6 +178,37 @@ def _():
     assert layers.own_seed_generators(model) == []
     dropout = inner.layers[0]
     assert layers.own_seed_generators(dropout) == [dropout.seed_generator]
+
+
+@contract(
+    "_metrics",
+    "own_metrics",
+    "lists the metrics that a layer itself holds, and not those of its parts",
+)
+def _():
+    class Measured(keras.layers.Layer):
+        def __init__(self, metric):
+            super().__init__()
+            self.measured = metric
+
+    inner, outer = keras.metrics.Mean(name="a"), keras.metrics.Sum(name="b")
+    layer = Measured(outer)
+    layer.part = Measured(inner)
+    assert layers.own_metrics(layer) == [outer]
+    assert layers.own_metrics(layer.part) == [inner]
+
+
+@contract(
+    "_run_finalizers",
+    "end_pools",
+    "calls what pools have left to call at exit, once",
+)
+def _():
+    calls = []
+    multiprocessing.util.Finalize(None, calls.append, [1], exitpriority=15)
+    pools.end_pools()
+    pools.end_pools()
+    assert calls == [1]
 
 
 @contract(
