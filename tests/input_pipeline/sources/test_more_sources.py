@@ -4,6 +4,7 @@ import builtins
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -204,7 +205,7 @@ def test_an_empty_file_of_array_records(array_records, caplog):
     assert source.splits == {"train": 10, "test": 1}
     assert len(_read(source, "train", _seeds(1))) == 10
     scan_labels(source, "train")
-    assert f"{path} holds no record" in caplog.text
+    assert f"{path} holds no record." in source.notes
     with pytest.raises(ValueError, match=r"9.array_record holds no record: expected"):
         open_source(f"array_record:{path}")
 
@@ -267,7 +268,7 @@ def test_rows_of_numbers(rows):
     assert (row.dtype, row.tolist(), label) == (np.float64, [3, 4], 0)
     assert find_bad_record(source, "train") is None
     scan_labels(source, "train")
-    assert open_source(f"csv:{rows}/*.csv", num_classes=5).splits["train"] is None
+    assert open_source(f"csv:{rows}/*.csv", num_classes=5).num_classes == 5
 
 
 @pytest.mark.parametrize(
@@ -295,28 +296,27 @@ def test_the_column_of_labels(tmp_path, header, label_key, label):
         ("a,label", "holds no record"),
         ("1,2\n3,4\n", "a.csv begins with '1,2.*: expected a header"),
         ("label\n1\n", "expected a header, the names of at least two columns"),
-        ("a,label\n1,x\n1,0\n", "line 2 has the label 'x'.*whole numbers from 0"),
-        slow("a,label\n1,-1\n", "a.csv: line 2: label -1 is outside"),
-        slow("a,label\n1,0\n1,dog\n", "a.csv: line 3: label is not a valid in"),
-        slow("a,label\n1,0\n1\n", "a.csv: line 3: Expect 2 fields but have 1"),
-        ("a,label\nx,0\n", "a.csv has a column without numbers, 'a' .such as 'x'.: "),
-        ("a,label\n,0\n", "a.csv has a column without numbers, 'a' .empty.: "),
+        ("a,label\n1,x\n1,0\n", "line 2: label is 'x', expected a whole number from 0"),
+        ("a,label\n1,-1\n", "a.csv: line 2: label -1 is negative"),
+        ("a,label\n1,0\n1,dog\n", "a.csv: line 3: label is 'dog', expected a whole n"),
+        ("a,label\n1,0\n1\n", "a.csv: line 3: has 1 fields, expected 2"),
+        ("a,label\nx,0\n", "a.csv has no column of numbers or of texts .* but 'a'"),
+        ("a,label\n,0\n", "a.csv has no column of numbers or of texts that repeat"),
         (b"a,label\xff\n1,2", "a.csv: line 1 is not UTF-8: expected a CSV file in"),
         ("a,label\n1,0\n".encode("utf-16"), "a.csv: line 1 is not UTF-8.*-f UTF-16$"),
         (
             b"a,label\n7\xff,2",
-            "a.csv: line 2: a is '7\ufffd', expected a number in UTF-8$",
+            "a.csv: line 2: a is '7\ufffd', expected text in UTF-8$",
         ),
         (
             b"a,label\n1,\xff",
-            "a.csv: line 2 has the label '\ufffd' in the column 'label'",
+            "a.csv: line 2: label is '\ufffd', expected text in UTF-8$",
         ),
         (
             "a,label\n1,0\n1," + "x" * 999,
-            r"line 3: label is not a .*: x{60}\.\.\., expected a whole number",
+            r"line 3: label is 'x{60}', expected a whole number",
         ),
-        ("a,label\n" + "1" * 140_000 + ",0\n", r"a.csv: line 2: field larger than .*$"),
-        ("a" * 140_000 + ",label\n1,0\n", r"a.csv: line 1: field larger than .*$"),
+        ("a,label\n" + "1" * 140_000 + ",0\n", "line 2: a is inf, expected a number$"),
     ],
 )
 def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
@@ -330,30 +330,31 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("1", "Expect 3 fields but have 1"),
-        ("1,0,x", "b is not a valid number: x"),
-        (
-            "1,0,",
-            "b is required but missing, expected a number: write one, such as the",
-        ),
+        ("1", "has 1 fields, expected 3"),
+        ("1,0,x", "b is 'x', expected a number"),
+        ("1,0,", "nothing in the column 'b': write one, such as the column's mean"),
         ("1,9,1", "label 9 is outside"),
-        ("nan,0,1", "a is nan, expected a number"),
+        ("nan,0,1", "nothing in the column 'a'"),
         ("1,0,-inf", "b is -inf, expected a number"),
-        ("1,nan,1", "label is not a valid int64: nan"),
+        ("1,nan,1", "label is 'nan', expected a whole number from 0"),
     ],
 )
 def test_a_bad_row_is_named(rows, row, message):
     path = rows / "train-0.csv"
     path.write_text(path.read_text() + f"{row}\n")
-    source = open_source(f"csv:{rows}/*.csv", num_classes=5)
-    assert find_bad_record(source, "train").startswith(f"{path}: line 4: {message}")
+    options = {"num_classes": 5, "missing": "fail"}
+    said = f"{path}: line 4: {message}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        open_source(f"csv:{rows}/*.csv", **options)
+    source = open_source(f"csv:{rows}/*.csv", **options, skip_bad=True)
+    assert find_bad_record(source, "train").startswith(said)
 
 
 def test_blank_lines_of_csv_files_are_passed_over(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("a,label\n5,0\n\n6,1\n\r\n7,x\n \n\n")
-    source = open_source(f"csv:{path}", num_classes=2)
-    assert find_bad_record(source, "train").startswith(f"{path}: line 6: ")
+    with pytest.raises(ValueError, match=r"a\.csv: line 6: label is 'x'"):
+        open_source(f"csv:{path}", num_classes=2)
     path.write_text("a,label\n5,0\n\n6,1\n\r\n7,0\n \n\n")
     source = open_source(f"csv:{path}")
     assert (source.num_classes, source.splits) == (2, {"train": 3})
@@ -366,8 +367,13 @@ def test_blank_lines_of_csv_files_are_passed_over(tmp_path):
 
 
 def test_csv_files_of_other_columns(rows):
-    (rows / "train-1.csv").write_text("a,b,label\n1,2,3\n")
-    with pytest.raises(ValueError, match=r"has the columns a, b, label but .*the same"):
+    path = rows / "train-1.csv"
+    path.write_text("b,a,label\n8,7,2\n")
+    # Columns go by their names.
+    source = open_source(f"csv:{rows}/*.csv")
+    assert [7.0, 8.0] in [row.tolist() for row, _ in _read(source, "train")]
+    path.write_text("a,c,label\n1,2,3\n")
+    with pytest.raises(ValueError, match=r"1\.csv has the columns a .*correct 'b'"):
         open_source(f"csv:{rows}/*.csv")
 
 
@@ -457,7 +463,7 @@ def test_parquet_of_plain_bytes_and_other_names(tmp_path, encode, grey):
     source = open_source(spec, image_key="img", label_key="fine")
     assert [image.mean() for image, _ in _read(source, "train")] == [0, 10]
     assert open_source(spec, image_key="img").class_names == ("x", "y")
-    with pytest.raises(ValueError, match=r"'img' \(binary\): .* --image_key"):
+    with pytest.raises(ValueError, match=r"but 'img', 'c': .* by --image_key"):
         open_source(spec, label_key="fine")
     with pytest.raises(ValueError, match=r"expected bytes of JPEG or PNG in 'c'"):
         open_source(spec, image_key="c", label_key="fine")
@@ -486,11 +492,8 @@ def test_parquet_of_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"label": [0]}, r"label \(int64\): expected at least two"),
-        (
-            {"a": [0.5], "label": [b"x"]},
-            "expected numbers, .* as labels in 'label'",
-        ),
+        ({"label": [0]}, "has the column label alone: expected at least two"),
+        ({"a": [0.5], "label": [b"x"]}, "'label' of binary: expected numbers or texts"),
         ({"a": [1], "label": [-1]}, "a.parquet: row 0: label -1 is negative"),
         ({"a": [1, 2], "label": [0, None]}, "row 1: nothing in the column 'label'"),
         ({"a": pa.array([], "f4"), "label": pa.array([], "i4")}, "holds no record"),
@@ -505,9 +508,7 @@ def test_a_parquet_file_that_cannot_be_opened(tmp_path, table, message):
 
 def test_parquet_files_of_other_columns(tables):
     parquet.write_table(pa.table({"label": [1], "x": [2]}), tables / "train-2.parquet")
-    with pytest.raises(
-        ValueError, match=r"the column 'image' of .*2.parquet is not th"
-    ):
+    with pytest.raises(ValueError, match=r"image_key is 'image', but .*2.parquet has"):
         open_source(f"parquet:{tables}/*")
 
 
@@ -527,7 +528,8 @@ def test_a_bad_row_of_parquet_is_named(tables, encode, grey, image, label, messa
     columns["label"][4] = label
     path = tables / "train-1.parquet"
     parquet.write_table(pa.table(columns), path, row_group_size=3)
-    source = open_source(f"parquet:{tables}/*", num_classes=10)
+    options = {"num_classes": 10, "skip_bad": True}
+    source = open_source(f"parquet:{tables}/*", **options)
     found = find_bad_record(source, "train")
     assert found.startswith(f"{path}: row 4: {message}")
     assert "\n" not in found
@@ -545,7 +547,7 @@ def test_a_file_that_is_not_parquet(tables, change):
 
 
 @pytest.mark.slow
-def test_parquet_files_without_row_groups(tables, caplog):
+def test_parquet_files_without_row_groups(tables):
     path = tables / "train-9.parquet"
     schema = parquet.read_schema(tables / "train-0.parquet")
     parquet.ParquetWriter(path, schema).close()
@@ -554,7 +556,7 @@ def test_parquet_files_without_row_groups(tables, caplog):
     assert sorted(_labels(source, "train", _seeds(1))) == [*range(10)]
     assert find_bad_record(source, "train") is None
     scan_labels(source, "train")
-    assert f"{path} holds no record" in caplog.text
+    assert f"{path} holds no record." in source.notes
     with pytest.raises(ValueError, match=r"9.parquet holds no record: expected"):
         open_source(f"parquet:{path}")
     path.rename(tables / "validation.parquet")
@@ -565,18 +567,20 @@ def test_parquet_files_without_row_groups(tables, caplog):
 @pytest.mark.parametrize("fault", ["row", "row group"])
 def test_bad_rows_of_parquet_are_named_by_tensorflow_too(tables, fault):
     path = tables / "train-0.parquet"
+    options = {"num_classes": 10, "skip_bad": True}
     if fault == "row":
         table = {"image": [{"bytes": None, "path": ""}], "label": [1]}
         schema = parquet.read_schema(path)
         parquet.write_table(pa.table(table, schema), path)
         wanted = f"{path}: row 0: nothing in the column"
+        source = open_source(f"parquet:{tables}/*", **options)
     else:
         content = path.read_bytes()
         path.write_bytes(content[:4] + bytes(200) + content[204:])
         wanted = f"{path}: row group 0: "
-    source = open_source(f"parquet:{tables}/*", num_classes=10, skip_bad=True)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=wanted):
-        _read(source, "train")
+        source = open_source(f"parquet:{tables}/*", **options)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=wanted):
+            _read(source, "train")
     assert find_bad_record(source, "train").startswith(wanted)
 
 
@@ -597,8 +601,10 @@ for spec in sys.argv[1:]:
 @pytest.fixture
 def bad_records(tmp_path, grey, image_example, write_array_record):
     """Specs of a source with a bad record each, which Python reads."""
-    table = pa.table({"image": [b"", None], "label": [0, 1]})
-    parquet.write_table(table, tmp_path / "a")
+    table = pa.table({"image": [bytes(500)] * 2, "label": [0, 1]})
+    parquet.write_table(table, tmp_path / "a", compression="none", use_dictionary=False)
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[:4] + b"\xff" * 20 + content[24:])
     path = tmp_path / "b"
     write_array_record(path, [image_example(grey(n), n) for n in range(3)])
     content = bytearray(path.read_bytes())
