@@ -25,11 +25,12 @@ CORE = [
     "nvidia-ml-py>=12.535,<14",
     # TensorFlow Datasets imports it, and forgets to ask for it.
     "importlib_resources>=6,<8",
+    # Reads tables; TensorFlow Datasets asks for it, too.
+    "pyarrow>=20",
 ]
 
 # TensorFlow Datasets asks for both, of any version, the first on Linux only.
 ARRAY_RECORD = ["array-record>=0.8,<1"]
-PARQUET = ["pyarrow>=20"]
 # Each version is for one of TensorFlow, which it asks for.
 TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
 # Draws what --plot and towers.report show.
@@ -83,7 +84,6 @@ setup(
             "pytest-timeout>=2.3,<3",
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
-            *PARQUET,
             *TEXT,
             *REPORT,
             *PROFILE,
@@ -93,7 +93,8 @@ setup(
         # CUDA's libraries, as NVIDIA's wheels; there are none for macOS.
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "array_record": ARRAY_RECORD,
-        "parquet": PARQUET,
+        # Of before pyarrow was needed: 0.4 has it no more.
+        "parquet": [],
         "text": TEXT,
         # Models of which tests/models/test_hub.py trains a step.
         "hub": ["keras-hub>=0.32,<0.33"],

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 import tensorflow as tf
+from pyarrow import csv as arrow_csv
+from pyarrow import types
 
 from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
@@ -91,8 +94,6 @@ class CSVFile:
         A column is of numbers, dates or truth values if most of its cells are. A column
         without any value is of type null.
         """
-        import pyarrow as pa
-
         cells = zip(*self._samples, strict=True) if self._samples else ()
         found = {
             name: _type(values, self.dialect.decimal)
@@ -114,8 +115,6 @@ class CSVFile:
 
     def text_type(self, name: str) -> Any:
         """See ``TableFile.text_type``: bytes, which need not be text."""
-        import pyarrow as pa
-
         del name
         return pa.binary()
 
@@ -170,8 +169,6 @@ class CSVFile:
         Returns:
             The columns. Rows of another length and cells of another type are faults.
         """
-        import pyarrow as pa
-
         if not block.is_whole:
             fault = "opens quotes that do not end, so nothing behind it can be read"
             return Columns(block, {}, 1, [0], {0: fault})
@@ -209,9 +206,6 @@ class CSVFile:
 
     def _parsed(self, data, types):
         """Returns lengths of rows that are wrong, and columns; None if a cell is."""
-        import pyarrow as pa
-        from pyarrow import csv as arrow_csv
-
         short = {}
 
         def skip(row):
@@ -246,8 +240,6 @@ class CSVFile:
         return f"has {count} fields, expected {len(self.names)}"
 
     def _opened(self) -> BinaryIO:
-        import pyarrow as pa
-
         if self._stored is None:
             file = tf.io.gfile.GFile(self.path, "rb")
         else:
@@ -391,8 +383,6 @@ def _decimal(separator: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _type(cells: Sequence[str], decimal: str) -> Any:
-    import pyarrow as pa
-
     cells = [cell for cell in cells if cell.strip() not in MISSING]
     if not cells:
         return pa.null()
@@ -421,8 +411,6 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
     Returns:
         The values, null where a cell is of another type, and the faults by row.
     """
-    import pyarrow as pa
-
     values, faults = [], {}
     for row, cell in enumerate(raw.to_pylist()):
         text = (cell or b"").decode(errors="replace")
@@ -437,8 +425,6 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
 
 def _value(text: str, kind: Any, decimal: str) -> tuple[Any, str]:
     """Returns what a cell holds, or what was expected in it."""
-    from pyarrow import types
-
     text = text.strip()
     if not types.is_string(kind) and text in MISSING:
         return None, ""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pyarrow as pa
+
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
 from towers.input_pipeline.sources.tables.table_source import TableSource
 
@@ -20,8 +22,6 @@ class CSVSource(TableSource):
         return CSVFile(path, self._stored)
 
     def _type_of_label(self, kind: Any) -> Any:
-        import pyarrow as pa
-
         # As they are written: the whole column tells whether they are names of classes.
         written = self._tables[0].dialect.decimal == "." or kind != pa.float64()
         return pa.string() if written else kind

@@ -9,7 +9,6 @@ from towers.input_pipeline.sources.tables.parquet_images import (
     image_column,
 )
 from towers.input_pipeline.sources.tables.parquet_source import ParquetSource
-from towers.program.extras import install_command
 
 
 def open_parquet(
@@ -28,15 +27,8 @@ def open_parquet(
         **options: of ``ParquetImages`` or ``TableSource``.
 
     Raises:
-        ValueError: there is no pyarrow, or the files cannot be opened.
+        ValueError: the files cannot be opened.
     """
-    try:
-        import pyarrow  # noqa: F401 (all of these modules need it)
-    except ImportError as error:
-        raise ValueError(
-            f"'parquet:{pattern}' needs the package pyarrow, which is not "
-            f"installed: {install_command('parquet')}"
-        ) from error
     image = image_column(pattern, image_key, feature_columns)
     if image is None:
         return ParquetSource(pattern, feature_columns=feature_columns, **options)

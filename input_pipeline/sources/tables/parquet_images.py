@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from pyarrow import types
 
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.tables import columns, reading
@@ -129,8 +130,6 @@ class ParquetImages(ParquetSource):
 
 
 def _check_images(table: ParquetFile, name: str) -> None:
-    from pyarrow import types
-
     kind = table.types[name]
     if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         kind = kind.field("bytes").type

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
+
 from towers.input_pipeline.sources.tables.blocks import TableFile
 from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
 from towers.input_pipeline.sources.tables.row_groups import described_classes
@@ -18,8 +20,6 @@ class ParquetSource(TableSource):
         return ParquetFile(path, self._stored)
 
     def _type_of_label(self, kind: Any) -> Any:
-        import pyarrow as pa
-
         # True and False by themselves are names of classes.
         return pa.string() if pa.types.is_boolean(kind) else kind
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from towers.input_pipeline.sources.tables import columns, values
 from towers.input_pipeline.sources.tables.blocks import (
@@ -113,8 +114,6 @@ def _target(read, name, places, wanted):
 
 def _categories(read: Columns, name: str, places: np.ndarray) -> Any:
     """A column of text, with a row for each row of the block."""
-    import pyarrow as pa
-
     column = read.values.get(name, pa.array([], pa.string()))
     if len(places) < read.rows:
         rows = np.full(read.rows, -1)

@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pyarrow
 import tensorflow as tf
+from pyarrow import parquet
 
 from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files.stored import StoredFile
@@ -71,8 +73,6 @@ class RowGroups:
         Raises:
             ValueError: it cannot be read.
         """
-        import pyarrow
-
         try:
             with _open(path, self._stored, self._footers[path]) as file:
                 if most is None:
@@ -122,15 +122,11 @@ class _File(tf.io.gfile.GFile):
 
 
 def _open(path: str, stored: StoredFiles | None, footer: Any = None) -> Any:
-    from pyarrow import parquet
-
     file = _File(path, "rb") if stored is None else StoredFile(stored, path)
     return parquet.ParquetFile(file, metadata=footer)
 
 
 def _footer(path: str, stored: StoredFiles | None) -> Any:
-    import pyarrow
-
     try:
         with _open(path, stored) as file:
             return file.metadata

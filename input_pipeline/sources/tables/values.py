@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import compute, types
 
 # Microseconds of a day, in which dates are counted.
 _DAY_US = 86_400_000_000
@@ -11,8 +13,6 @@ _DAY_US = 86_400_000_000
 
 def is_number(kind: Any) -> bool:
     """Tells whether a column of a type becomes numbers: also truth values and dates."""
-    from pyarrow import types
-
     return any(
         fits(kind)
         for fits in (
@@ -28,30 +28,22 @@ def is_number(kind: Any) -> bool:
 
 def is_whole(kind: Any) -> bool:
     """Tells whether a type is of whole numbers, or of truth values."""
-    from pyarrow import types
-
     return types.is_integer(kind) or types.is_boolean(kind)
 
 
 def is_date(kind: Any) -> bool:
     """Tells whether a type is of days or moments."""
-    from pyarrow import types
-
     return types.is_timestamp(kind) or types.is_date(kind)
 
 
 def is_text(kind: Any) -> bool:
     """Tells whether a type is of text, with or without a dictionary."""
-    from pyarrow import types
-
     if types.is_dictionary(kind):
         kind = kind.value_type
     return types.is_string(kind) or types.is_large_string(kind) or _is_view(kind)
 
 
 def _is_view(kind):
-    from pyarrow import types
-
     return types.is_string_view(kind)
 
 
@@ -60,9 +52,6 @@ def as_numbers(column: Any) -> np.ndarray:
 
     Days and moments are days since 1970, with a fraction. Truth values are 0 and 1.
     """
-    import pyarrow as pa
-    from pyarrow import compute, types
-
     kind = column.type
     if types.is_null(kind):
         return np.full(len(column), np.nan)
@@ -84,9 +73,6 @@ def as_categories(column: Any) -> Any:
 
     Spaces around a text do not count. Where nothing stands, the text is empty.
     """
-    import pyarrow as pa
-    from pyarrow import compute, types
-
     if types.is_dictionary(column.type):
         texts = column.dictionary.cast(pa.string())
         column = pa.DictionaryArray.from_arrays(column.indices, texts)
@@ -101,8 +87,6 @@ def joined(parts: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
     Returns:
         int32 places in the texts, and the texts, sorted.
     """
-    import pyarrow as pa
-
     if not parts:
         return np.zeros(0, np.int32), []
     column = pa.chunked_array(parts).unify_dictionaries().combine_chunks()

@@ -10,7 +10,6 @@ from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import FILE
 from towers.input_pipeline.sources.tables import columns, table_targets
-from towers.input_pipeline.sources.tables.blocks import TableFile
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
 from towers.input_pipeline.sources.tables.opened import text_rows
 from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
@@ -19,7 +18,6 @@ from towers.input_pipeline.sources.targets import Target, TargetKind
 from towers.input_pipeline.sources.texts.encoded import EncodedSource, Example
 from towers.input_pipeline.sources.texts.rows import bad_record, check_length
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
-from towers.program.extras import install_command
 
 
 def open_csv(pattern: str, **options: Any) -> "LabelledTextSource":
@@ -82,7 +80,8 @@ class LabelledTextSource(EncodedSource):
             raise splits.held_out_by_name(eval_fraction, self.name, self._files)
         fraction = 0.0 if by_name else splits.check_fraction(eval_fraction)
         paths = [path for some in self._files.values() for path in some]
-        self._tables = {path: _open(kind, path) for path in paths}
+        opens = CSVFile if kind == "csv" else ParquetFile
+        self._tables = {path: opens(path) for path in paths}
         labels = self._find_columns(paths, text_column, label_column)
         faults, found = [], {"train": [], "test": []}
         for split, example in self._examples([text_column, *labels], fraction, faults):
@@ -226,18 +225,6 @@ class LabelledTextSource(EncodedSource):
         if fraction and "test" in self.splits:
             note = splits.note(fraction, "rows", self.splits["test"])
             self.notes = (*self.notes, note)
-
-
-def _open(kind: str, path: str) -> TableFile:
-    if kind == "csv":
-        return CSVFile(path)
-    try:
-        return ParquetFile(path)
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package pyarrow, which is not installed: "
-            f"{install_command('parquet')}"
-        ) from error
 
 
 def _is_utf8(text: str) -> bool:

@@ -655,12 +655,6 @@ def test_a_parquet_file_that_is_damaged(tables):
     assert find_bad_record(source, "train").startswith(f"{path}: row group 0: ")
 
 
-def test_without_pyarrow(tables, monkeypatch):
-    _without(monkeypatch, "pyarrow")
-    with pytest.raises(ValueError, match="not installed: pip install 'pyarrow>=20'"):
-        open_source(f"parquet:{tables}/*")
-
-
 # --- other file systems
 
 
