@@ -248,6 +248,14 @@ class Source(abc.ABC):
         """Names the field in TensorFlow's message, where it does not."""
         return fault
 
+    def medians(self) -> Sequence[float]:
+        """Returns the medians of the numbers of the training rows.
+
+        Raises:
+            ValueError: they are not in memory.
+        """
+        raise ValueError(f"{self.name} has no columns in memory to take medians of")
+
     def in_memory(self, note: str = "") -> "Source | None":
         """Returns the examples as a source in memory, if they are there already.
 

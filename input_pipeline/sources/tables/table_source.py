@@ -283,6 +283,16 @@ class TableSource(FileSource, StreamSource):
 
     # Reading.
 
+    def medians(self) -> Sequence[float]:
+        """See ``Source.medians``."""
+        if self._memory is None:
+            raise ValueError(
+                f"received missing='median', but {self.name} does not fit in memory, "
+                "so no median is known: expected 'mean' or 'fail'"
+            )
+        rows = self._memory.numbers[: self._memory.training]
+        return np.nanmedian(rows, axis=0).tolist()
+
     def in_memory(self, note: str = "") -> RowSource | None:
         """Returns the good rows as a source in memory; `None` if they did not fit."""
         memory, self._memory = self._memory, None

@@ -1,0 +1,146 @@
+"""CSV files as people have them: separators, quotes, compression, what is missing."""
+
+import bz2
+import csv
+import gzip
+import io
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from towers.input_pipeline import make_dataset, measure_scaling, open_source
+from towers.input_pipeline.sources.tables import csv_file
+from towers.input_pipeline.sources.tables.csv_file import CSVFile
+from towers.input_pipeline.sources.tables.opened import text_rows
+
+
+def _rows(path, names=None):
+    table = CSVFile(str(path))
+    return [
+        (row.place, *row.values) if not row.fault else (row.place, row.fault)
+        for row in text_rows(table, names or table.names)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 2**22])
+def test_blocks_end_where_rows_do(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", size)
+    text = (
+        '\ufeff"a\nb",c\r\n1,"x\n\ny"\r\n\r\n2,z\n3,"q ""w"""\n4,5" pipe\n5\n"6,6",7\n'
+    )
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    assert _rows(tmp_path / "a.csv") == [
+        ("line 3", "1", "x\n\ny"),
+        ("line 7", "2", "z"),
+        ("line 8", "3", 'q "w"'),
+        ("line 9", "4", '5" pipe'),
+        ("line 10", "has 1 fields, expected 2"),
+        ("line 11", "6,6", "7"),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_python_writes_is_read(tmp_path, monkeypatch, seed):
+    draw = random.Random(seed)
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", draw.randrange(1, 40))
+    signs = ["a", "b", " ", ",", ";", '"', "\n", "\r\n", "é", "'"]
+    rows = [
+        ["".join(draw.choices(signs, k=draw.randrange(1, 6))) for _ in range(3)]
+        for _ in range(30)
+    ]
+    written = io.StringIO(newline="")
+    style = {"lineterminator": draw.choice(["\n", "\r\n"])}
+    csv.writer(written, **style).writerows([["x", "y", "z"], *rows])
+    (tmp_path / "a.csv").write_bytes(written.getvalue().encode())
+    assert [list(row[1:]) for row in _rows(tmp_path / "a.csv")] == rows
+
+
+def test_quotes_that_do_not_end_hide_no_row_in_silence(tmp_path):
+    (tmp_path / "a.csv").write_text('a,b\n1,2\n3,"4\n5,6\n7,8\n')
+    fault = "opens quotes that do not end, so nothing behind it can be read"
+    assert _rows(tmp_path / "a.csv") == [("line 2", "1", "2"), ("line 3", fault)]
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "decimal"),
+    [
+        ("a,b\n1.5,2\n", ",", "."),
+        ("a;b\n1,5;2\n", ";", ","),
+        ("a;b\n1.5;2\n", ";", "."),
+        ("a\tb\n1,5\t2\n", "\t", ","),
+        ("a|b\n1.5|x,y\n", "|", "."),
+        ('"a;c",b\n1.5,2\n', ",", "."),
+    ],
+)
+def test_the_header_tells_the_separator(tmp_path, text, separator, decimal):
+    (tmp_path / "a.csv").write_text(text)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert (table.dialect.separator, table.dialect.decimal) == (separator, decimal)
+    ((block, data),) = table.blocks()
+    (first, *_) = table.names
+    read = table.parse(block, data, {first: pa.float64()})
+    assert read.values[first].to_pylist() == [1.5]
+
+
+PACK = {
+    "gzip": gzip.compress,
+    "bz2": bz2.compress,
+    "zstd": lambda data: pa.compress(data, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("pack", PACK.values(), ids=PACK)
+def test_compressed_files_are_told_by_their_bytes(tmp_path, pack):
+    text = "a,label\n" + "".join(f"{k},{k % 2}\n" for k in range(100))
+    (tmp_path / "a.csv").write_bytes(pack(text.encode()))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    ((x, y),) = make_dataset(source, "train", 100, training=False)
+    np.testing.assert_array_equal(x[:, 0], np.arange(100))
+    np.testing.assert_array_equal(y, np.arange(100) % 2)
+
+
+def _mixed(folder, **options):
+    lines = ["age,when,member,label"]
+    for k in range(40):
+        age = "NA" if k % 4 == 0 else k
+        lines.append(f"{age},2024-01-{k % 28 + 1:02},{str(k % 2 == 0).lower()},{k % 2}")
+    (folder / "a.csv").write_text("\n".join(lines))
+    return open_source(f"csv:{folder}/a.csv", eval_fraction=0, **options)
+
+
+def test_dates_and_truth_values_are_numbers(tmp_path):
+    source = _mixed(tmp_path)
+    rows = np.concatenate([x for x, _ in _parsed(source)])
+    assert rows[:3, 1].tolist() == [19723, 19724, 19725]
+    assert rows[:3, 2].tolist() == [1, 0, 1]
+
+
+def _parsed(source):
+    for _, records in source.batches("train", 16):
+        x, y = source.parse(records)
+        yield x.numpy(), y.numpy()
+
+
+@pytest.mark.parametrize("missing", ["mean", "median"])
+def test_missing_numbers_are_filled_and_marked(tmp_path, missing):
+    source = _mixed(tmp_path, missing=missing)
+    assert source.missing_columns == ("age",)
+    scaling = measure_scaling(source, standardize=False)
+    ((x, _),) = make_dataset(source, "train", 40, training=False, scaling=scaling)
+    there = [k for k in range(40) if k % 4]
+    expected = np.mean(there) if missing == "mean" else np.median(there)
+    np.testing.assert_allclose(x[::4, 0], np.full(10, expected), rtol=1e-6)
+    np.testing.assert_array_equal(x[:, 3], [k % 4 == 0 for k in range(40)])
+    assert scaling.all_names == ("age", "when", "member", "age is missing")
+    scaled = measure_scaling(source)
+    assert type(scaled).from_json(scaled.to_json()) == scaled
+    # What is missing takes no part in them.
+    assert scaled.mean[0] == pytest.approx(np.mean(there))
+    assert scaled.std[0] == pytest.approx(np.std(there))
+
+
+def test_missing_numbers_may_be_bad_records(tmp_path):
+    with pytest.raises(ValueError, match=r"line 2: nothing in the column 'age': write"):
+        _mixed(tmp_path, missing="fail")
