@@ -73,14 +73,12 @@ class TableFile(Protocol):
         names: of the columns.
         types: of the columns by their names, as pyarrow has them.
         size: bytes of the file.
-        can_jump: whether a block can be read without those before it.
     """
 
     path: str
     names: Sequence[str]
     types: Mapping[str, Any]
     size: int
-    can_jump: bool
 
     def text_type(self, name: str) -> Any:
         """Returns the type as which a column's cells are read as they are written."""
@@ -89,7 +87,7 @@ class TableFile(Protocol):
         """Yields the blocks in order, with the bytes to `parse`."""
 
     def load(self, block: Block) -> bytes:
-        """Reads the bytes of one block; only if the file `can_jump`."""
+        """Reads the bytes of one block."""
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
         """Makes columns of a block's bytes, of these types."""

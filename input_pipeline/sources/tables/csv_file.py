@@ -108,11 +108,6 @@ class CSVFile:
             return self._stored.size(self.path)
         return tf.io.gfile.stat(self.path).length
 
-    @property
-    def can_jump(self) -> bool:
-        """Whether a block can be read without those before it."""
-        return self.dialect.codec is None
-
     def text_type(self, name: str) -> Any:
         """See ``TableFile.text_type``: bytes, which need not be text."""
         del name
@@ -125,7 +120,8 @@ class CSVFile:
             at, line = len(header), header.count(b"\n")
             while piece := file.read(_BLOCK_BYTES):
                 rest += piece
-                end, _ = self._end_of_rows(rest)
+                # Quotes at the end may be the first of two, which close no field.
+                end, _ = self._end_of_rows(rest.rstrip(b'"'))
                 if end:
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(b"\n")
@@ -153,9 +149,14 @@ class CSVFile:
         return data, b""
 
     def load(self, block: Block) -> bytes:
-        """Reads the bytes of a block of a file that `can_jump`."""
+        """Reads the bytes of a block; of a compressed file, all before them as well."""
         with self._opened() as file:
-            file.seek(block.begin)
+            if self.dialect.codec is None:
+                file.seek(block.begin)
+            else:
+                left = block.begin
+                while left:
+                    left -= len(file.read(min(left, _BLOCK_BYTES)))
             return file.read(block.size)
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
@@ -266,12 +267,11 @@ class CSVFile:
         # Quotes behind a mark open a field, too.
         at = self.dialect.begin
         data = b"\n" * at + data[at:]
-        for quoted in self._quoted.finditer(data):
-            if (line := data.find(b"\n", at, quoted.start())) >= 0:
+        for field in self._quoted.finditer(data):
+            if (line := data.find(b"\n", at, field.start())) >= 0:
                 return line + 1
-            at = quoted.end()
-        opens = self._opening.search(data, at)
-        return data.find(b"\n", at, opens.start() if opens else len(data)) + 1
+            at = field.end()
+        return data.find(b"\n", at) + 1
 
     def _end_of_rows(self, data: bytes) -> tuple[int, bool]:
         """Returns where the last whole row ends, and whether quotes stay open.
@@ -281,26 +281,22 @@ class CSVFile:
         """
         if b'"' not in data:
             return data.rfind(b"\n") + 1, False
-        spans = [match.span() for match in self._quoted.finditer(data)]
-        after = spans[-1][1] if spans else 0
-        opens = self._opening.search(data, after)
-        limit = opens.start() if opens else len(data)
-        for begin, end in reversed(spans):
+        fields = [
+            (*field.span(), bool(field[1])) for field in self._quoted.finditer(data)
+        ]
+        is_open = bool(fields) and not fields[-1][2]
+        limit = len(data)
+        for begin, end, _ in reversed(fields):
             if (line := data.rfind(b"\n", end, limit)) >= 0:
-                return line + 1, opens is not None
+                return line + 1, is_open
             limit = begin
-        return data.rfind(b"\n", 0, limit) + 1, opens is not None
+        return data.rfind(b"\n", 0, limit) + 1, is_open
 
     @functools.cached_property
     def _quoted(self) -> re.Pattern[bytes]:
-        """A field in quotes."""
-        return re.compile(self._opening.pattern + rb'(?:[^"]++|"")*+"')
-
-    @functools.cached_property
-    def _opening(self) -> re.Pattern[bytes]:
-        """The quotes that open a field."""
+        """A field in quotes, up to the end of the data if they do not close."""
         before = re.escape(self.dialect.separator.encode())
-        return re.compile(rb"(?<![^\n\r" + before + rb'])"')
+        return re.compile(rb"(?<![^\n\r" + before + rb'])"(?:[^"]++|"")*+(")?')
 
 
 class _Closable(io.RawIOBase):

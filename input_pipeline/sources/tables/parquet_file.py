@@ -22,8 +22,6 @@ class ParquetFile:
         ValueError: it is no whole Parquet file, or two columns have one name.
     """
 
-    can_jump = True
-
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path = path
         self.groups = RowGroups([path], stored)

@@ -163,17 +163,11 @@ class TablePass:
                 continue
             located = self.blocks[place]
             table = self._tables[located.file]
-            lines = table.lines(located.block, self._load(located), wrong)
+            lines = table.lines(located.block, table.load(located.block), wrong)
             for row in wrong:
                 self.faults[place, row] = labels.fault(place, row)
                 if row in lines:
                     self.lines[place, row] = lines[row]
-
-    def _load(self, located: Located) -> bytes:
-        table = self._tables[located.file]
-        if table.can_jump:
-            return table.load(located.block)
-        return next(data for block, data in table.blocks() if block == located.block)
 
     def targets(self, labels: Labels) -> dict[str, np.ndarray]:
         """Returns the good targets of the training rows and of the others."""
