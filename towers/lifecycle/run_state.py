@@ -114,11 +114,16 @@ class RunState:
 
     def _on_disk(self):
         """Returns path and time of each checkpoint: another one may get its name."""
-        # A folder that cannot be read is said where it is read for more.
-        with contextlib.suppress(store.DamagedError, OSError):
+        try:
             paths = store.find(self.checkpoints.directory)
-            return {(path, os.stat(path).st_mtime_ns) for path in paths}
-        return set()
+        except (store.DamagedError, OSError):
+            return self._seen  # that is said where the folder is read for more
+        saved = set()
+        for path in paths:
+            # Somebody may have removed it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                saved.add((path, os.stat(path).st_mtime_ns))
+        return saved
 
     def _check_no_others(self):
         """Checks that nobody has saved since this process has read the folder."""

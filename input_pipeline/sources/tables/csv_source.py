@@ -202,7 +202,6 @@ class CSVSource(StreamFiles):
             name: [text for row in rows if (text := row[place].strip())]
             for place, name in enumerate(self._columns)
         }
-        pictures = [name for name in texts if columns.name_pictures(texts[name])]
         wrong = {}
         for name in self.image_fields if rows else ():
             # A number in bytes that are no text is said of its row.
@@ -211,6 +210,9 @@ class CSVSource(StreamFiles):
                 example = f"such as {found[0][:60]!r}" if found else columns.EMPTY
                 wrong[name] = example
         right = [name for name in self.image_fields if name not in wrong]
+        # The label may be one, unless the user has named the columns.
+        looked_at = wrong if asked else texts
+        pictures = [name for name in looked_at if columns.name_pictures(texts[name])]
         # Of text that is named; what is empty is neither.
         chosen = [name for name in wrong if asked and texts[name]]
         if wrong and right and not asked:
