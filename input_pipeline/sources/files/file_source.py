@@ -29,9 +29,8 @@ _BLOCK_LENGTH = 16
 _SAMPLE = 64
 _MOST_TRIES = 100
 # TFDS, the converter, Spark and Dask write these beside records.
-_DESCRIPTIONS = (
-    *("dataset_info.json", "features.json", "bad_records.json"),
-    *("_SUCCESS", "_metadata", "_common_metadata"),
+_BESIDE = re.compile(
+    r"(dataset_info|features|bad_records)\.json|_(SUCCESS|metadata|common_metadata)"
 )
 # Of fewer classes, some may well have no record.
 _MANY = 1000
@@ -337,7 +336,7 @@ def _is_json(path: str) -> bool:
 def _may_be_data(path: str) -> bool:
     """Tells whether a user may miss a file that is left out."""
     *_, name = names = path.split(os.sep)
-    return name not in _DESCRIPTIONS and not any(part[0] == "." for part in names)
+    return not _BESIDE.fullmatch(name) and not any(part[0] == "." for part in names)
 
 
 def _left_out(paths: Sequence[str]) -> tuple[str, ...]:
