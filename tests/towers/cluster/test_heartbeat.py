@@ -357,7 +357,9 @@ def test_who_waits_for_one_that_has_parted_ends():
     assert hosts.failures[0].empty() and hosts.failures[1].empty()
 
 
-def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines():
+def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines(monkeypatch):
+    # The stand-in is silent, too, which is not what ends this.
+    monkeypatch.setattr(heartbeat, "SILENT_S", 3600.0)
     hosts = Hosts(4)
     hosts.join(1)
     slow = hosts.stand_in(2)
