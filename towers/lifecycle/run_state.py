@@ -114,15 +114,14 @@ class RunState:
 
     def _on_disk(self):
         """Returns path and time of each checkpoint: another one may get its name."""
+        saved = set()
         try:
-            paths = store.find(self.checkpoints.directory)
+            for path in store.find(self.checkpoints.directory):
+                # Somebody may have removed it meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    saved.add((path, os.stat(path).st_mtime_ns))
         except (store.DamagedError, OSError):
             return self._seen  # that is said where the folder is read for more
-        saved = set()
-        for path in paths:
-            # Somebody may have removed it meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                saved.add((path, os.stat(path).st_mtime_ns))
         return saved
 
     def _check_no_others(self):

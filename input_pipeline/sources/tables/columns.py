@@ -125,12 +125,12 @@ def find_features(
 
 
 def name_pictures(texts: Sequence[str]) -> bool:
-    """Whether the texts of a column are the names of pictures."""
+    """Tells whether the texts of a column are the names of pictures."""
     return bool(texts) and all(text.lower().endswith(SUFFIXES) for text in texts)
 
 
 def _instead_of(pictures: Sequence[str]) -> str:
-    """What to do where columns name pictures: a clause; empty if none does."""
+    """Says what to do about columns that name pictures; empty if there are none."""
     if not pictures:
         return ""
     return (
