@@ -1,4 +1,4 @@
-"""What decoding ignores of a picture, as its first bytes tell."""
+"""Says by the first bytes of a picture what decoding ignores of it."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ def _of_deep(heads: Mapping[str, bytes]) -> list[str]:
 
 
 def _is_turned(head: bytes) -> bool:
-    """Whether EXIF data has another orientation than upright."""
+    """Tells whether EXIF data has another orientation than upright."""
     mark = next((_MARKS[kind] for kind in _MARKS if head.startswith(kind)), None)
     if mark is None or mark not in head:
         return False

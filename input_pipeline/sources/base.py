@@ -204,12 +204,13 @@ class Source(abc.ABC):
         """Says what decoding ignores of the first pictures: a sentence each."""
 
         def heads():
-            for record in itertools.islice(records, ignored.MOST):
-                # What is wrong with one is said when it is read.
+            # What is wrong with one is said when it is read. To look behind it may be
+            # to read all of a file.
+            good = itertools.takewhile(lambda record: not record.fault, records)
+            for record in itertools.islice(good, ignored.MOST):
                 with contextlib.suppress(*FAULTS):
-                    if not record.fault:
-                        image = self.load(self.parse_one(record.raw)[0])
-                        yield record.where, image.numpy()[: ignored.HEAD]
+                    image = self.load(self.parse_one(record.raw)[0])
+                    yield record.where, image.numpy()[: ignored.HEAD]
 
         if self.input_kind != "image" or not self.encoded:
             return []

@@ -1,4 +1,4 @@
-"""What is odd about the labels of a data set, and would else be noticed late."""
+"""Says what is odd about the labels of a data set, before a model learns them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,9 +19,12 @@ def notes(target: Target, found: Mapping[str, np.ndarray]) -> list[str]:
         return []
     if target.row_shape:
         return _constant(target, every)
+    odd = missing(target.names, found)
     used = np.unique(every).astype(np.int64)
-    numbered = target.names is None and len(used) < target.size
-    return [_unused(used)] * numbered + missing(target.names, found)
+    # Of a number of classes that is given, the last ones may be missing here.
+    if target.names is None and len(used) <= used[-1] == target.size - 1:
+        odd.insert(0, _unused(used))
+    return odd
 
 
 def missing(names: Sequence[str] | None, found: Mapping[str, np.ndarray]) -> list[str]:

@@ -153,7 +153,7 @@ class Context:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What a call may assign: trained variables, then `variables.not_trained`."""
+        """The variables that a call may assign: trained ones, then `not_trained`."""
         return self.model.trainable_variables + variables.not_trained(self.model)
 
     def rules(self, step: str, data: Any, measures: bool = False) -> Rules:

@@ -114,11 +114,15 @@ class RunState:
 
     def _on_disk(self):
         """Returns path and time of each checkpoint: another one may get its name."""
-        # A folder that cannot be read is said where it is read for more.
-        with contextlib.suppress(store.DamagedError, OSError):
-            paths = store.find(self.checkpoints.directory)
-            return {(path, os.stat(path).st_mtime_ns) for path in paths}
-        return set()
+        saved = set()
+        try:
+            for path in store.find(self.checkpoints.directory):
+                # Somebody may have removed it meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    saved.add((path, os.stat(path).st_mtime_ns))
+        except (store.DamagedError, OSError):
+            return self._seen  # that is said where the folder is read for more
+        return saved
 
     def _check_no_others(self):
         """Checks that nobody has saved since this process has read the folder."""

@@ -1,5 +1,6 @@
 """Ends pools of processes as the program exits, also those that would not end."""
 
+import functools
 import threading
 
 from towers.keras_adapter.pools import end_pools
@@ -8,6 +9,7 @@ from towers.program import forks
 _SECONDS = 5.0
 
 
+@functools.cache
 def end_at_exit() -> None:
     """Has the exit wait for no pool of `multiprocessing` for ever.
 

@@ -15,6 +15,8 @@ _TWICE = re.compile(
     rb"|Unknown attributes will be ignored|^\s+\[\[\{?\{?[A-Za-z]"
 )
 _LOGGED = re.compile(rb"[IWEF]\d{4} .*\.cc:\d+\] ")
+# What follows an error without an empty line between, such as the end of a crash.
+_OTHERS = re.compile(_LOGGED.pattern + rb"|Fatal Python error")
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMOTE = b"multiprocessing.pool.RemoteTraceback:"
 _QUOTES = b'"""'
@@ -50,6 +52,8 @@ def _after_traceback(lines):
     """Returns the first line behind the frames, the error and its empty lines."""
     is_frame = True
     for line in lines:
+        if _OTHERS.match(line):
+            return line
         is_text = bool(line.strip())
         if is_frame:
             is_frame = not is_text or line.startswith(b" ")
@@ -62,6 +66,8 @@ def _after_remote(lines):
     """Returns the first line behind the traceback of a pool's process, in quotes."""
     quotes = 0
     for line in lines:
+        if _OTHERS.match(line):
+            return line
         quotes += line.startswith(_QUOTES)
         if quotes == 2:
             break

@@ -59,8 +59,8 @@ def explained_build(model: keras.Model) -> Iterator[None]:
             raise
         raise ModelError(
             f"Model '{model.name}' cannot compute a whole batch{_where(model, error)} "
-            f"({said}); one device cannot either, so check the shapes of y and "
-            "sample_weight, and those that the layers expect."
+            f"({said}); expected y and sample_weight whose shapes fit those of the "
+            "outputs. If one device raises the same error, no number of towers can."
         ) from error
 
 

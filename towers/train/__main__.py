@@ -95,7 +95,7 @@ def main(settings: Settings) -> int:
     except (ValueError, OSError, tf.errors.OpError) as error:
         if said := raised.in_graph(str(error)):
             voice.end_progress_bar()
-            return fail(f"the data raised an error at {said}", _PROGRAM)
+            return fail(f"an error was raised at {said}", _PROGRAM)
         # While setting up, what goes wrong is the user's input, and said in one
         # sentence. Later, it is worth a traceback.
         if job is not None:

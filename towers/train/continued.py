@@ -143,9 +143,9 @@ def check_classes(folder: str, setup: Setup) -> None:
     now = setup.task and setup.task.name
     if before and now and before != now:
         raise resume.ResumeError(
-            f"The run {folder} began with --task={before}, but received data and flags "
-            f"of --task={now}; expected the same, so correct them, or start over with "
-            "--clean."
+            f"The run {os.path.dirname(folder)} began with --task={before}, but "
+            f"received data and flags of --task={now}; expected the same, so correct "
+            "them, or start over with --clean."
         )
     for path in store.find(folder):
         try:

@@ -148,7 +148,7 @@ def _bad(record, offset, message, read_offset):
     if end is not None:
         return record.with_fault(fault, gap=(offset, end))
     if offset == 0:
-        fault = f"no TFRecord file: it begins with {header!r}"
+        fault = f"no header of a TFRecord, but {header!r}"
     return record.with_fault(fault, gap=(offset, size), count=None)
 
 

@@ -28,8 +28,10 @@ _CYCLE_LENGTH = 16
 _BLOCK_LENGTH = 16
 _SAMPLE = 64
 _MOST_TRIES = 100
-# TFDS and the converter write these beside records.
-_DESCRIPTIONS = ("dataset_info.json", "features.json", "bad_records.json")
+# TFDS, the converter, Spark and Dask write these beside records.
+_BESIDE = re.compile(
+    r"(dataset_info|features|bad_records)\.json|_(SUCCESS|metadata|common_metadata)"
+)
 # Of fewer classes, some may well have no record.
 _MANY = 1000
 
@@ -323,7 +325,7 @@ def group_by_split(
 
 
 def _is_hidden(path: str) -> bool:
-    """Tells whether a file, or a folder on the way to it, has a name as _SUCCESS."""
+    """Tells whether the name of a file, or of a folder above it, begins with . or _."""
     return any(name.startswith((".", "_")) for name in path.split(os.sep))
 
 
@@ -334,7 +336,7 @@ def _is_json(path: str) -> bool:
 def _may_be_data(path: str) -> bool:
     """Tells whether a user may miss a file that is left out."""
     *_, name = names = path.split(os.sep)
-    return name not in _DESCRIPTIONS and not any(part[0] == "." for part in names)
+    return not _BESIDE.fullmatch(name) and not any(part[0] == "." for part in names)
 
 
 def _left_out(paths: Sequence[str]) -> tuple[str, ...]:

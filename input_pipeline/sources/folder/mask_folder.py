@@ -239,13 +239,14 @@ def _notes_of_sizes(pairs: Sequence[tuple[str, str]]) -> list[str]:
 def _size(path: str) -> tuple[int, int] | None:
     """Height and width of a PNG or JPEG file; `None` of others, and of damaged ones."""
     try:
-        encoded = tf.io.read_file(path)
-        head = encoded.numpy()[:24]
+        with tf.io.gfile.GFile(path, "rb") as file:
+            head = file.read(24)
         if head.startswith(b"\x89PNG") and len(head) == 24:
             width, height = struct.unpack(">II", head[16:])
             return height, width
         if head.startswith(b"\xff\xd8\xff"):
-            height, width, _ = tf.io.extract_jpeg_shape(encoded).numpy().tolist()
+            shape = tf.io.extract_jpeg_shape(tf.io.read_file(path))
+            height, width, _ = shape.numpy().tolist()
             return height, width
     except FAULTS:
         pass  # what reads all of it says so

@@ -185,6 +185,11 @@ class LabelledTextSource(EncodedSource):
         described = every and self._described(labels[0])
         size = num_classes or len(described or ()) or int(whole.max(initial=0)) + 1
         names = described if described and len(described) == size else class_names
+        if names and len(names) != size:
+            raise ValueError(
+                f"class_names has {len(names)} names, but {self.name} has {size} "
+                "classes: expected a name for each"
+            )
         self._take_target(Target("class", size, names and tuple(names)))
         return values[:, 0]
 

@@ -146,7 +146,7 @@ def test_a_field_of_another_type(tmp_path, fields, said, write_tfrecord):
 
 def test_a_table_that_is_called_a_tfrecord(tmp_path):
     (tmp_path / "a.tfrecord").write_text("a,b,label\n1,2,0\n3,4,1\n")
-    with pytest.raises(ValueError, match=r"no TFRecord file: it begins with b'a,b,lab"):
+    with pytest.raises(ValueError, match=r"no header of a TFRecord, but b'a,b,lab"):
         open_source(f"tfrecord:{tmp_path}/a.tfrecord")
 
 

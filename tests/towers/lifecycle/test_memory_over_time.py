@@ -34,7 +34,6 @@ class Traced(keras.callbacks.Callback):
             self.before = self._traced()
         if epoch + 1 == 3 * EPOCHS:
             self.after = self._traced()
-            tracemalloc.stop()
 
     def _traced(self):
         gc.collect()
@@ -51,6 +50,12 @@ class Keeps(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.logs.append(dict(logs))
+
+
+@pytest.fixture(autouse=True)
+def _trace_no_more():
+    yield
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("others", [[], [Keeps()]], ids=["nobody", "one"])

@@ -15,12 +15,13 @@ lock = pool._inqueue._rlock
 while lock.acquire(block=False):
     lock.release()
     time.sleep(0.01)
-for process in pool._pool:
+# The pool puts new ones in their places.
+workers = [*pool._pool]
+for process in workers:
     os.kill(process.pid, signal.SIGTERM)
-for process in pool._pool:
+for process in workers:
     process.join()
 pools.end_at_exit()
-print(*(process.pid for process in pool._pool))
 sys.exit(143)
 """
 

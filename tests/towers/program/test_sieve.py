@@ -103,3 +103,22 @@ def test_a_line_is_seen_before_the_next_one():
         process.stdin.flush()
         assert process.stdout.readline() == b"first\n"
         process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "cut_off",
+    [
+        'Traceback (most recent call last):\n\n  File "a.py", line 1, in f\n',
+        'Traceback (most recent call last):\n\n  File "a.py", line 1\n\nOSError: no\n',
+        "W0000 00:00:1 2 op_kernel.cc:1] UNKNOWN: OSError: no\n"
+        'multiprocessing.pool.RemoteTraceback: \n"""\nTraceback (most recent c\n',
+    ],
+    ids=["frames", "an error", "quotes"],
+)
+@pytest.mark.parametrize(
+    "last",
+    ["F0000 00:00:1 2 x.cc:3] Check failed: a == b\n", "Fatal Python error: A\n"],
+)
+def test_the_last_words_of_a_crash_are_seen(cut_off, last):
+    lines = (cut_off + last).encode().splitlines(keepends=True)
+    assert b"".join(sieve.sift(lines)).endswith(last.encode())

@@ -565,6 +565,6 @@ def test_of_a_generator_that_raises_only_the_users_line_is_seen(tmp_path, number
     path = write(tmp_path, RAISES.format(number=number))
     done = run(f"--model={path}", f"--model_dir={tmp_path}/run", code=1)
     line = 1 + path.read_text()[: path.read_text().index("raise ")].count("\n")
-    said = f"the data raised an error at {path}:{line}, in rows: RuntimeError: no such"
+    said = f"an error was raised at {path}:{line}, in rows: RuntimeError: no such"
     assert done.stderr.splitlines()[-1].startswith(f"towers.train: {said}")
     assert "Traceback" not in done.stderr

@@ -276,10 +276,10 @@ def test_what_was_decided_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("Yes", "no", "yes"), ["The classes 'Yes' and 'yes' differ in upper and"]),
-        (("YES", "Yes", "yes"), ["The classes 'YES', 'Yes' and 'yes' differ in"]),
-        (("a  b", "a b", "ab"), ["The classes 'a  b' and 'a b' differ in upper"]),
-        (("\u00c4", "A\u0308"), ["The classes '\u00c4' and 'A\u0308' differ in"]),
+        (("Yes", "no", "yes"), ["The classes 'Yes' and 'yes' differ only in upper"]),
+        (("YES", "Yes", "yes"), ["The classes 'YES', 'Yes' and 'yes' differ only in"]),
+        (("a  b", "a b", "ab"), ["The classes 'a  b' and 'a b' differ only in"]),
+        (("\u00c4", "A\u0308"), ["The classes '\u00c4' and 'A\u0308' differ only"]),
         (("ant", "bee"), []),
         (None, []),
     ],

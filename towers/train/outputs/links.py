@@ -42,8 +42,8 @@ def _check(model_dir, path, kind, is_one):
     if os.path.islink(path) and not target.startswith(inside):
         raise SaveError(
             f"{path} is a link to {target}, and the run would write there; expected "
-            "all of a run in its model_dir, so remove the link, or choose a model_dir "
-            "on the other disk."
+            "all of a run in its model_dir, so remove the link, or give a folder there "
+            "as --model_dir."
         )
     if os.path.lexists(path) and not is_one:
         raise SaveError(

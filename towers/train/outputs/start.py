@@ -87,11 +87,12 @@ def _alike_notes(names):
     """Says which names of classes may be meant for one."""
     by_form = collections.defaultdict(list)
     for name in names:
-        form = unicodedata.normalize("NFKC", " ".join(name.split()))
+        form = unicodedata.normalize("NFC", " ".join(name.split()))
         by_form[form.casefold()].append(repr(name))
     return [
-        f"The classes {', '.join(some[:-1])} and {some[-1]} differ in upper and lower "
-        "case or spaces only; if they are one class, give it one name."
+        f"The classes {', '.join(some[:-1])} and {some[-1]} differ only in upper and "
+        "lower case, in spaces, or in how an accent is written; if they are one class, "
+        "give it one name."
         for some in by_form.values()
         if len(some) > 1
     ]
