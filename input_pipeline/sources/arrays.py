@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images.decode import is_jpeg
+from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.base import IndexedSource, Source
 from towers.input_pipeline.sources.targets import Target, TargetKind
 from towers.program.python_calls import until_exit
@@ -84,8 +85,8 @@ class RowSource(IndexedSource):
         with tf.init_scope(), tf.device("/CPU:0"):
             images = None
             if not isinstance(self._images, np.memmap):
-                images = tf.nest.map_structure(tf.convert_to_tensor, self._images)
-            return images, tf.constant(self._labels)
+                images = tf.nest.map_structure(memory.as_tensor, self._images)
+            return images, memory.as_tensor(self._labels)
 
 
 class ArraySource(RowSource):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.tables import reading
 from towers.input_pipeline.sources.tables.blocks import Block, TableFile
 from towers.input_pipeline.sources.tables.columns import SAMPLE
@@ -213,10 +214,10 @@ class TablePass:
         at = {True: 0, False: sum(int(some.sum()) for some in training)}
         first_of_others = at[False]
         target = labels.target
-        memory = Memory(
-            np.empty([count, len(chosen)]),
-            {name: np.empty(count, np.int64) for name in wanted.texts},
-            np.empty([count, *target.row_shape], target.dtype),
+        kept = Memory(
+            memory.zeros((count, len(chosen)), np.float64),
+            {name: memory.zeros((count,), np.int64) for name in wanted.texts},
+            memory.zeros((count, *target.row_shape), target.dtype),
             first_of_others,
         )
         for place, (rows, is_training) in enumerate(zip(good, training, strict=True)):
@@ -232,12 +233,12 @@ class TablePass:
                 some = rows[is_training == of_training]
                 to = slice(at[of_training], at[of_training] + len(some))
                 at[of_training] = to.stop
-                memory.numbers[to] = numbers[some]
-                memory.targets[to] = y[some]
+                kept.numbers[to] = numbers[some]
+                kept.targets[to] = y[some]
                 for name, of_rows in ids.items():
-                    memory.ids[name][to] = of_rows[some]
+                    kept.ids[name][to] = of_rows[some]
         self._parts = []
-        return memory
+        return kept
 
     def _good(self, place: int) -> np.ndarray:
         good = np.ones(self.blocks[place].rows, bool)
