@@ -60,7 +60,7 @@ def cached(
         ValueError: the request is impossible, or the disk is full.
         tf.errors.OpError: a record is bad; see ``find_bad_record``.
     """
-    if not takes_whole(recipe) or len(source.image_shape) == 1:
+    if not takes_whole(recipe):
         image_shape = None
     folder = folder and os.path.expanduser(folder)
     if source.table_sizes and cache == "auto":

@@ -194,7 +194,7 @@ class CSVFile:
         with _any_length():
             begin = 0
             for fields in reader:
-                if fields:
+                if len(fields) > 1 or "".join(fields).strip():
                     if row in wanted:
                         lines[row] = block.line + begin
                     row += 1
@@ -206,11 +206,17 @@ class CSVFile:
         return self.dialect.separator
 
     def _parsed(self, data, types):
-        """Returns lengths of rows that are wrong, and columns; None if a cell is."""
-        short = {}
+        """Returns lengths of rows that are wrong, and columns; None if a cell is.
+
+        Rows of nothing but spaces are passed over, as empty ones are.
+        """
+        short, blank = {}, []
 
         def skip(row):
-            short[row.number - 1] = row.actual_columns
+            if row.text.strip():
+                short[row.number - 1 - len(blank)] = row.actual_columns
+            else:
+                blank.append(row.number)
             return "skip"
 
         options = {

@@ -136,7 +136,7 @@ class TablePass:
             self.moments.add(part.numbers[training])
             for texts, column in zip(self.texts.values(), part.texts, strict=True):
                 texts.add(column, training)
-            labels.add(part.labels)
+            labels.add(part.labels, [*part.faults])
             self._targets.append(part.labels)
             taken += part.numbers.nbytes + 4 * part.rows * len(part.texts)
             if taken > room:

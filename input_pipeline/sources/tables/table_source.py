@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.arrays import RowSource
-from towers.input_pipeline.sources.base import StreamSource
+from towers.input_pipeline.sources.base import StreamSource, size_and_time
 from towers.input_pipeline.sources.files import in_python, splits
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
-from towers.input_pipeline.sources.files.record import BadRecordError, Record
+from towers.input_pipeline.sources.files.record import CHANGED, BadRecordError, Record
 from towers.input_pipeline.sources.tables import (
     categories,
     columns,
@@ -88,6 +88,7 @@ class TableSource(FileSource, StreamSource):
         super().__init__(pattern, num_classes, **options)
         self.missing = missing
         self._paths = self._all_files()
+        self._stamps = [size_and_time(path) for path in self._paths]
         self._tables = [self._open(path) for path in self._paths]
         first = self._tables[0]
         names, note = table_targets.read_names(first.path, first.names, label_column)
@@ -366,9 +367,20 @@ class TableSource(FileSource, StreamSource):
         # TensorFlow's `unbatch` crashes on rows of nothing.
         return [part for part in parts if 0 not in part[1]]
 
+    def _unchanged(self, file: int) -> TableFile:
+        """Returns a file, of which blocks are where they were.
+
+        Raises:
+            ValueError: the file has changed since it was opened.
+        """
+        table = self._tables[file]
+        if size_and_time(table.path) != self._stamps[file]:
+            raise ValueError(f"{table.path} {CHANGED}")
+        return table
+
     def _read_block(self, located: Located) -> list[np.ndarray]:
         """Reads the parts of a block's raw records."""
-        table = self._tables[located.file]
+        table = self._unchanged(located.file)
         data = table.load(located.block)
         part = reading.read_part(table, located.block, data, self._wanted)
         y, _ = self._labels.targets(part.labels)

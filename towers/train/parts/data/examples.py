@@ -315,13 +315,14 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
     cache = "none" if settings.data_service else settings.cache
     # To keep pixels, all images are decoded first: that pays from the second epoch on.
     pays = settings.train_epochs > 1 or cache == "disk"
+    resized = pays and source.input_kind == "image"
     with input_pipeline.blame_records(source):
         return input_pipeline.cached(
             source,
             cache,
             settings.cache_dir,
             settings.deterministic,
-            data.image_shape if pays else None,
+            data.image_shape if resized else None,
             settings.recipe,
             _room,
         )
