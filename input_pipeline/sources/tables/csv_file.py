@@ -22,6 +22,8 @@ from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
+from towers.program import words
+from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
@@ -128,6 +130,7 @@ class CSVFile:
                     rest = rest[end:]
             end, is_open = self._end_of_rows(rest)
             if not is_open:
+                rest = self._without_empty_rows(rest)
                 yield from self._block(rest, at, line)
                 return
             yield from self._block(rest[:end], at, line)
@@ -138,6 +141,22 @@ class CSVFile:
         """Yields a block, unless it has nothing but empty lines."""
         if data.strip():
             yield Block(self.path, at, len(data), line), data
+
+    def _without_empty_rows(self, data: bytes) -> bytes:
+        """Leaves out rows of nothing but separators at the end, and says so.
+
+        Programs write them below a table, and nothing can be learnt from them.
+        """
+        empty = self._separator.encode() + b" \t\r\n"
+        end = len(data.rstrip(empty))
+        end = data.find(b"\n", end) + 1 or len(data)
+        if count := data.count(self._separator.encode(), end):
+            rows = -(-count // (len(self.names) - 1))
+            say(
+                f"{words.count(rows, 'row')} of nothing but {self._separator!r} at the "
+                f"end of {self.path}: left out."
+            )
+        return data[:end]
 
     def _read_header(self, file: Any) -> tuple[bytes, bytes]:
         """Returns the bytes of the header, with its mark, and what was read behind."""
@@ -365,7 +384,7 @@ def _rows(path: str, text: str, separator: str) -> list[list[str]]:
 
 
 def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    names = [*rows[0]] if rows else []
+    names = columns.named([name.strip() for name in rows[0]] if rows else [])
     columns.check_different(path, names)
     if len(names) < 2 or any(re.fullmatch(_NUMBER, name) for name in names):
         line = text.partition("\n")[0].rstrip("\r")
