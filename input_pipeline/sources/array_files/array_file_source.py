@@ -1,5 +1,6 @@
 """``npz:FILE`` and ``npy:X,Y``: arrays that stay in their files."""
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,7 +93,9 @@ class ArrayFileSource(IndexedSource):
             self.image_fields = tuple(map(str, range(self.image_shape[0])))
             self._measure(missing)
         files = paths.split(",") if kind == "npy" else [paths]
-        self.reads = tuple((path, *size_and_time(path)) for path in files)
+        self.reads = tuple(
+            (path, *size_and_time(os.path.expanduser(path))) for path in files
+        )
         self.reads += (self._fraction, missing)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -149,9 +152,11 @@ class ArrayFileSource(IndexedSource):
     ) -> None:
         """Finds out what the labels are, and takes them as they are kept."""
         forms = {(part.shape[1:], part.dtype.kind in "iub") for part in parts}
+        if len(forms) > 1:
+            raise self._unexpected(name, parts[-1])
         # Masks may be larger than the memory.
         y = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if len(forms) > 1 or y.dtype.kind not in "biufUS" or y.ndim > 4:
+        if y.dtype.kind not in "biufUS" or y.ndim > 4:
             raise self._unexpected(name, y)
         if y.ndim == 4 and y.shape[3] == 1:
             y = y[..., 0]
@@ -188,7 +193,7 @@ class ArrayFileSource(IndexedSource):
             column = np.asarray(y, np.float64)
             kind = pa.float64() if y.dtype.kind == "f" else pa.int64()
         labels = Labels(self.name, [name], {name: kind})
-        labels.add([column])
+        labels.add([column], [])
         labels.decide(asked, class_names, num_classes, True)
         if len(bad := labels.bad()[0]):
             raise ValueError(

@@ -216,6 +216,10 @@ _ERRORS = {
     "videos": ({"x": np.zeros([60, 2, 2, 2, 3]), "y": LABELS}, "x is float64"),
     "no number": ({"x": ROWS, "y": ROWS[:, 0] * np.nan}, "y"),
     "masks": ({"x": PICTURES, "y": PICTURES[:, 1:]}, "masks .* as large as pictures"),
+    "labels": (
+        {"x": ROWS, "y": LABELS, "x_test": ROWS, "y_test": ROWS},
+        r"y of .* is float64 \[60, 4\]: expected labels",
+    ),
     "shapes": (
         {"x": ROWS, "y": LABELS, "x_test": ROWS[:, 1:], "y_test": LABELS},
         "expected one shape",
