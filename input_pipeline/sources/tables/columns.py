@@ -74,6 +74,19 @@ def check_different(where: str, columns: Sequence[str]) -> None:
         )
 
 
+def check_several(where: str, columns: Sequence[str]) -> None:
+    """Checks that there is a column to learn from beside one to be predicted.
+
+    Raises:
+        ValueError: there are fewer than two columns.
+    """
+    if len(columns) < 2:
+        raise ValueError(
+            f"{where} has the column {', '.join(columns) or 'none'} alone: expected at "
+            "least two, one of them to be predicted"
+        )
+
+
 def find_label(
     where: str, columns: Sequence[str], label_column: str | None
 ) -> tuple[str, str]:

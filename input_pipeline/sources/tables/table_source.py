@@ -91,6 +91,7 @@ class TableSource(FileSource, StreamSource):
         self._stamps = [size_and_time(path) for path in self._paths]
         self._tables = [self._open(path) for path in self._paths]
         first = self._tables[0]
+        columns.check_several(first.path, first.names)
         names, note = table_targets.read_names(first.path, first.names, label_column)
         self._note(note)
         self.label_field = ",".join(names)
