@@ -126,14 +126,16 @@ class CSVFile:
                 rest += piece
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
-                if end:
+                # Rows of nothing wait for rows behind them.
+                if end := self._end_of_filled(rest[:end]):
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(self._newline)
                     rest = rest[end:]
             end, is_open = self._end_of_rows(rest)
             if not is_open:
-                rest = self._without_empty_rows(rest)
-                yield from self._block(rest, at, line)
+                end = self._end_of_filled(rest)
+                yield from self._block(rest[:end], at, line)
+                self._say_empty(rest[end:])
                 return
             yield from self._block(rest[:end], at, line)
             line += rest[:end].count(self._newline)
@@ -144,21 +146,22 @@ class CSVFile:
         if data.strip():
             yield Block(self.path, at, len(data), line), data
 
-    def _without_empty_rows(self, data: bytes) -> bytes:
-        """Leaves out rows of nothing but separators at the end, and says so.
+    def _end_of_filled(self, data: bytes) -> int:
+        """Returns where rows of nothing but separators begin that end some rows.
 
         Programs write them below a table, and nothing can be learnt from them.
         """
-        empty = self._separator.encode() + b" \t\r\n"
-        end = len(data.rstrip(empty))
-        end = data.find(b"\n", end) + 1 or len(data)
-        if count := data.count(self._separator.encode(), end):
+        end = len(data.rstrip(self._separator.encode() + b" \t\r\n"))
+        return (data.find(self._newline, end) + 1 or len(data)) if end else 0
+
+    def _say_empty(self, data: bytes) -> None:
+        """Says how many rows of nothing but separators are left out."""
+        if count := data.count(self._separator.encode()):
             rows = -(-count // max(len(self.names) - 1, 1))
             say(
                 f"{words.count(rows, 'row')} of nothing but {self._separator!r} at the "
                 f"end of {self.path}: left out."
             )
-        return data[:end]
 
     def _read_header(self, file: Any) -> tuple[bytes, bytes]:
         """Returns the bytes of the header, with its mark, and what was read behind."""

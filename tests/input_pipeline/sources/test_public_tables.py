@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.input_pipeline.sources import public_tables
-from towers.input_pipeline import open_source
+from towers.input_pipeline import BadRecordError, open_source
+from towers.input_pipeline.sources.tables import csv_file
 
 
 class Read(NamedTuple):
@@ -111,11 +112,23 @@ def test_the_table_of_a_text_names_what_reads_it(tmp_path):
     assert source.class_names == ("ham", "spam")
 
 
-def test_rows_of_nothing_at_the_end_are_said(tmp_path, capsys):
+@pytest.mark.parametrize("size", [1, 100, 2**22])
+def test_rows_of_nothing_at_the_end_are_said(tmp_path, capsys, monkeypatch, size):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", size)
     spec, _, label = _write(tmp_path, "air")
     source = open_source(spec, label_column=label)
     assert sum(source.splits.values()) == public_tables.ROWS
     assert "9 rows of nothing but ';' at the end of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1, 5, 2**22])
+def test_rows_of_nothing_before_others_are_rows(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", size)
+    (tmp_path / "a.csv").write_text("a,b,label\n1,2,0\n,,\n,,\n,,1\n4,,0\n,,\n")
+    with pytest.raises(BadRecordError, match="line 3: nothing in the column 'label'"):
+        open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0, skip_bad=True)
+    assert source.splits == {"train": 5} and len(source.faults["train"]) == 2
 
 
 @pytest.mark.slow
