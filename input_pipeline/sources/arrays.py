@@ -138,7 +138,7 @@ class ArraySource(RowSource):
                 "expected one"
             )
         images, labels = (_joined(parts) for parts in zip(*pairs.values(), strict=True))
-        found = _target(kind, labels, num_classes, class_names)
+        found = target_of(kind, labels, num_classes, class_names)
         splits = {split: len(part) for split, (_, part) in pairs.items()}
         super().__init__(name, images, labels, splits, found, shapes.pop())
 
@@ -166,7 +166,7 @@ def _kind_of(y: np.ndarray) -> TargetKind:
     return "mask" if y.ndim == 3 else "class"
 
 
-def _target(
+def target_of(
     kind: TargetKind,
     y: np.ndarray,
     num_classes: int | None,

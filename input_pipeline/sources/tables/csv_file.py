@@ -22,6 +22,8 @@ from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
+from towers.program import words
+from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
@@ -124,13 +126,16 @@ class CSVFile:
                 rest += piece
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
-                if end:
+                # Rows of nothing wait for rows behind them.
+                if end := self._end_of_filled(rest[:end]):
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(self._newline)
                     rest = rest[end:]
             end, is_open = self._end_of_rows(rest)
             if not is_open:
-                yield from self._block(rest, at, line)
+                end = self._end_of_filled(rest)
+                yield from self._block(rest[:end], at, line)
+                self._say_empty(rest[end:])
                 return
             yield from self._block(rest[:end], at, line)
             line += rest[:end].count(self._newline)
@@ -140,6 +145,23 @@ class CSVFile:
         """Yields a block, unless it has nothing but empty lines."""
         if data.strip():
             yield Block(self.path, at, len(data), line), data
+
+    def _end_of_filled(self, data: bytes) -> int:
+        """Returns where rows of nothing but separators begin that end some rows.
+
+        Programs write them below a table, and nothing can be learnt from them.
+        """
+        end = len(data.rstrip(self._separator.encode() + b" \t\r\n"))
+        return (data.find(self._newline, end) + 1 or len(data)) if end else 0
+
+    def _say_empty(self, data: bytes) -> None:
+        """Says how many rows of nothing but separators are left out."""
+        if count := data.count(self._separator.encode()):
+            rows = -(-count // max(len(self.names) - 1, 1))
+            say(
+                f"{words.count(rows, 'row')} of nothing but {self._separator!r} at the "
+                f"end of {self.path}: left out."
+            )
 
     def _read_header(self, file: Any) -> tuple[bytes, bytes]:
         """Returns the bytes of the header, with its mark, and what was read behind."""
@@ -368,7 +390,7 @@ def _rows(path: str, text: str, separator: str) -> list[list[str]]:
 
 
 def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    names = [name.strip() for name in rows[0]] if rows else []
+    names = columns.named([name.strip() for name in rows[0]] if rows else [])
     columns.check_different(path, names)
     if not names or any(re.fullmatch(_NUMBER, name) for name in names):
         line = re.split(r"[\r\n]", text, maxsplit=1)[0]

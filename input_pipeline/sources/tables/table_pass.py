@@ -43,8 +43,8 @@ class Texts:
     """The texts of a column, as the training rows have them.
 
     Attributes:
-        texts: the different ones.
-        rows: how many rows there are.
+        texts: the different ones, without the empty one.
+        rows: how many rows have one of them.
     """
 
     texts: set[str] = dataclasses.field(default_factory=set)
@@ -52,10 +52,12 @@ class Texts:
 
     def add(self, column: Any, training: np.ndarray) -> None:
         """Adds an encoded column of a block, of which some rows are for training."""
+        codes = column.indices.to_numpy(zero_copy_only=False)[training]
         if self.repeat or len(self.texts) < _MOST_TEXTS:
-            codes = np.unique(column.indices.to_numpy(zero_copy_only=False)[training])
-            self.texts.update(column.dictionary.take(codes).to_pylist())
-        self.rows += int(training.sum())
+            texts = column.dictionary.take(np.unique(codes)).to_pylist()
+            self.texts.update({*texts} - {""})
+        empty = column.dictionary.index("").as_py()
+        self.rows += int((codes != empty).sum())
 
     @property
     def repeat(self) -> bool:

@@ -201,21 +201,34 @@ class TableSource(FileSource, StreamSource):
     ) -> None:
         """Takes the columns to learn from, and says which are left out."""
         wanted = read.wanted
+        firsts = dict(zip(wanted.numbers, read.first.T, strict=True))
         chosen = [
             name
             for name, texts in read.texts.items()
             if asked or (texts.repeat if vocabularies is None else name in vocabularies)
         ]
-        self._wanted = dataclasses.replace(wanted, texts=chosen)
+        ids = [
+            name
+            for name, first in firsts.items()
+            if not asked and columns.is_id(name, first)
+        ]
+        if len(ids) == len(wanted.numbers) and not chosen:
+            ids = []
+        numbers = [name for name in wanted.numbers if name not in ids]
+        self._wanted = dataclasses.replace(wanted, numbers=numbers, texts=chosen)
         every = columns.find_features(
             self._paths[0], self._tables[0].names, wanted.labels, None
         )
-        taken = [*wanted.numbers, *chosen]
+        taken, types = [*numbers, *chosen], self._tables[0].types
         left_out = [] if asked else [name for name in every if name not in taken]
-        empty = [n for n in left_out if str(self._tables[0].types[n]) == "null"]
-        left_out = [name for name in left_out if name not in empty]
+        empty = [name for name in left_out if str(types[name]) == "null"]
+        others = {n: types[n] for n in left_out if n not in (*wanted.types, *empty)}
+        left_out = [n for n in left_out if n not in (*empty, *others, *ids)]
         if empty:
             self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
+        if others:
+            self._note(f"Left out, because of their types: {columns.listed(others)}.")
+        self._note(columns.ids_note(ids, taken))
         pictures = [
             name
             for name, texts in read.texts.items()
@@ -226,14 +239,14 @@ class TableSource(FileSource, StreamSource):
         if left_out:
             self._note(columns.left_out_note(left_out, taken, pictures))
         if chosen and not asked:
-            self._note(columns.categories_note(chosen, wanted.numbers))
-        self.image_fields, self.image_shape = wanted.numbers, (len(wanted.numbers),)
-        self.moments = read.moments
-        for column, name in enumerate(wanted.numbers):
-            others = [other for other in taken if other != name]
-            if others:
-                self._note(columns.index_note(name, read.first[:, column], others))
-        missing = zip(wanted.numbers, read.moments.missing, strict=True)
+            self._note(columns.categories_note(chosen, numbers))
+        self.image_fields, self.image_shape = numbers, (len(numbers),)
+        self.moments = read.moments.of([*map(wanted.numbers.index, numbers)])
+        for name in numbers:
+            rest = [other for other in taken if other != name]
+            if rest and not values.is_date(types[name]):
+                self._note(columns.index_note(name, firsts[name], rest))
+        missing = zip(numbers, self.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
         self.vocabularies = own if vocabularies is None else dict(vocabularies)

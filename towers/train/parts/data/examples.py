@@ -242,6 +242,12 @@ def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
     """See `Opened.prepare`; without a held_out, that is the test split, if any."""
     settings, source, held_out = opened.settings, opened.source, opened.held_out
     source.prepare()
+    if "train" not in source.splits:
+        raise ValueError(
+            f"{source.name} has nothing to train on, as names in it say that all of "
+            "it is held out (test, validation); expected other data, so name this by "
+            "--eval_dataset, or rename it."
+        )
     if held_out is not None:
         held_out.prepare()
         split = "test" if "test" in held_out.splits else "train"
