@@ -28,7 +28,7 @@ BAD_RECORD = (
 )
 
 # It says so of more records, and of fewer, than were counted.
-_ANOTHER_COUNT = "Input dataset was expected to contain"
+ANOTHER_COUNT = "Input dataset was expected to contain"
 
 # Reading this much takes seconds; more than that is sampled.
 _SCAN_ALL_BELOW_MB = 256
@@ -120,7 +120,7 @@ def blame_records(*sources: Source) -> Iterator[None]:
                 if record := next(bad, None):
                     records = check_records(source.origin, record.path)
                     raise blame(record, records) from error
-        if _ANOTHER_COUNT in str(error):
+        if ANOTHER_COUNT in str(error):
             names = " or ".join(dict.fromkeys(source.name for source in sources))
             raise BadRecordError(
                 f"the files of {names} hold another number of records than when the "
