@@ -55,16 +55,6 @@ def estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:
     return files
 
 
-def count_records(source: Source, split: str, shape: tuple[int, ...]) -> int:
-    """Records of a split, counted where the source does not know."""
-    known = source.splits[split]
-    if known is not None:
-        return known
-    batches = source.batches(split, at_once(shape))
-    sizes = batches.map(lambda numbers, _: len(numbers))
-    return int(sum(sizes.as_numpy_iterator()))
-
-
 def at_once(shape: tuple[int, ...]) -> int:
     """Images to read at once, so that what is on its way is little."""
     return min(max(_PART_MB * 2**20 // image_bytes(shape), 1), _BATCH)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -332,22 +332,41 @@ class TableSource(FileSource, StreamSource):
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
         """See ``StreamSource.records``."""
-        paths = self.files(split)
-        chosen = [
-            (place, self._first_number(self._paths[located.file]) + located.first)
-            for place, located in enumerate(self._blocks)
-            if self._paths[located.file] in paths
-        ]
-        blocks = tf.data.Dataset.from_tensor_slices(
-            tf.reshape(tf.constant(chosen, tf.int64), [-1, 2])
-        )
-        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
 
         def read(block):
             rows = self._read_in_graph(block[0])
             numbers = block[1] + tf.range(tf.shape(rows[-1], tf.int64)[0])
             return tf.data.Dataset.from_tensor_slices((numbers, rows))
 
+        return self._interleaved(split, read, shuffle_seed)
+
+    def _numbered(self, split: str) -> tf.data.Dataset:
+        """See ``StreamSource``: the rows of the blocks are counted."""
+
+        def count(block):
+            numbers = tf.data.Dataset.range(block[1], block[1] + block[2])
+            return numbers.map(lambda number: (number,))
+
+        return self._interleaved(split, count, None)
+
+    def _interleaved(
+        self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
+    ) -> tf.data.Dataset:
+        """What `read` makes of each block: its place, its first number, its rows."""
+        paths = self.files(split)
+        chosen = [
+            (
+                place,
+                self._first_number(self._paths[located.file]) + located.first,
+                located.rows,
+            )
+            for place, located in enumerate(self._blocks)
+            if self._paths[located.file] in paths
+        ]
+        blocks = tf.data.Dataset.from_tensor_slices(
+            tf.reshape(tf.constant(chosen, tf.int64), [-1, 3])
+        )
+        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
         records = blocks.interleave(
             read,
             cycle_length=min(max(len(chosen), 1), _CYCLE_LENGTH),
