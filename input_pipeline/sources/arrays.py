@@ -54,6 +54,11 @@ class RowSource(IndexedSource):
         """See ``Source.origin``."""
         return self._origin or self
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the examples take."""
+        return sum(part.nbytes for part in tf.nest.flatten(self._images))
+
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         images, labels = self._tensors
