@@ -80,6 +80,7 @@ class Source(abc.ABC):
         bytes_per_token: of text, for each split, where that is known.
         faults: bad records of each split that has some, where opening a source finds
             all of them; None where it does not look at all records.
+        good: how many other records each split has, where `faults` are known.
         moments: count, mean and squares of the numbers of the training rows, where they
             are known without reading.
         missing: what stands for a number that is missing: the "mean" or "median" of its
@@ -113,6 +114,7 @@ class Source(abc.ABC):
     has_padding: bool = False
     epochs_alone: int = 0
     faults: Mapping[str, Sequence[Record]] | None = None
+    good: Mapping[str, int] = {}
     moments: Moments | None = None
     missing: str = "fail"
     missing_columns: Sequence[str] = ()
