@@ -356,13 +356,12 @@ class TablePass:
 
     def good_rows(self, file: int) -> np.ndarray:
         """Returns the numbers of the rows of a file that can be used."""
-        return np.concatenate(
-            [
-                located.first + self._good(place)
-                for place, located in enumerate(self.blocks)
-                if located.file == file
-            ]
-        )
+        parts = [
+            located.first + self._good(place)
+            for place, located in enumerate(self.blocks)
+            if located.file == file
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _room() -> float:

@@ -245,7 +245,8 @@ class TableSource(FileSource, StreamSource):
             if name not in chosen and columns.name_pictures(texts.texts)
         ]
         if not taken:
-            raise columns.nothing_to_learn_from(self._paths[0], left_out, pictures)
+            unused = [name for name in every if name in (*left_out, *others)]
+            raise columns.nothing_to_learn_from(self._paths[0], unused, pictures)
         if left_out:
             self._note(columns.left_out_note(left_out, taken, pictures))
         if chosen and not asked:
