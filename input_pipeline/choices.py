@@ -13,6 +13,10 @@ BAD_RECORDS = ("fail", "skip")
 # In a mask: a pixel that has no class, such as the border of an object.
 IGNORED = 255
 # Data sets that are files: KIND:PATH.
-FILE_KINDS = ("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll")
+ARRAY_KINDS = ("npz", "npy")
+FILE_KINDS = (
+    *("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll"),
+    *ARRAY_KINDS,
+)
 # What stands for a number that is missing in a table.
 MISSING = ("mean", "median", "fail")

@@ -14,8 +14,9 @@ HELPS = {
         "labels."
     ),
     "eval_fraction": (
-        "Fraction of the records of csv:, parquet:, folder: and text: to hold out for "
-        "validation, unless a file or folder is held out by its name, such as test. "
+        "Fraction of the records of csv:, parquet:, npz:, npy:, folder: and text: to "
+        "hold out for validation, unless a file, folder or array is held out by its "
+        "name, such as test. "
         "Default: 0.1."
     ),
     "feature_columns": (
@@ -23,9 +24,9 @@ HELPS = {
         "all except the label; of texts, those that repeat."
     ),
     "missing": (
-        "Value of a missing number in csv: and parquet:, in training and prediction: "
-        "mean or median of its column, and a further column says so; fail: its row is "
-        "bad. Default: mean."
+        "Value of a missing number in csv:, parquet:, npz: and npy:, in training and "
+        "prediction: mean or median of its column, and a further column says so; fail: "
+        "its row is bad. Default: mean."
     ),
     "label_column": (
         "Column of csv:, parquet: and tfds: with the label. Default: label, class or "

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
-from towers.input_pipeline.choices import FILE_KINDS
+from towers.input_pipeline.choices import ARRAY_KINDS, FILE_KINDS
 
 FORMS = {
     "digits": "digits",
@@ -17,6 +17,8 @@ FORMS = {
     "array_record": "array_record:GLOB",
     "parquet": "parquet:GLOB",
     "csv": "csv:GLOB",
+    "npz": "npz:FILE",
+    "npy": "npy:X.npy,Y.npy",
     "folder": "folder:DIR",
     "text": "text:GLOB",
     "conll": "conll:GLOB",
@@ -40,6 +42,7 @@ _OF_TABLES = (
     "label_column",
     "feature_columns",
     "missing",
+    "findings",
     "text_column",
     "tokenizer",
     "sequence_length",
@@ -51,6 +54,7 @@ _OF_TABLES = (
     "skip_bad",
     "local_store",
 )
+_OF_ARRAYS = ("target", "num_classes", "class_names", "eval_fraction", "missing")
 _TAKES = {
     "digits": _OF_TFDS,
     "tfds": (
@@ -61,6 +65,8 @@ _TAKES = {
     "array_record": _OF_EXAMPLES,
     "parquet": ("image_key", *_OF_TABLES),
     "csv": _OF_TABLES,
+    "npz": _OF_ARRAYS,
+    "npy": _OF_ARRAYS,
     "folder": (
         "target",
         "num_classes",
@@ -116,14 +122,16 @@ class SourceOptions(TypedDict, total=False):
             default the first one, and the second of CoNLL-U.
         target: what a model is to give, a ``Target.kind``, where the data may be taken
             for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
-            "class" or "mask" of ``folder:``, and these or "numbers" of ``tfds:``. None:
-            what is clear from the data.
+            these or "mask" of ``npz:`` and ``npy:``, "class" or "mask" of ``folder:``,
+            and these or "numbers" of ``tfds:``. None: what is clear from the data.
         feature_columns: columns of ``parquet:`` and ``csv:``, or features of a set of
             columns of ``tfds:``, to learn from: numbers, and text as categories. None:
             all except the label.
         missing: what stands for a number that is missing in ``parquet:`` and ``csv:``:
             the "mean" or "median" of its column; "fail" makes its row a bad record.
             None: the mean.
+        findings: file for what rows of ``parquet:`` and ``csv:`` are found to hold, if
+            they do not fit in memory, which later runs use. None: they read all again.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
@@ -157,6 +165,7 @@ class SourceOptions(TypedDict, total=False):
     target: str | None
     feature_columns: Sequence[str] | None
     missing: str | None
+    findings: str | None
     num_classes: int | None
     class_names: Sequence[str] | None
     eval_fraction: float | None
@@ -244,6 +253,9 @@ def check(spec: str) -> None:
         read_zipf(rest)
     if kind not in FILE_KINDS or "://" in rest or spec == PYTHON:
         return
+    if kind in ARRAY_KINDS:
+        check_arrays(kind, rest)
+        return
     path = os.path.expanduser(rest)
     if kind == "folder":
         if not os.path.isdir(path):
@@ -255,6 +267,25 @@ def check(spec: str) -> None:
         and not _matches(path)
     ):
         raise no_files(kind, rest)
+
+
+def check_arrays(kind: str, rest: str) -> None:
+    """Checks what follows ``npz:`` or ``npy:``.
+
+    Raises:
+        ValueError: there are too few or too many files, or there is no such file.
+    """
+    paths = rest.split(",") if kind == "npy" else [rest]
+    if kind == "npy" and len(paths) not in (2, 4):
+        raise ValueError(
+            f"'npy:{rest}' names {len(paths)} files: expected npy:X.npy,Y.npy, or "
+            "npy:X.npy,Y.npy,X_TEST.npy,Y_TEST.npy"
+        )
+    for path in paths:
+        if not os.path.isfile(os.path.expanduser(path)):
+            raise ValueError(
+                f"there is no file {path!r}: expected one, so check the path"
+            )
 
 
 def _matches(pattern: str) -> bool:

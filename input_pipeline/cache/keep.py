@@ -14,6 +14,7 @@ from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import IndexedSource, Source
+from towers.machine import limits
 from towers.program import words
 
 _CALLED = {"pixels": "pixels", "encoded": "encoded images"}
@@ -27,14 +28,16 @@ def cached(
     image_shape: tuple[int, ...] | None = None,
     recipe: str = "none",
     room: Callable[[str | None, bool], tuple[float, float]] = space.room,
+    agree: Callable[[bool], bool] = bool,
 ) -> Source:
     """Keeps the examples of a source in memory or on disk, if they fit.
 
     The memory is filled as the first epoch reads the examples. Later epochs take them
     by number: in a full shuffle, from any position, without reading or parsing files.
     Images of one size are kept as pixels and are not decoded again. Other images are
-    kept as encoded files, unless `image_shape` gives all of them one size. Files on
-    disk are written by a pass over the data, before this returns.
+    kept as encoded files, unless `image_shape` gives all of them one size. Rows of a
+    table are in memory since it was opened, if they fit. Files on disk are written by a
+    pass over the data, before this returns.
 
     Args:
         source: a prepared source.
@@ -53,6 +56,7 @@ def cached(
         recipe: what becomes of the images. `image_shape` counts only if the recipe
             resizes before it does anything random; see ``recipes.takes_whole``.
         room: as ``space.room``; hosts that train together have to decide alike.
+        agree: tells whether something holds on all of these hosts.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -62,14 +66,21 @@ def cached(
         ValueError: the request is impossible, or the disk is full.
         tf.errors.OpError: a record is bad; see ``find_bad_record``.
     """
-    if not takes_whole(recipe) or len(source.image_shape) == 1:
+    if not takes_whole(recipe):
         image_shape = None
     folder = folder and os.path.expanduser(folder)
     if source.table_sizes and cache == "auto":
         folder = None
     _check(source, cache, folder, image_shape)
-    if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
+    if isinstance(source, IndexedSource) and not source.encoded:
         return source
+    # The source lets go of them, whether they are used or not.
+    rows = source.in_memory()
+    if cache == "none":
+        return source
+    fits = rows is not None and not (deterministic and rows.memory_bytes > limits.SMALL)
+    if cache != "disk" and agree(fits):
+        return _with_names(rows, source)
     shape = _pixels_shape(source, image_shape)
     if cache == "disk" and (shape is None or source.table_sizes):
         raise _no_pixels(source)
@@ -170,10 +181,8 @@ def _keep(
 ) -> RowSource | KeptSource:
     """Returns what is kept of the source, which is read if that is on the disk."""
     if plan.where == "memory":
-        kept = source.in_memory(note)
-        if kept is None:
-            shape = None if plan.what == "encoded" else shape
-            kept = KeptSource(source, plan.numbers, shape, note)
+        shape = None if plan.what == "encoded" else shape
+        kept = KeptSource(source, plan.numbers, shape, note)
         return _with_names(kept, source)
     splits = {split: len(some) for split, some in plan.numbers.items()}
     images, labels = read.map_pixels(source, (sum(splits.values()), *shape), folder)

@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,12 @@ from towers.input_pipeline.sources.files.bad_records import (
     check_records,
     read_labels,
 )
-from towers.input_pipeline.sources.files.record import BadRecordError, Record, fault_of
+from towers.input_pipeline.sources.files.record import (
+    CHANGED,
+    BadRecordError,
+    Record,
+    fault_of,
+)
 from towers.input_pipeline.sources.targets import LARGEST, Target
 from towers.program import voice
 
@@ -26,6 +32,7 @@ BAD_RECORD = (
     tf.errors.PermissionDeniedError,
     UnicodeDecodeError,
 )
+_CHANGED = re.compile(r"[^\[\]\n]+ " + re.escape(CHANGED))
 
 # It says so of more records, and of fewer, than were counted.
 ANOTHER_COUNT = "Input dataset was expected to contain"
@@ -114,6 +121,8 @@ def blame_records(*sources: Source) -> Iterator[None]:
     try:
         yield
     except BAD_RECORD as error:
+        if changed := _CHANGED.search(str(error)):
+            raise BadRecordError(changed[0], many=True) from error
         for source in {id(source.origin): source for source in sources}.values():
             for split in source.splits:
                 bad = find_bad_records(source, split)

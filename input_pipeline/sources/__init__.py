@@ -30,6 +30,8 @@ _OPENERS = {
     "array_record": ("examples.array_record", "ArrayRecordSource"),
     "parquet": ("tables.parquet", "open_parquet"),
     "csv": ("tables.csv_source", "CSVSource"),
+    "npz": ("array_files.array_file_source", "open_npz"),
+    "npy": ("array_files.array_file_source", "open_npy"),
     "folder": ("folder", "open_folder"),
     "text": ("texts.packed", "open_text"),
     "conll": ("texts.conll", "CoNLLSource"),
@@ -58,9 +60,9 @@ def open_source(
 
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
-            ``parquet:GLOB``, ``csv:GLOB``, ``folder:DIR``, ``text:GLOB``,
-            ``text:python``, ``conll:GLOB``, ``synthetic:HxWxC:CLASSES[:COUNT]`` or
-            ``zipf:NUMBERS:TABLESxROWS[:COUNT]``.
+            ``parquet:GLOB``, ``csv:GLOB``, ``npz:FILE``, ``npy:X.npy,Y.npy``,
+            ``folder:DIR``, ``text:GLOB``, ``text:python``, ``conll:GLOB``,
+            ``synthetic:HxWxC:CLASSES[:COUNT]`` or ``zipf:NUMBERS:TABLESxROWS[:COUNT]``.
         data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
         seed: seed of the examples of ``synthetic:`` and ``zipf:``.

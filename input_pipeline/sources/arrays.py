@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
+from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.base import IndexedSource, Source
 from towers.input_pipeline.sources.targets import Target, TargetKind
 from towers.program.python_calls import until_exit
@@ -53,6 +54,11 @@ class RowSource(IndexedSource):
         """See ``Source.origin``."""
         return self._origin or self
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the examples take."""
+        return sum(part.nbytes for part in tf.nest.flatten(self._images))
+
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """See ``Source.parse``."""
         images, labels = self._tensors
@@ -75,8 +81,8 @@ class RowSource(IndexedSource):
         with tf.init_scope(), tf.device("/CPU:0"):
             images = None
             if not isinstance(self._images, np.memmap):
-                images = tf.nest.map_structure(tf.convert_to_tensor, self._images)
-            return images, tf.constant(self._labels)
+                images = tf.nest.map_structure(memory.as_tensor, self._images)
+            return images, memory.as_tensor(self._labels)
 
 
 class ArraySource(RowSource):
@@ -128,7 +134,7 @@ class ArraySource(RowSource):
                 "expected one"
             )
         images, labels = (_joined(parts) for parts in zip(*pairs.values(), strict=True))
-        found = _target(kind, labels, num_classes, class_names)
+        found = target_of(kind, labels, num_classes, class_names)
         splits = {split: len(part) for split, (_, part) in pairs.items()}
         super().__init__(name, images, labels, splits, found, shapes.pop())
 
@@ -156,7 +162,7 @@ def _kind_of(y: np.ndarray) -> TargetKind:
     return "mask" if y.ndim == 3 else "class"
 
 
-def _target(
+def target_of(
     kind: TargetKind,
     y: np.ndarray,
     num_classes: int | None,

@@ -282,15 +282,11 @@ class Source(abc.ABC):
         """
         raise ValueError(f"{self.name} has no columns in memory to take medians of")
 
-    def in_memory(self, note: str = "") -> "Source | None":
+    def in_memory(self) -> "Source | None":
         """Returns the examples as a source in memory, if they are there already.
 
         To be called once: whoever calls it has them.
-
-        Args:
-            note: see `note`.
         """
-        del note
         return None
 
     def without(

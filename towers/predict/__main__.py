@@ -3,10 +3,10 @@
     python -m towers.predict runs/digits_cnn picture.png --output=predictions.csv
 
 The files are pictures, or CSV or Parquet tables with the columns that the model was
-trained on, or texts, where each line is one, or arrays as train_data of the user's file
-gives them. They are prepared as in training, as preprocessing.json in the model_dir
-says. There is a row of output for each example, in the order of the files. What cannot
-be read is left out, and said.
+trained on, or texts, where each line is one, or arrays in .npy and .npz files. They are
+prepared as in training, as preprocessing.json in the model_dir says. There is a row of
+output for each example, in the order of the files. What cannot be read is left out, and
+said.
 Exit codes: 0 done; 1 error, or something was left out; 130 stopped by Ctrl-C; 143 by
 SIGTERM.
 """

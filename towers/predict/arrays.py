@@ -1,12 +1,14 @@
 """Arrays of examples, as `train_data` of a file of the user's gives them."""
 
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.array_files import numpy_files, roles
+from towers.input_pipeline.sources.array_files.examples import Examples, sentences
+from towers.program.voice import say
 from towers.train.outputs.preprocessing import Preprocessing
 
 
@@ -17,19 +19,36 @@ def load(known: Preprocessing, file: str) -> Any:
         ValueError: It is no such file.
     """
     try:
-        found = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        found, _ = numpy_files.load(file)
+    except ValueError as error:
         raise ValueError(
             f"{file} has no arrays, and only {known.model} knows how to read the data "
             f"of this run; expected {_wanted(known)}, in a file that numpy.save or "
             "numpy.savez wrote."
         ) from error
-    if isinstance(found, np.ndarray):
-        return found
-    with found:
-        arrays = dict(found)
-    one = not isinstance(known.shape, dict) and len(arrays) == 1
-    return next(iter(arrays.values())) if one else arrays
+    one = "" in found or (not isinstance(known.shape, dict) and len(found) == 1)
+    return next(iter(found.values())) if one else found
+
+
+def examples(known: Preprocessing, file: str) -> Examples:
+    """Opens pictures or rows of numbers in a file of NumPy's, and says how.
+
+    Raises:
+        ValueError: There are none, or others than the model was trained on.
+    """
+    arrays, notes = numpy_files.load(file)
+    name, array = roles.examples(file, arrays)
+    found = Examples(name or file, array)
+    if name and len(arrays) > 1:
+        notes.append(f"{file}: predictions are for {name!r}.")
+    for note in (*notes, *sentences([found])):
+        say(note)
+    if found.shape != tuple(known.shape):
+        raise ValueError(
+            f"{file} has examples {[*found.shape]}; expected {[*known.shape]}, as the "
+            "model was trained on."
+        )
+    return found
 
 
 def checked(known: Preprocessing, examples: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towers.input_pipeline.sources.array_files import numpy_files
 from towers.input_pipeline.sources.files.record import fault_of
 from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.specs import TEXTS
@@ -65,6 +66,9 @@ def batches(
             f"Received --keep_columns={','.join(kept)}; expected CSV or Parquet files "
             "to copy columns of, so leave it out."
         )
+    of_arrays = [file.lower().endswith(numpy_files.SUFFIXES) for file in files]
+    if kind in ("image", "row") and all(of_arrays):
+        return _examples(trained, files, size)
     if kind == "image":
         return _pictures(trained, inside(files), size, say_bad)
     if kind == "tokens" and not trained.preprocessing.features:
@@ -169,6 +173,16 @@ def _arrays(trained, files, size):
             rows = range(first + 1, first + 1 + len(tf.nest.flatten(some)[0]))
             names = [{"file": file, "row": number} for number in rows]
             yield Batch(names, trained.preprocessor(some))
+
+
+def _examples(trained, files, size):
+    """Of arrays of pictures or rows of numbers."""
+    for file in files:
+        found = arrays.examples(trained.preprocessing, file)
+        for first in range(0, len(found), size):
+            rows = range(first, min(first + size, len(found)))
+            names = [{"file": file, "row": row + 1} for row in rows]
+            yield Batch(names, trained.prepare(found.read(np.array(rows))))
 
 
 def _whole_texts(trained, files, size, say_bad):

@@ -72,7 +72,7 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
 
 def texts(
     known: Preprocessing, file: str, kept: Sequence[str] = ()
-) -> Iterator[tuple[str, str, list[str]]]:
+) -> Iterator[tuple[bytes, str, list[str]]]:
     """Reads a column of texts: yields each with its fault, or "", and what is kept."""
     table = open_table(file)
     _check_columns(table, known.columns, "which the model was trained on")
@@ -80,7 +80,9 @@ def texts(
     for row in text_rows(table, [*dict.fromkeys((*known.columns, *kept))]):
         cells = dict(zip((*known.columns, *kept), row.values, strict=False))
         text, *_ = row.values or [""]
-        yield text, row.fault, [cells.get(name, "") for name in kept]
+        copied = [cells.get(name, "") for name in kept]
+        # Bytes that are no text are for the tokenizer to find.
+        yield text.encode(errors="surrogateescape"), row.fault, copied
 
 
 def as_text(value: Any) -> str:

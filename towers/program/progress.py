@@ -15,6 +15,9 @@ from towers.program import voice
 SILENT_S = 5.0
 """Nothing is said of what ends sooner."""
 
+EARLY_S = 1.0
+"""The same of what a program does before its first line, which is waited for."""
+
 _LINE_PAUSE_S = 10.0
 _BAR_PAUSE_S = 0.5
 _BAR_WIDTH = 20
@@ -22,11 +25,16 @@ _BAR_WIDTH = 20
 T = TypeVar("T")
 
 
+# What has begun and not ended, the latest last: it alone is shown.
+_active: list["Progress"] = []
+
+
 class Progress:
-    """Tells how far something is, from its fifth second on.
+    """Tells how far something is, if it takes longer than some seconds.
 
     A context manager. A thread of its own shows it, so that a single call that takes
-    long is shown as well, and `add` costs next to nothing. Any thread may call it.
+    long is shown as well, and `add` costs next to nothing. Any thread may call it. One
+    that begins inside another one is shown in its place.
 
     Attributes:
         done: How much has been done.
@@ -37,6 +45,7 @@ class Progress:
         what: str,
         total: int | None = None,
         unit: str = "rows",
+        silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ):
@@ -46,12 +55,13 @@ class Progress:
             what: Is done, such as "Reading labels".
             total: How much there is to do. None if nobody knows.
             unit: What is counted, in the plural.
+            silent_s: For how long nothing is shown.
             clock: Returns seconds.
             wait: Waits for an event, at most so many seconds; tells if it is set.
         """
         self.done = 0
         self._what, self._total, self._unit = what, total, unit
-        self._clock, self._wait = clock, wait
+        self._silent_s, self._clock, self._wait = silent_s, clock, wait
         self._began_s = 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
@@ -59,6 +69,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         """Begins to count seconds."""
         self._began_s = self._clock()
+        _active.append(self)
         self._thread.start()
         return self
 
@@ -66,26 +77,37 @@ class Progress:
         """Ends a bar with its last state."""
         self._ended.set()
         self._thread.join()
+        _active.remove(self)
 
     def add(self, count: int = 1) -> None:
         """Takes note that so much more has been done."""
         with self._lock:
             self.done += count
 
+    def expect(self, total: int) -> None:
+        """Takes note that there is so much to do, as far as is known by now."""
+        self._total = total
+
     def _show(self) -> None:
         """Shows it until it ends, in a thread."""
-        if self._wait(self._ended, SILENT_S):
+        if self._wait(self._ended, self._silent_s):
             return
-        if not sys.stderr.isatty():
-            voice.say(self.line())
-            while not self._wait(self._ended, _LINE_PAUSE_S):
-                voice.say(self.line())
+        is_terminal = sys.stderr.isatty()
+        pause_s = _BAR_PAUSE_S if is_terminal else _LINE_PAUSE_S
+        self._show_now(is_terminal)
+        while not self._wait(self._ended, pause_s):
+            self._show_now(is_terminal)
+        if is_terminal:
+            self._show_now(is_terminal)
+            voice.end_drawn()
+
+    def _show_now(self, is_terminal: bool) -> None:
+        if _active[-1] is not self:
             return
-        voice.draw(self.bar())
-        while not self._wait(self._ended, _BAR_PAUSE_S):
+        if is_terminal:
             voice.draw(self.bar())
-        voice.draw(self.bar())
-        voice.end_drawn()
+        else:
+            voice.say(self.line())
 
     def line(self) -> str:
         """Says in a sentence how far it is."""
@@ -120,7 +142,11 @@ class Progress:
 
 
 def over(
-    iterable: Iterable[T], what: str, total: int | None = None, unit: str = "rows"
+    iterable: Iterable[T],
+    what: str,
+    total: int | None = None,
+    unit: str = "rows",
+    silent_s: float = SILENT_S,
 ) -> Iterator[T]:
     """Yields what an iterable yields, and shows how far it is.
 
@@ -129,8 +155,9 @@ def over(
         what: As of `Progress`.
         total: As of `Progress`.
         unit: As of `Progress`.
+        silent_s: As of `Progress`.
     """
-    with Progress(what, total, unit) as progress:
+    with Progress(what, total, unit, silent_s) as progress:
         for item in iterable:
             yield item
             progress.add()

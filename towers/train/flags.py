@@ -36,9 +36,9 @@ HELPS = {
     "Data": {
         "dataset": (
             "Data set to train on: digits, tfds:NAME, tfrecord:GLOB, "
-            "array_record:GLOB, parquet:GLOB, csv:GLOB, folder:DIR, text:GLOB, "
-            "text:python, conll:GLOB, synthetic:HxWxC:CLASSES or "
-            "zipf:NUMBERS:TABLESxROWS. Default: train_data "
+            "array_record:GLOB, parquet:GLOB, csv:GLOB, npz:FILE, "
+            "npy:X.npy,Y.npy, folder:DIR, text:GLOB, text:python, conll:GLOB, "
+            "synthetic:HxWxC:CLASSES or zipf:NUMBERS:TABLESxROWS. Default: train_data "
             "of --model=FILE.py, if it is defined there, else digits."
         ),
         "eval_dataset": (
@@ -60,8 +60,8 @@ HELPS = {
         "scale": (
             "How to scale columns of numbers. standard: to mean 0 and standard "
             "deviation 1, measured on the training data. none: no scaling. Default: "
-            "standard for csv:, parquet: and columns of tfds:, else none. A continued "
-            "run scales as before."
+            "standard for csv:, parquet:, npz:, npy: and columns of tfds:, else none. "
+            "A continued run scales as before."
         ),
         "bad_records": (
             "What to do with records that cannot be read, decoded or trained on. fail: "

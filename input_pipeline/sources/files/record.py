@@ -8,6 +8,11 @@ import tensorflow as tf
 # More records than a file has; where files are read from front to back, the records of
 # the n-th of a split are numbered from n times this.
 FILE = 2**40
+# Said of a file of which places are known that may no longer hold.
+CHANGED = (
+    "has changed since the run began: expected files that stay as they are while they "
+    "are read, so run again once nobody writes to them"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,11 +112,6 @@ def records(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:
     return _parts(files, path, _end_of_records, tf.data.TFRecordDataset)
 
 
-def lines(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:
-    """What ``tf.data.TextLineDataset`` has of one file."""
-    return _parts(files, path, _end_of_lines, tf.data.TextLineDataset)
-
-
 def is_whole(files: StoredFiles, path: str) -> bool:
     """Tells whether a TFRecord file ends where a record does, by their lengths."""
     begin, size = 0, files.size(path)
@@ -189,10 +184,6 @@ def _end_of_records(part: bytes | bytearray, left: int) -> int:
             return end or (size if length + _AROUND > left else 0)
         end += length + _AROUND
     return end
-
-
-def _end_of_lines(part: bytes | bytearray, left: int) -> int:
-    return len(part) if len(part) == left else part.rfind(b"\n") + 1
 
 
 def _text(path: Any) -> str:

@@ -22,6 +22,8 @@ FILL = (
 _LABELS = ("label", "class", "target")
 # What pandas calls an index in CSV, as it reads that again, and in Parquet.
 _OF_PANDAS = r"|Unnamed: \d+|__index_level_\d+__"
+# What people call a column that tells rows apart, such as PassengerId or row_id.
+_OF_IDS = r"(.*[^A-Za-z])?[iI][dD]|.*[a-z]I[dD]|[iI]ndex"
 # Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
 
@@ -50,6 +52,15 @@ def check_named(
             )
 
 
+def named(columns: Sequence[str]) -> list[str]:
+    """Gives columns without a name, but the first, the names that pandas gives them."""
+    first = next((place for place, name in enumerate(columns) if not name), None)
+    return [
+        f"Unnamed: {place}" if not name and place != first else name
+        for place, name in enumerate(columns)
+    ]
+
+
 def check_different(where: str, columns: Sequence[str]) -> None:
     """Checks that columns have different names, by which they are told apart.
 
@@ -60,6 +71,19 @@ def check_different(where: str, columns: Sequence[str]) -> None:
         raise ValueError(
             f"{where} has two columns {twice[0]!r}: expected different names, so "
             "rename one"
+        )
+
+
+def check_several(where: str, columns: Sequence[str]) -> None:
+    """Checks that there is a column to learn from beside one to be predicted.
+
+    Raises:
+        ValueError: there are fewer than two columns.
+    """
+    if len(columns) < 2:
+        raise ValueError(
+            f"{where} has the column {', '.join(columns) or 'none'} alone: expected at "
+            "least two, one of them to be predicted"
         )
 
 
@@ -86,7 +110,9 @@ def find_label(
     named = [name for name in columns if name.strip().lower() in _LABELS]
     if len(named) == 1:
         return named[0], ""
-    label = named[0] if named else columns[-1]
+    # What has no name is an index, or stands behind a separator that ends each row.
+    others = [name for name in columns if not re.fullmatch(_OF_PANDAS, name)]
+    label = named[0] if named else (others or columns)[-1]
     why = f"the first of {', '.join(named)}" if named else "the last one"
     return label, (
         f"The labels are the column {label!r}, {why}; --label_column (in Python, "
@@ -144,10 +170,11 @@ def nothing_to_learn_from(
             f"{where} has no column of numbers: {_instead_of(pictures)}; or learn from "
             f"columns of numbers, by {_FEATURES} (in Python, feature_columns)"
         )
+    text = f"--text_column={left_out[0]}" if len(left_out) == 1 else "--text_column"
     return ValueError(
         f"{where} has no column of numbers or of texts that repeat, but "
         f"{_quoted(left_out) or 'none'}: name columns to learn from by {_FEATURES}, "
-        "what is to be predicted by --label_column, text to be read by --text_column, "
+        f"what is to be predicted by --label_column, text to be read by {text}, "
         "or pictures in Parquet by --image_key (in Python, feature_columns, "
         "label_column, text_column, image_key)"
     )
@@ -209,23 +236,48 @@ def counts_rows(values: Sequence[float]) -> bool:
     return bool((np.diff(np.asarray(values, np.float64)) == 1).all())
 
 
+def is_id(name: str, values: np.ndarray) -> bool:
+    """Tells whether a column of numbers has the name and the form of an id of rows.
+
+    Args:
+        name: of the column.
+        values: in it, of the first rows.
+    """
+    if re.fullmatch(_OF_PANDAS, name):
+        return True
+    return (
+        bool(re.fullmatch(_OF_IDS, name))
+        and len(values) >= _FEW
+        and bool((values % 1 == 0).all())
+        and len(np.unique(values)) == len(values)
+    )
+
+
+def ids_note(names: Sequence[str], taken: Sequence[str]) -> str:
+    """Says which columns are left out, as they are ids; empty if none is."""
+    if not names:
+        return ""
+    return (
+        f"Left out, because named as ids of rows are: {_quoted(names)}. "
+        f"{_FEATURES}={_listed([*names, *taken])} (in Python, feature_columns) learns "
+        "from them."
+    )
+
+
 def index_note(name: str, values: Sequence[float], others: Sequence[str]) -> str:
-    """Says that a column is an index of the rows; empty if it does not seem one.
+    """Says that a column counts the rows; empty if it does not.
 
     Args:
         name: of the column.
         values: in it, of the first rows.
         others: names of the other columns of features.
     """
-    if counts_rows(values):
-        what = f"counts the rows, from {values[0]:g}"
-    elif re.fullmatch(_OF_PANDAS, name):
-        what = "has the name of an index that pandas has written"
-    else:
+    if not counts_rows(values):
         return ""
     return (
-        f"The column {name!r} {what}, and the model learns from it; "
-        f"{_FEATURES}={_listed(others)} (in Python, feature_columns) leaves it out."
+        f"The column {name!r} counts the rows, from {values[0]:g}, and the model "
+        f"learns from it; {_FEATURES}={_listed(others)} (in Python, feature_columns) "
+        "leaves it out."
     )
 
 

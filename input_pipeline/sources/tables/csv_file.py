@@ -22,6 +22,8 @@ from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
+from towers.program import words
+from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
@@ -78,6 +80,8 @@ class CSVFile:
         self.path, self._stored = path, stored
         head = self._head()
         text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+        # Some spreadsheets end lines by a carriage return alone.
+        self._newline = b"\r" if "\n" not in text and "\r" in text else b"\n"
         separator = _separator(text)
         rows = _rows(path, text, separator)
         self.names = _header(path, text, rows)
@@ -117,27 +121,47 @@ class CSVFile:
         """Yields the blocks in order, with their bytes."""
         with self._opened() as file:
             header, rest = self._read_header(file)
-            at, line = len(header), header.count(b"\n")
+            at, line = len(header), header.count(self._newline)
             while piece := file.read(_BLOCK_BYTES):
                 rest += piece
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
-                if end:
+                # Rows of nothing wait for rows behind them.
+                if end := self._end_of_filled(rest[:end]):
                     yield from self._block(rest[:end], at, line)
-                    at, line = at + end, line + rest[:end].count(b"\n")
+                    at, line = at + end, line + rest[:end].count(self._newline)
                     rest = rest[end:]
             end, is_open = self._end_of_rows(rest)
             if not is_open:
-                yield from self._block(rest, at, line)
+                end = self._end_of_filled(rest)
+                yield from self._block(rest[:end], at, line)
+                self._say_empty(rest[end:])
                 return
             yield from self._block(rest[:end], at, line)
-            line += rest[:end].count(b"\n")
+            line += rest[:end].count(self._newline)
             yield Block(self.path, at + end, len(rest) - end, line, False), rest[end:]
 
     def _block(self, data: bytes, at: int, line: int) -> Iterator[tuple[Block, bytes]]:
         """Yields a block, unless it has nothing but empty lines."""
         if data.strip():
             yield Block(self.path, at, len(data), line), data
+
+    def _end_of_filled(self, data: bytes) -> int:
+        """Returns where rows of nothing but separators begin that end some rows.
+
+        Programs write them below a table, and nothing can be learnt from them.
+        """
+        end = len(data.rstrip(self._separator.encode() + b" \t\r\n"))
+        return (data.find(self._newline, end) + 1 or len(data)) if end else 0
+
+    def _say_empty(self, data: bytes) -> None:
+        """Says how many rows of nothing but separators are left out."""
+        if count := data.count(self._separator.encode()):
+            rows = -(-count // max(len(self.names) - 1, 1))
+            say(
+                f"{words.count(rows, 'row')} of nothing but {self._separator!r} at the "
+                f"end of {self.path}: left out."
+            )
 
     def _read_header(self, file: Any) -> tuple[bytes, bytes]:
         """Returns the bytes of the header, with its mark, and what was read behind."""
@@ -147,6 +171,10 @@ class CSVFile:
             if end := self._end_of_header(data):
                 return data[:end], data[end:]
         return data, b""
+
+    def bytes_of(self, block: Block) -> int:
+        """See ``TableFile.bytes_of``: 0 of a compressed file, which nobody knows."""
+        return block.size if self.dialect.codec is None else 0
 
     def load(self, block: Block) -> bytes:
         """Reads the bytes of a block; of a compressed file, all before them as well."""
@@ -194,7 +222,7 @@ class CSVFile:
         with _any_length():
             begin = 0
             for fields in reader:
-                if fields:
+                if len(fields) > 1 or "".join(fields).strip():
                     if row in wanted:
                         lines[row] = block.line + begin
                     row += 1
@@ -206,11 +234,17 @@ class CSVFile:
         return self.dialect.separator
 
     def _parsed(self, data, types):
-        """Returns lengths of rows that are wrong, and columns; None if a cell is."""
-        short = {}
+        """Returns lengths of rows that are wrong, and columns; None if a cell is.
+
+        Rows of nothing but spaces are passed over, as empty ones are.
+        """
+        short, blank = {}, []
 
         def skip(row):
-            short[row.number - 1] = row.actual_columns
+            if row.text.strip():
+                short[row.number - 1 - len(blank)] = row.actual_columns
+            else:
+                blank.append(row.number)
             return "skip"
 
         options = {
@@ -260,18 +294,19 @@ class CSVFile:
             with self._opened() as file:
                 return file.read(_HEAD_BYTES)
         except tf.errors.OpError as error:
-            raise BadRecordError(f"{self.path}: {fault_of(error)}") from error
+            reason = fault_of(error).removeprefix(f"{self.path}; ")
+            raise BadRecordError(f"{self.path} cannot be read: {reason}") from error
 
     def _end_of_header(self, data: bytes) -> int:
         """Returns where the first row ends; 0 if it does not."""
         # Quotes behind a mark open a field, too.
         at = self.dialect.begin
-        data = b"\n" * at + data[at:]
+        data = self._newline * at + data[at:]
         for field in self._quoted.finditer(data):
-            if (line := data.find(b"\n", at, field.start())) >= 0:
+            if (line := data.find(self._newline, at, field.start())) >= 0:
                 return line + 1
             at = field.end()
-        return data.find(b"\n", at) + 1
+        return data.find(self._newline, at) + 1
 
     def _end_of_rows(self, data: bytes) -> tuple[int, bool]:
         """Returns where the last whole row ends, and whether quotes stay open.
@@ -280,17 +315,17 @@ class CSVFile:
         beginning, as RFC 4180 has it.
         """
         if b'"' not in data:
-            return data.rfind(b"\n") + 1, False
+            return data.rfind(self._newline) + 1, False
         fields = [
             (*field.span(), bool(field[1])) for field in self._quoted.finditer(data)
         ]
         is_open = bool(fields) and not fields[-1][2]
         limit = len(data)
         for begin, end, _ in reversed(fields):
-            if (line := data.rfind(b"\n", end, limit)) >= 0:
+            if (line := data.rfind(self._newline, end, limit)) >= 0:
                 return line + 1, is_open
             limit = begin
-        return data.rfind(b"\n", 0, limit) + 1, is_open
+        return data.rfind(self._newline, 0, limit) + 1, is_open
 
     @functools.cached_property
     def _quoted(self) -> re.Pattern[bytes]:
@@ -318,7 +353,7 @@ class _Closable(io.RawIOBase):
 
 
 def _decoded(path: str, head: bytes) -> str:
-    line, _, _ = head.partition(b"\n")
+    line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
     try:
         line.decode()
     except UnicodeDecodeError as error:
@@ -331,7 +366,7 @@ def _decoded(path: str, head: bytes) -> str:
 
 def _separator(text: str) -> str:
     """Returns the separator that the header has most of; a comma if none."""
-    header = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    header = re.sub(r'"[^"]*"', "", re.split(r"[\r\n]", text, maxsplit=1)[0])
     return max(_SEPARATORS, key=header.count)
 
 
@@ -359,13 +394,13 @@ def _rows(path: str, text: str, separator: str) -> list[list[str]]:
 
 
 def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    names = [*rows[0]] if rows else []
+    names = columns.named([name.strip() for name in rows[0]] if rows else [])
     columns.check_different(path, names)
-    if len(names) < 2 or any(re.fullmatch(_NUMBER, name) for name in names):
-        line = text.partition("\n")[0].rstrip("\r")
+    if not names or any(re.fullmatch(_NUMBER, name) for name in names):
+        line = re.split(r"[\r\n]", text, maxsplit=1)[0]
         raise ValueError(
-            f"{path} begins with {line[:60]!r}: expected a header, the names of at "
-            "least two columns, separated by commas"
+            f"{path} begins with {line[:60]!r}: expected a header, the names of the "
+            "columns, separated by commas"
         )
     return names
 

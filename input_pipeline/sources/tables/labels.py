@@ -1,5 +1,6 @@
 """The columns of a table's targets: what they are by all their values, and which."""
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,14 +30,22 @@ class Labels:
     def __init__(self, where: str, names: Sequence[str], types: dict[str, Any]):
         self._where, self._names, self._types = where, names, types
         self._blocks: list[Sequence[Any]] = []
+        # Rows of each block that nothing is learnt from.
+        self._bad: list[Sequence[int]] = []
         # Classes by their texts; None of whole numbers.
         self._labels: dict[str, int] | None = None
         self.notes: list[str] = []
         self.target: Target | None = None
 
-    def add(self, block: Sequence[Any]) -> None:
-        """Adds the columns of a block: encoded texts, or float64 numbers [rows]."""
+    def add(self, block: Sequence[Any], bad: Sequence[int]) -> None:
+        """Adds the columns of a block.
+
+        Args:
+            block: encoded texts, or float64 numbers [rows].
+            bad: rows from which nothing is learnt.
+        """
         self._blocks.append(block)
+        self._bad.append(bad)
 
     def decide(
         self,
@@ -136,13 +145,18 @@ class Labels:
         """Returns the different values of a column, and how many rows have one."""
         parts = [block[place] for block in self._blocks]
         if self._is_text(place):
-            texts, rows = set(), 0
-            for part in parts:
-                some = part.dictionary.to_pylist()
-                empty = some.index("") if "" in some else -1
-                rows += int((part.indices.to_numpy() != empty).sum())
-                texts.update(some)
-            return sorted(texts - {""}), rows
+            counts = collections.Counter()
+            for part, bad in zip(parts, self._bad, strict=True):
+                codes = np.delete(part.indices.to_numpy(), bad)
+                of_codes = np.bincount(codes, minlength=len(part.dictionary))
+                counts.update(
+                    dict(zip(part.dictionary.to_pylist(), of_codes, strict=True))
+                )
+            texts = [text for text, count in counts.items() if count and text]
+            return sorted(texts), int(sum(counts[text] for text in texts))
+        parts = [
+            np.delete(part, bad) for part, bad in zip(parts, self._bad, strict=True)
+        ]
         numbers = np.unique(np.concatenate([np.unique(part) for part in parts]))
         numbers = numbers[~np.isnan(numbers)]
         rows = sum(int((~np.isnan(part)).sum()) for part in parts)

@@ -1,6 +1,7 @@
 """Means and standard deviations of columns, in one pass."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,6 +29,11 @@ class Moments:
     def of_nothing(cls, size: int) -> "Moments":
         """The moments of no rows."""
         return cls(*np.zeros([4, size]))
+
+    def of(self, columns: Sequence[int]) -> "Moments":
+        """Returns the moments of some of the columns."""
+        every = self.count, self.mean, self.squares, self.missing
+        return Moments(*(each[columns] for each in every))
 
     def add(self, rows: np.ndarray) -> None:
         """Adds rows, float64 [N, columns]; what is not finite is missing."""

@@ -28,11 +28,6 @@ class ParquetFile:
         self.schema = self.groups.schema(path)
         self.names = [*self.schema.names]
         columns.check_different(path, self.names)
-        if len(self.names) < 2:
-            raise ValueError(
-                f"{path} has the column {', '.join(self.names) or 'none'} alone: "
-                "expected at least two, one of them to be predicted"
-            )
         self.types = {field.name: field.type for field in self.schema}
         self.size = int(self.groups.row_bytes([path]) * self.groups.rows(path))
 
@@ -45,6 +40,10 @@ class ParquetFile:
         bounds = self.groups.bounds(self.path)
         for group in range(self.groups.count(self.path)):
             yield Block(self.path, group, bounds[group + 1] - bounds[group]), b""
+
+    def bytes_of(self, block: Block) -> int:
+        """See ``TableFile.bytes_of``."""
+        return self.size * block.size // max(self.groups.rows(self.path), 1)
 
     def load(self, block: Block) -> bytes:
         """See ``TableFile.load``."""

@@ -1,5 +1,6 @@
 """``parquet:GLOB`` of images, as Hugging Face writes them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,8 @@ class ParquetImages(ParquetSource):
         self._image = image_key
         super().__init__(pattern, **options)
         self.reads = (image_key, *self.reads)
+        records = itertools.chain.from_iterable(map(self.walk, self._paths))
+        self._note(*self._notes_of_pictures(records))
 
     def _choose_columns(
         self, labels: list[str], feature_columns: Sequence[str] | None
@@ -122,7 +125,7 @@ class ParquetImages(ParquetSource):
         return [(tf.string, ()), *super()._parts[-1:]]
 
     def _read_block(self, located: Located) -> list[np.ndarray]:
-        table = self._tables[located.file]
+        table = self._unchanged(located.file)
         part = reading.read_part(table, located.block, b"", self._wanted)
         y, _ = self._labels.targets(part.labels)
         try:

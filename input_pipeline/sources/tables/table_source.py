@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.arrays import RowSource
-from towers.input_pipeline.sources.base import StreamSource
+from towers.input_pipeline.sources.base import StreamSource, size_and_time
 from towers.input_pipeline.sources.files import in_python, splits
 from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
-from towers.input_pipeline.sources.files.record import BadRecordError, Record
+from towers.input_pipeline.sources.files.record import CHANGED, BadRecordError, Record
 from towers.input_pipeline.sources.tables import (
     categories,
     columns,
@@ -26,6 +26,7 @@ from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.reading import Wanted
 from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
 from towers.input_pipeline.sources.targets import TargetKind
+from towers.program import words
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 64
@@ -56,6 +57,9 @@ class TableSource(FileSource, StreamSource):
         vocabularies: see ``Source``; None for what the training data have.
         missing: what stands for a number that is missing: the "mean" or "median" of its
             column; "fail" makes its row a bad record.
+        findings: a file for what the pass finds where rows do not fit in memory, which
+            later runs use while the files have the same names, sizes and times. None:
+            there is none.
         **options: see ``FileSource``.
 
     Attributes:
@@ -83,20 +87,28 @@ class TableSource(FileSource, StreamSource):
         num_classes: int | None = None,
         vocabularies: Mapping[str, Sequence[str]] | None = None,
         missing: str = "mean",
+        findings: str | None = None,
         **options: Any,
     ):
         super().__init__(pattern, num_classes, **options)
         self.missing = missing
         self._paths = self._all_files()
+        self._stamps = [size_and_time(path) for path in self._paths]
         self._tables = [self._open(path) for path in self._paths]
         first = self._tables[0]
+        columns.check_several(first.path, first.names)
         names, note = table_targets.read_names(first.path, first.names, label_column)
         self._note(note)
         self.label_field = ",".join(names)
         wanted = self._choose_columns(names, feature_columns)
         self._check_same_columns(wanted)
         labels = Labels(self.name, names, wanted.types)
-        read = TablePass(self._tables, wanted, labels, self._is_training)
+        stamp = repr((wanted, self._fraction, self._paths, self._stamps))
+        read = TablePass(
+            self._tables, wanted, labels, self._is_training, findings, stamp
+        )
+        if read.was_known:
+            self._note(f"What {self.name} holds is known from an earlier run.")
         self._count(read)
         asked = feature_columns is not None
         self._take_columns(read, asked, vocabularies)
@@ -199,21 +211,34 @@ class TableSource(FileSource, StreamSource):
     ) -> None:
         """Takes the columns to learn from, and says which are left out."""
         wanted = read.wanted
+        firsts = dict(zip(wanted.numbers, read.first.T, strict=True))
         chosen = [
             name
             for name, texts in read.texts.items()
             if asked or (texts.repeat if vocabularies is None else name in vocabularies)
         ]
-        self._wanted = dataclasses.replace(wanted, texts=chosen)
+        ids = [
+            name
+            for name, first in firsts.items()
+            if not asked and columns.is_id(name, first)
+        ]
+        if len(ids) == len(wanted.numbers) and not chosen:
+            ids = []
+        numbers = [name for name in wanted.numbers if name not in ids]
+        self._wanted = dataclasses.replace(wanted, numbers=numbers, texts=chosen)
         every = columns.find_features(
             self._paths[0], self._tables[0].names, wanted.labels, None
         )
-        taken = [*wanted.numbers, *chosen]
+        taken, types = [*numbers, *chosen], self._tables[0].types
         left_out = [] if asked else [name for name in every if name not in taken]
-        empty = [n for n in left_out if str(self._tables[0].types[n]) == "null"]
-        left_out = [name for name in left_out if name not in empty]
+        empty = [name for name in left_out if str(types[name]) == "null"]
+        others = {n: types[n] for n in left_out if n not in (*wanted.types, *empty)}
+        left_out = [n for n in left_out if n not in (*empty, *others, *ids)]
         if empty:
             self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
+        if others:
+            self._note(f"Left out, because of their types: {columns.listed(others)}.")
+        self._note(columns.ids_note(ids, taken))
         pictures = [
             name
             for name, texts in read.texts.items()
@@ -224,14 +249,14 @@ class TableSource(FileSource, StreamSource):
         if left_out:
             self._note(columns.left_out_note(left_out, taken, pictures))
         if chosen and not asked:
-            self._note(columns.categories_note(chosen, wanted.numbers))
-        self.image_fields, self.image_shape = wanted.numbers, (len(wanted.numbers),)
-        self.moments = read.moments
-        for column, name in enumerate(wanted.numbers):
-            others = [other for other in taken if other != name]
-            if others:
-                self._note(columns.index_note(name, read.first[:, column], others))
-        missing = zip(wanted.numbers, read.moments.missing, strict=True)
+            self._note(columns.categories_note(chosen, numbers))
+        self.image_fields, self.image_shape = numbers, (len(numbers),)
+        self.moments = read.moments.of([*map(wanted.numbers.index, numbers)])
+        for name in numbers:
+            rest = [other for other in taken if other != name]
+            if rest and not values.is_date(types[name]):
+                self._note(columns.index_note(name, firsts[name], rest))
+        missing = zip(numbers, self.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
         self.vocabularies = own if vocabularies is None else dict(vocabularies)
@@ -293,16 +318,16 @@ class TableSource(FileSource, StreamSource):
         rows = self._memory.numbers[: self._memory.training]
         return np.nanmedian(rows, axis=0).tolist()
 
-    def in_memory(self, note: str = "") -> RowSource | None:
+    def in_memory(self) -> RowSource | None:
         """Returns the good rows as a source in memory; `None` if they did not fit."""
         memory, self._memory = self._memory, None
         if memory is None:
             return None
         others = len(memory.targets) - memory.training
         sizes = {"train": memory.training, "test": others}
-        rows = memory.numbers if self.image_fields else None
-        x = categories.examples(rows, memory.ids)
-        return RowSource(
+        numbers = memory.numbers if self.image_fields else None
+        x = categories.examples(numbers, memory.ids)
+        rows = RowSource(
             self.name,
             x,
             memory.targets,
@@ -310,8 +335,9 @@ class TableSource(FileSource, StreamSource):
             self.target,
             self.image_shape,
             self,
-            note,
         )
+        rows.note = f"{words.size(rows.memory_bytes)} of numbers kept in memory"
+        return rows
 
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
@@ -385,9 +411,20 @@ class TableSource(FileSource, StreamSource):
         # TensorFlow's `unbatch` crashes on rows of nothing.
         return [part for part in parts if 0 not in part[1]]
 
+    def _unchanged(self, file: int) -> TableFile:
+        """Returns a file, of which blocks are where they were.
+
+        Raises:
+            ValueError: the file has changed since it was opened.
+        """
+        table = self._tables[file]
+        if size_and_time(table.path) != self._stamps[file]:
+            raise ValueError(f"{table.path} {CHANGED}")
+        return table
+
     def _read_block(self, located: Located) -> list[np.ndarray]:
         """Reads the parts of a block's raw records."""
-        table = self._tables[located.file]
+        table = self._unchanged(located.file)
         data = table.load(located.block)
         part = reading.read_part(table, located.block, data, self._wanted)
         y, _ = self._labels.targets(part.labels)

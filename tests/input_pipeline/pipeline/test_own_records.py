@@ -170,7 +170,7 @@ def test_why_all_is_read(write, tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,0\n2,1\n")
     rows = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
     said = Pipeline(rows, "train", batch_size=2, share=share).reads_whole
-    assert said.startswith(f"Each host reads all of {rows.name}, as nothing but")
+    assert said.startswith(f"Each host reads all of {rows.name}, as rows are read")
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_files_that_change_while_they_are_read_are_said(tmp_path, rows):
     path.write_text("a,label\n" + "".join(lines[:rows]))
     data = make_dataset(source, "train", 8, training=False)
     with (
-        pytest.raises(BadRecordError, match="hold another number of records than when"),
+        pytest.raises(BadRecordError, match=r"^\S*a\.csv has changed since the run"),
         blame_records(source),
     ):
         list(data)

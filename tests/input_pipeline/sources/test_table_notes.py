@@ -24,14 +24,49 @@ def _parquet(folder, table):
 
 @pytest.mark.parametrize("write", [_csv, _parquet])
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
-def test_an_index_of_pandas_is_said_in_any_order(tmp_path, write, name):
+def test_an_index_of_pandas_is_left_out_in_any_order(tmp_path, write, name):
     table = {name: [7, 3, 1, 9] * 5, "x": [1, 2, 3, 5] * 5, "label": [0, 1] * 10}
-    (note,) = open_source(write(tmp_path, table), eval_fraction=0).notes
-    assert note == (
-        f"The column {name!r} has the name of an index that pandas has written, and "
-        "the model learns from it; --feature_columns=x (in Python, feature_columns) "
-        "leaves it out."
-    )
+    spec = write(tmp_path, table)
+    source = open_source(spec, eval_fraction=0)
+    assert source.image_fields == ["x"] and source.moments.mean == [2.75]
+    (note,) = source.notes
+    assert note.startswith(f"Left out, because named as ids of rows are: {name!r}. ")
+    kept = open_source(spec, eval_fraction=0, feature_columns=[name, "x"])
+    assert kept.image_fields == [name, "x"] and kept.notes == ()
+
+
+COUNTED = [*range(3, 33)]
+SHUFFLED = COUNTED[::2] + COUNTED[1::2]
+
+
+@pytest.mark.parametrize("write", [_csv, _parquet])
+@pytest.mark.parametrize(
+    "name, values, is_id",
+    [
+        ("id", COUNTED, True),
+        ("PassengerId", COUNTED, True),
+        ("row_id", SHUFFLED, True),
+        ("customerID", SHUFFLED, True),
+        ("index", COUNTED, True),
+        ("year", COUNTED, False),
+        ("paid", SHUFFLED, False),
+        ("user_id", [1, 2, 3] * 10, False),
+        ("id", [value + 0.5 for value in COUNTED], False),
+    ],
+)
+def test_ids_are_left_out(tmp_path, write, name, values, is_id):
+    table = {name: values, "x": [1, 2, 4] * 10, "label": [0, 1] * 15}
+    source = open_source(write(tmp_path, table), eval_fraction=0)
+    assert (name not in source.image_fields) == is_id
+    assert any("named as ids" in note for note in source.notes) == is_id
+    rows = source.in_memory()
+    assert rows is None or rows.image_shape == (2 - is_id,)
+
+
+def test_an_id_is_learnt_from_where_there_is_nothing_else(tmp_path):
+    table = {"id": COUNTED, "label": [0, 1] * 15}
+    source = open_source(_csv(tmp_path, table), eval_fraction=0)
+    assert source.image_fields == ["id"]
 
 
 def test_another_column_is_no_index(tmp_path):

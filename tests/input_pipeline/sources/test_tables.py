@@ -104,7 +104,7 @@ def test_a_field_that_is_not_there(
         ("csv:a", {"train_split": "a"}, "digits, tfds:"),
         ("tfrecord:a", {"feature_columns": ["a"]}, "tfds:, parquet:, csv:"),
         ("tfrecord:a", {"label_column": "a"}, "tfds:, parquet:, csv:"),
-        ("tfrecord:a", {"eval_fraction": 0.5}, "parquet:, csv:, folder:"),
+        ("tfrecord:a", {"eval_fraction": 0.5}, "parquet:, csv:, npz:, npy:"),
         ("synthetic:2x2x1:2", {"num_classes": 2}, "tfds:, tfrecord:, array_record:, p"),
     ],
 )
@@ -389,5 +389,7 @@ def test_an_empty_cell_is_said_with_what_to_do(tmp_path, kind):
 @pytest.mark.parametrize("name", ["city/name", " "])
 def test_names_of_categories_that_keras_refuses(tmp_path, kind, name):
     spec = _write(tmp_path, kind, {"a": [1, 2], name: ["x", "y"], "label": [0, 1]})
+    if kind == "csv":
+        name = name.strip()  # spaces around it are no part of it
     with pytest.raises(ValueError, match=f"named '{name}', which Keras .* rename the"):
         open_source(spec, feature_columns=["a", name])

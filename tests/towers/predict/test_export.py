@@ -194,7 +194,7 @@ def test_ids_stay_in_their_range(tmp_path, capsys):
     (tmp_path / "new.csv").write_text("table_0,number_0\n2,0.5\n3,0.5\n1.0,0.5\n")
     found = predicted(tmp_path, tmp_path / "new.csv", code=1)
     assert [row["row"] for row in found] == ["1", "3"]
-    said = "row 2: column 'table_0' is '3', expected an id of 0 to 2."
+    said = "row 2: column 'table_0' is 3, expected an id of 0 to 2."
     assert said in capsys.readouterr().err
     x = {"dense": np.float32([[0.5], [0.5]]), "table_0": np.array([2, 1])}
     expected = tf.nn.softmax(job.model.predict(x, verbose=0)).numpy()[:, 1]

@@ -29,15 +29,13 @@ ROWS = Preprocessing(None, True, "row", (2,), features=("a", "b"))
 
 
 def read(path, content, known=ROWS):
-    """The rows of a table, and what is said of others."""
+    """The rows of a table, and what is said of others, in order."""
     path.write_bytes(content)
-    found = []
-    for row in tables.rows(str(path), known.columns):
-        try:
-            found.append(tables.cells(known, row))
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    found = {}
+    for rows in tables.blocks(known, str(path)):
+        cells = zip(*(rows.columns[name] for name in known.columns), strict=True)
+        found |= dict(zip(rows.numbers, map(list, cells), strict=True)) | rows.faults
+    return [found[number] for number in sorted(found)]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +43,9 @@ def read(path, content, known=ROWS):
     [
         # None of these is predicted from another column's cell.
         (b"a,b,id\n1,2,3\n1,2\n1,2,3,4\n \n", [[1, 2], "2 fields", "4 fields"]),
-        (b"a,b\n1_000,2\n1e39,2\n-inf,2\n", ["'1_000'", "'1e39'", "'-inf'"]),
+        (b"a,b\n1_000,2\n1e39,2\n-inf,2\n", ["'1_000'", "1e+39", "-inf"]),
         (b"\xef\xbb\xbf a, b\r3,4\r", [[3, 4]]),
-        (b'a,b,c\n1,2,"x\n3,4,y\n', ["cannot be read: unexpected end of data"]),
+        (b'a,b,c\n1,2,"x\n3,4,y\n', ["opens quotes that do not end"]),
         (b'a,b,c\n1,2,"5" pipe"\n"3",4,x\n', [[1, 2], [3, 4]]),
         (b'a,b,c\n1,2,"' + b"x" * 200_000 + b'"\n', [[1, 2]]),
     ],
@@ -58,13 +56,13 @@ def test_odd_csv(tmp_path, content, expected):
 
 
 def test_columns_of_one_name(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.csv has two columns 'a'; expected diff"):
+    with pytest.raises(ValueError, match=r"x\.csv has two columns 'a': expected diff"):
         read(tmp_path / "x.csv", b"a,b,a\n1,2,3\n")
     columns = [pa.array([k]) for k in range(3)]
     table = pa.Table.from_arrays(columns, names=["a", "b", "a"])
     parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=r"has two columns 'a'; expected different"):
-        next(tables.rows(str(tmp_path / "x.parquet"), ["a", "b"]))
+    with pytest.raises(ValueError, match=r"has two columns 'a': expected different"):
+        next(tables.blocks(ROWS, str(tmp_path / "x.parquet")))
 
 
 def of_texts(task, tokenizer, features=("t",)):
@@ -90,14 +88,16 @@ def test_what_is_no_text_is_left_out(tmp_path):
     parquet.write_table(pa.table({"t": [7]}), tmp_path / "x.parquet")
     trained = of_texts("text_classification", text.ByteTokenizer())
     (batch,) = inputs.batches(trained, [str(tmp_path / "x.parquet")], 4, print)
-    assert batch.x == ["7"]
+    assert batch.x == [b"7"]
     table = pa.table({"t": [b"good", b"\xff", None]})
     parquet.write_table(table, tmp_path / "x.parquet")
     bad = []
     trained = of_texts("text_classification", text.WordTokenizer(["good"]))
     (batch,) = inputs.batches(trained, [str(tmp_path / "x.parquet")], 4, bad.append)
     assert batch.x == [b"good"]
-    assert "row 2: is not UTF-8" in bad[0] and "row 3: it has no text" in bad[1]
+    assert (
+        "row 2: is not UTF-8" in bad[0] and "row 3: nothing in the column 't'" in bad[1]
+    )
     # A link to nothing is no reason to stop.
     (tmp_path / "gone.txt").symlink_to("nothing")
     trained = of_texts("text_classification", text.ByteTokenizer(), features=())
@@ -233,12 +233,15 @@ def test_odd_rows_in_python(run, tmp_path):
     trained = load_model(str(run))
     one = {"a": 1, "b": 2}
     assert trained.predict(one) == trained.predict([[1, 2]])
+    # A number that is missing is the column's mean.
+    mean = float(trained.preprocessing.scaling.mean[1])
+    assert trained.predict([[1, np.nan]]) == trained.predict([[1, mean]])
     for given, said in (
         ([[1, 2, 3]], r"numbers \[1, 3\]; expected rows \[B, 2\] of a, b"),
         ([], r"numbers \[0\]; expected rows \[B, 2\] of a, b"),
-        ([[1, np.nan]], "rows with something that is no number, or infinite"),
+        ([[1, np.inf]], "rows with something that is no number, or infinite"),
         ([one], "rows with something that is no number, or infinite"),
-        ({"a": [1, None], "b": [2, 3]}, "the column 'a' with something that is no num"),
+        ({"a": [1, "x"], "b": [2, 3]}, "the column 'a' with something that is no num"),
         ({"a": [1, 2], "b": [3]}, r"a \[2\], b \[1\]; expected lists of one length"),
     ):
         with pytest.raises(ValueError, match=said):

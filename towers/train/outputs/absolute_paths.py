@@ -21,6 +21,8 @@ def with_absolute_path(name: str, value: str) -> str | None:
     if name in ("dataset", "eval_dataset"):
         kind, _, path = value.partition(":")
         named = kind in FILE_KINDS and value != specs.PYTHON
+        if kind == "npy":
+            return f"{kind}:{','.join(map(_absolute, path.split(',')))}"
         return f"{kind}:{_absolute(path)}" if named else None
     if name == "tokenizer" and ":" in value:
         kind, _, path = value.partition(":")

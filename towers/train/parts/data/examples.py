@@ -242,6 +242,12 @@ def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
     """See `Opened.prepare`; without a held_out, that is the test split, if any."""
     settings, source, held_out = opened.settings, opened.source, opened.held_out
     source.prepare()
+    if "train" not in source.splits:
+        raise ValueError(
+            f"{source.name} has nothing to train on, as names in it say that all of "
+            "it is held out (test, validation); expected other data, so name this by "
+            "--eval_dataset, or rename it."
+        )
     if held_out is not None:
         held_out.prepare()
         split = "test" if "test" in held_out.splits else "train"
@@ -309,15 +315,17 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
     cache = "none" if settings.data_service else settings.cache
     # To keep pixels, all images are decoded first: that pays from the second epoch on.
     pays = settings.train_epochs > 1 or cache == "disk"
+    resized = pays and source.input_kind == "image"
     with input_pipeline.blame_records(source):
         return input_pipeline.cached(
             source,
             cache,
             settings.cache_dir,
             settings.deterministic,
-            data.image_shape if pays else None,
+            data.image_shape if resized else None,
             settings.recipe,
             _room,
+            lambda fits: all(this_host().tell_all(fits)),
         )
 
 

@@ -8,7 +8,7 @@ from towers.lifecycle.checkpoints import store
 from towers.train.outputs import recorded
 from towers.train.settings import PREPROCESSING, Settings
 
-_TABLES = ("csv", "parquet")
+_TABLES = ("csv", "parquet", "npz", "npy")
 
 
 def choose(

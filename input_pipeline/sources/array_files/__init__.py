@@ -1,0 +1,1 @@
+"""Files of NumPy's arrays, ``.npz`` and ``.npy``."""
