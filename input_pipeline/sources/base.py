@@ -26,6 +26,8 @@ from towers.program.progress import Progress
 _LEAST_BYTES = 256
 
 _NUMBERS_AT_ONCE = 4096
+# Files whose sizes are asked for.
+_SAMPLE = 256
 
 # `columns` is a dict of tensors, by name.
 InputKind = Literal["image", "row", "tokens", "columns"]
@@ -257,6 +259,15 @@ class Source(abc.ABC):
         """Paths of one split's files; none where the data is in memory."""
         del split
         return []
+
+    def bytes_of(self, split: str) -> int:
+        """Size of one split's files, by a sample where there are many."""
+        if split not in (known := vars(self).setdefault("_bytes_of", {})):
+            paths = self.files(split)
+            some = paths[:: max(len(paths) // _SAMPLE, 1)]
+            sizes = [size_and_time(path)[0] for path in some]
+            known[split] = sum(sizes) * len(paths) // max(len(some), 1)
+        return known[split]
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """Goes over one file's records eagerly, also over bad ones.
