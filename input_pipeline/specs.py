@@ -42,6 +42,7 @@ _OF_TABLES = (
     "label_column",
     "feature_columns",
     "missing",
+    "findings",
     "text_column",
     "tokenizer",
     "sequence_length",
@@ -129,6 +130,8 @@ class SourceOptions(TypedDict, total=False):
         missing: what stands for a number that is missing in ``parquet:`` and ``csv:``:
             the "mean" or "median" of its column; "fail" makes its row a bad record.
             None: the mean.
+        findings: file for what rows of ``parquet:`` and ``csv:`` are found to hold, if
+            they do not fit in memory, which later runs use. None: they read all again.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
@@ -162,6 +165,7 @@ class SourceOptions(TypedDict, total=False):
     target: str | None
     feature_columns: Sequence[str] | None
     missing: str | None
+    findings: str | None
     num_classes: int | None
     class_names: Sequence[str] | None
     eval_fraction: float | None

@@ -1,17 +1,20 @@
 """Decides whether a source is kept, as what, and where."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 from absl import logging
 
 from towers.input_pipeline.cache import read, space
+from towers.input_pipeline.cache.kept import KeptSource
 from towers.input_pipeline.choices import CACHES, RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.base import IndexedSource, Source
+from towers.machine import limits
 from towers.program import words
 
 _CALLED = {"pixels": "pixels", "encoded": "encoded images"}
@@ -25,14 +28,16 @@ def cached(
     image_shape: tuple[int, ...] | None = None,
     recipe: str = "none",
     room: Callable[[str | None, bool], tuple[float, float]] = space.room,
+    agree: Callable[[bool], bool] = bool,
 ) -> Source:
     """Keeps the examples of a source in memory or on disk, if they fit.
 
-    Later epochs take the examples by number: in a full shuffle, from any position,
-    without reading or parsing files. Images of one size are kept as pixels and are not
-    decoded again. Other images are kept as encoded files, unless `image_shape` gives
-    all of them one size. This costs one pass over the data, or two if the examples must
-    be counted.
+    The memory is filled as the first epoch reads the examples. Later epochs take them
+    by number: in a full shuffle, from any position, without reading or parsing files.
+    Images of one size are kept as pixels and are not decoded again. Other images are
+    kept as encoded files, unless `image_shape` gives all of them one size. Rows of a
+    table are in memory since it was opened, if they fit. Files on disk are written by a
+    pass over the data, before this returns.
 
     Args:
         source: a prepared source.
@@ -51,6 +56,7 @@ def cached(
         recipe: what becomes of the images. `image_shape` counts only if the recipe
             resizes before it does anything random; see ``recipes.takes_whole``.
         room: as ``space.room``; hosts that train together have to decide alike.
+        agree: tells whether something holds on all of these hosts.
 
     Returns:
         A source of the same examples, or the source itself. A line in the log says
@@ -66,12 +72,21 @@ def cached(
     if source.table_sizes and cache == "auto":
         folder = None
     _check(source, cache, folder, image_shape)
-    if cache == "none" or (isinstance(source, IndexedSource) and not source.encoded):
+    if isinstance(source, IndexedSource) and not source.encoded:
         return source
+    # The source lets go of them, whether they are used or not.
+    rows = source.in_memory()
+    if cache == "none":
+        return source
+    fits = rows is not None and not (deterministic and rows.memory_bytes > limits.SMALL)
+    if cache != "disk" and agree(fits):
+        return _with_names(rows, source)
     shape = _pixels_shape(source, image_shape)
     if cache == "disk" and (shape is None or source.table_sizes):
         raise _no_pixels(source)
     plan = _plan(source, cache, shape, *room(folder, deterministic))
+    if plan.where is not None and _has_doubles(plan.numbers):
+        plan = plan._replace(where=None)
     kept_as = "numbers" if len(source.image_shape) == 1 else _CALLED[plan.what]
     place = {"memory": "kept in memory", "disk": f"kept in {folder}"}
     note = f"{words.size(plan.size)} of {kept_as} {place.get(plan.where, 'not kept')}"
@@ -86,13 +101,13 @@ class _Plan(NamedTuple):
         what: "pixels" or "encoded" images are kept.
         where: in "memory" or on the "disk"; None where they are not kept.
         size: bytes that they take.
-        splits: number of examples for each split, as far as it is known.
+        numbers: those of the records of each split; None where they are not kept.
     """
 
     what: str
     where: str | None
     size: int
-    splits: dict[str, int | None]
+    numbers: Mapping[str, np.ndarray] | None
 
 
 def _check(
@@ -129,21 +144,32 @@ def _plan(
     memory: float,
     disk: float,
 ) -> _Plan:
-    files, pixels, splits = space.encoded_bytes(source), None, dict(source.splits)
+    files, pixels, numbers = space.encoded_bytes(source), None, None
+    sizes = source.splits.values()
     if shape is not None:
-        # To count is to read all of it.
-        if None in splits.values() and (
+        # To count may be to read all of it.
+        if None in sizes and (
             cache != "auto" or space.estimate(source, files, shape) <= max(memory, disk)
         ):
-            splits = {
-                split: space.count_records(source, split, shape) for split in splits
-            }
-        if None not in splits.values():
-            pixels = sum(splits.values()) * space.image_bytes(shape)
-    # Encoded images are read in parts, which are then joined.
-    encoded = 2 * files if None in source.image_shape else None
+            numbers = _numbers(source)
+            sizes = [*map(len, numbers.values())]
+        if None not in sizes:
+            pixels = sum(sizes) * space.image_bytes(shape)
+    encoded = files if None in source.image_shape else None
     what, where = _decide(cache, pixels, encoded, memory, disk)
-    return _Plan(what, where, pixels if what == "pixels" else files, splits)
+    if where is not None and numbers is None:
+        numbers = _numbers(source)
+    return _Plan(what, where, pixels if what == "pixels" else files, numbers)
+
+
+def _numbers(source: Source) -> dict[str, np.ndarray]:
+    """Numbers of the records of each split, training first."""
+    return {split: source.numbers(split) for split in read.in_order(source)}
+
+
+def _has_doubles(numbers: Mapping[str, np.ndarray]) -> bool:
+    """Tells whether a record comes twice, as in a split of overlapping parts."""
+    return any(len(np.unique(some)) < len(some) for some in numbers.values())
 
 
 def _keep(
@@ -152,20 +178,14 @@ def _keep(
     shape: tuple[int, ...] | None,
     folder: str | None,
     note: str,
-) -> RowSource:
-    """Reads the source, and returns what is kept of it."""
-    splits = plan.splits
-    if plan.where == "memory" and (kept := source.in_memory(note)) is not None:
+) -> RowSource | KeptSource:
+    """Returns what is kept of the source, which is read if that is on the disk."""
+    if plan.where == "memory":
+        shape = None if plan.what == "encoded" else shape
+        kept = KeptSource(source, plan.numbers, shape, note)
         return _with_names(kept, source)
-    if source.table_sizes:
-        images, labels = read.read_columns(source)
-    elif plan.what == "encoded":
-        images, labels, splits = read.read_encoded(source)
-        shape = tuple(source.image_shape)
-    elif plan.where == "memory":
-        images, labels = read.read_pixels(source, (sum(splits.values()), *shape))
-    else:
-        images, labels = read.map_pixels(source, (sum(splits.values()), *shape), folder)
+    splits = {split: len(some) for split, some in plan.numbers.items()}
+    images, labels = read.map_pixels(source, (sum(splits.values()), *shape), folder)
     kept = RowSource(
         source.name,
         images,
@@ -179,7 +199,7 @@ def _keep(
     return _with_names(kept, source)
 
 
-def _with_names(kept: RowSource, source: Source) -> RowSource:
+def _with_names(kept: RowSource | KeptSource, source: Source) -> RowSource | KeptSource:
     """Gives what is kept all that is known of the source it is of."""
     kept.notes = source.notes
     kept.image_fields, kept.label_field = source.image_fields, source.label_field

@@ -1,10 +1,9 @@
-"""Reads all examples of a source, and keeps them in memory or on the disk."""
+"""Reads all pixels of a source, and keeps them on the disk."""
 
 import math
 import os
 
 import numpy as np
-import tensorflow as tf
 
 from towers.input_pipeline import checked_files
 from towers.input_pipeline.cache.space import at_once, pixel_type
@@ -12,63 +11,15 @@ from towers.input_pipeline.images import decode
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.program import words
+from towers.program.progress import Progress
 
-# In bytes; what TensorFlow expects of a tensor's first element.
-_ALIGNMENT = 64
-_BATCH = 256
 # Of files of pixels, and of their labels.
 _ENDS = (".npy", "-labels.npy")
 
 
-def _in_order(source: Source) -> list[str]:
+def in_order(source: Source) -> list[str]:
     """The splits, training first, as ``IndexedSource`` counts."""
     return sorted(source.splits, key=["train", "test"].index)
-
-
-@tf.autograph.experimental.do_not_convert
-def read_encoded(source: Source) -> tuple[tf.Tensor, np.ndarray, dict[str, int]]:
-    """Encoded images, labels, and how many there are in each split."""
-    images, labels, splits = [], [], {}
-
-    def load(image, label):
-        if label.dtype == tf.string:
-            label = source.load_mask(label)
-        return source.load(image), label
-
-    with tf.device("/CPU:0"):
-        for split in _in_order(source):
-            data = (
-                source.batches(split, _BATCH)
-                .map(lambda _, records: source.parse(records))
-                .unbatch()
-                .map(load, num_parallel_calls=tf.data.AUTOTUNE)
-                .batch(_BATCH)
-            )
-            before = sum(map(len, labels))
-            for some, of_them in data:
-                images.append(some)
-                labels.append(of_them.numpy())
-            splits[split] = sum(map(len, labels)) - before
-        return tf.concat(images, axis=0), np.concatenate(labels), splits
-
-
-def read_columns(source: Source) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """All columns, by their names, and the targets."""
-    parts = []
-    for split in _in_order(source):
-        data = Pipeline(
-            source, split, batch_size=_BATCH, training=False, exact=True
-        ).dataset()
-        parts += data.as_numpy_iterator()
-    return tf.nest.map_structure(lambda *some: np.concatenate(some), *parts)
-
-
-def read_pixels(source: Source, shape: tuple[int, ...]) -> tuple[tf.Tensor, np.ndarray]:
-    """All pixels in a tensor, and the labels."""
-    images, labels = _aligned(shape), _labels(source, shape)
-    _fill(source, images, labels)
-    # The tensor is where the array is.
-    return tf.experimental.dlpack.from_dlpack(images.__dlpack__()), labels
 
 
 def map_pixels(
@@ -112,28 +63,21 @@ def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
     return images
 
 
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """An array that can be a tensor without being copied."""
-    dtype = pixel_type(shape[1:])
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
 def _fill(source: Source, images: np.ndarray, labels: np.ndarray) -> None:
     """Reads all splits as pixels."""
     row = 0
-    for split in _in_order(source):
-        data = Pipeline(
-            source,
-            split,
-            batch_size=at_once(images.shape[1:]),
-            image_shape=images.shape[1:],
-            training=False,
-            exact=True,
-        ).dataset()
-        for some, of_them, *_ in data.as_numpy_iterator():
-            images[row : row + len(some)] = some
-            labels[row : row + len(some)] = of_them
-            row += len(some)
+    with Progress(f"Decoding {source.name}", len(images), "images") as progress:
+        for split in in_order(source):
+            data = Pipeline(
+                source,
+                split,
+                batch_size=at_once(images.shape[1:]),
+                image_shape=images.shape[1:],
+                training=False,
+                exact=True,
+            ).dataset()
+            for some, of_them, *_ in data.as_numpy_iterator():
+                images[row : row + len(some)] = some
+                labels[row : row + len(some)] = of_them
+                row += len(some)
+                progress.add(len(some))

@@ -12,8 +12,6 @@ from towers.machine.limits import free_memory
 
 # Of the disk.
 _SHARE = 0.25
-# Where nothing may hang on the machine.
-_FIXED_MB = 1024
 _BATCH = 256
 _PART_MB = 8
 _SAMPLE = 256
@@ -22,7 +20,7 @@ _SAMPLE = 256
 def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
     """Bytes that may be taken in memory, and in a folder."""
     if deterministic:
-        return min(_FIXED_MB * 2**20, limits.share_of_container()), 0.0
+        return min(limits.SMALL, limits.share_of_container()), 0.0
     if folder is None:
         return limits.SHARE * free_memory(), 0.0
     there = os.path.abspath(folder)
@@ -53,16 +51,6 @@ def estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:
             )
             return files / max(size, 1.0) * image_bytes(shape)
     return files
-
-
-def count_records(source: Source, split: str, shape: tuple[int, ...]) -> int:
-    """Records of a split, counted where the source does not know."""
-    known = source.splits[split]
-    if known is not None:
-        return known
-    batches = source.batches(split, at_once(shape))
-    sizes = batches.map(lambda numbers, _: len(numbers))
-    return int(sum(sizes.as_numpy_iterator()))
 
 
 def at_once(shape: tuple[int, ...]) -> int:

@@ -41,7 +41,6 @@ def decode_window(
     size: tuple[int, int, int],
     *,
     antialias: str = "none",
-    jpeg: bool = False,
     tricks: Tricks = ALL_TRICKS,
 ) -> tf.Tensor:
     """Decodes a window of an image, and resizes it.
@@ -52,7 +51,6 @@ def decode_window(
             [3]); None takes all of it.
         size: (H, W, C) wanted, in pixels.
         antialias: See `augment.resize`.
-        jpeg: Whether it is known to be a JPEG; otherwise that is looked up.
         tricks: See there.
 
     Returns:
@@ -70,7 +68,7 @@ def decode_window(
         return image, 1.0
 
     # Where decoding takes longer, more can be averaged for little.
-    image, mixed = of_jpeg() if jpeg else tf.cond(is_jpeg(encoded), of_jpeg, of_other)
+    image, mixed = tf.cond(is_jpeg(encoded), of_jpeg, of_other)
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
     return tf.ensure_shape(image, size)

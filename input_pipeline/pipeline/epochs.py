@@ -18,6 +18,7 @@ def in_turn(
     start_record: int,
     training: bool,
     repeat: bool,
+    alone: int = 0,
 ) -> tf.data.Dataset:
     """A dataset that is the next epoch at each iteration.
 
@@ -25,13 +26,14 @@ def in_turn(
     run would see epoch 0's order again; here Python counts the epochs.
 
     Args:
-        build: makes an epoch's dataset of its seeds (int64 [3]: two of the order, one
-            of the augmentation) and of the record to start at.
+        build: makes an epoch's dataset of its seeds (int64 [4]: two of the order, one
+            of the augmentation, the epoch's number) and of the record to start at.
         seed: of all epochs.
         start_epoch: number of the first one.
         start_record: records that the first one passes over.
         training: False gives epoch 0 each time.
         repeat: whether an iteration goes on with the next epoch, without a gap.
+        alone: how many epochs are read to their ends before the next one begins.
     """
     epochs = itertools.count(start_epoch)
 
@@ -39,13 +41,14 @@ def in_turn(
     def next_epoch():
         epoch = next(epochs) if training else 0
         start = start_record if epoch == start_epoch else 0
-        return draws.epoch_seeds(seed, epoch), np.int64(start)
+        seeds = [*draws.epoch_seeds(seed, epoch), epoch]
+        return np.array(seeds, np.int64), np.int64(start)
 
     @tf.autograph.experimental.do_not_convert
     def count(_):
         # Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
         seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
-        return tf.ensure_shape(seeds, [3]), tf.ensure_shape(start, [])
+        return tf.ensure_shape(seeds, [4]), tf.ensure_shape(start, [])
 
     @tf.autograph.experimental.do_not_convert
     def epoch(seeds, start):
@@ -58,8 +61,11 @@ def in_turn(
     if not repeat:
         return dataset.map(count).flat_map(epoch)
     # In parallel, it begins the next epochs while one is still read.
-    return (
+    others = (
         dataset.repeat()
         .map(count)
         .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
     )
+    if not alone:
+        return others
+    return dataset.repeat(alone).map(count).flat_map(epoch).concatenate(others)

@@ -14,7 +14,9 @@ def order(pipeline: Any) -> dict[str, Any]:
     paths = source.origin.files(split)
     # Wherever they lie: a run may go on elsewhere.
     names = " ".join(map(os.path.basename, paths)).encode()
-    stream, target = isinstance(source, StreamSource), source.target
+    target = source.target
+    # Of what is kept of a stream, too: the first epoch reads it.
+    stream = isinstance(source.origin, StreamSource)
     return {
         "dataset": source.name.partition(":")[0] if paths else source.name,
         "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",

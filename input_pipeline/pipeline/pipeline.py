@@ -244,9 +244,11 @@ class Pipeline:
             # Workers of a service would keep the threads of every epoch.
             room.limit(options, threads, EPOCHS_AT_ONCE if self.source.is_far else 0)
         # Where each example has operations of its own, these make it faster; but to try
-        # them, TensorFlow copies what the graph holds: pixels that are kept in memory.
+        # them, TensorFlow copies what the graph holds: rows that are in memory. And it
+        # cannot replace stages that share variables, as those of what is kept do.
         faster = options.experimental_optimization
-        faster.apply_default_optimizations = self.source.encoded
+        is_kept = self.source.origin is not self.source
+        faster.apply_default_optimizations = self.source.encoded and not is_kept
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20
         return options
@@ -269,7 +271,7 @@ class Pipeline:
     def _raw(self, seeds, start):
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
         order = seeds[:2] if self.training else None
-        take = None if self._rows is None else self._rows.take
+        take = self._rows
         late = take is not None and self.data_service is not None
         if self.group_by_length:
             grouped = lengths.grouped(
@@ -286,6 +288,7 @@ class Pipeline:
                 buffer_mb=room.shuffle_mb(self.shuffle_mb),
                 start=start,
                 take=None if late else take,
+                epoch=seeds[3],
             )
         if late:
             batches = batches.map(take)
@@ -346,4 +349,5 @@ class Pipeline:
             start_record=self.start_record,
             training=self.training,
             repeat=self.repeat,
+            alone=self.source.epochs_alone,
         )

@@ -56,7 +56,7 @@ class Rows:
         sizes = (self.share.bounds(total) for total in range(self.batch_size + 1))
         return max(1, *(end - first for first, end in sizes))
 
-    def take(self, numbers: tf.Tensor, records: Any) -> tuple[tf.Tensor, Any, Any]:
+    def __call__(self, numbers: tf.Tensor, records: Any) -> tuple[tf.Tensor, Any, Any]:
         """Takes the rows of raw records, before anything is made of them.
 
         Args:
@@ -95,7 +95,7 @@ class Rows:
         """Says in a batch which rows it has.
 
         Args:
-            batch: x, targets, weights if there are some, and what `take` gives of each.
+            batch: x, targets, weights if there are some, and what a call gives of each.
         """
         *batch, beside = batch
         about = beside[0]

@@ -118,7 +118,6 @@ class Stages:
                     window,
                     self.image_shape,
                     antialias=recipe.antialias,
-                    jpeg=self.source.all_jpeg,
                     tricks=self.tricks,
                 )
             if self._of_masks:

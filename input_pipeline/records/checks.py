@@ -35,7 +35,7 @@ BAD_RECORD = (
 _CHANGED = re.compile(r"[^\[\]\n]+ " + re.escape(CHANGED))
 
 # It says so of more records, and of fewer, than were counted.
-_ANOTHER_COUNT = "Input dataset was expected to contain"
+ANOTHER_COUNT = "Input dataset was expected to contain"
 
 # Reading this much takes seconds; more than that is sampled.
 _SCAN_ALL_BELOW_MB = 256
@@ -129,7 +129,7 @@ def blame_records(*sources: Source) -> Iterator[None]:
                 if record := next(bad, None):
                     records = check_records(source.origin, record.path)
                     raise blame(record, records) from error
-        if _ANOTHER_COUNT in str(error):
+        if ANOTHER_COUNT in str(error):
             names = " or ".join(dict.fromkeys(source.name for source in sources))
             raise BadRecordError(
                 f"the files of {names} hold another number of records than when the "

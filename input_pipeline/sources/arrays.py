@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
-from towers.input_pipeline.images.decode import is_jpeg
+from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.base import IndexedSource, Source
 from towers.input_pipeline.sources.targets import Target, TargetKind
 from towers.program.python_calls import until_exit
@@ -19,8 +19,8 @@ class RowSource(IndexedSource):
     Args:
         name: used in messages.
         images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
-            stays on disk, another array is copied. Or encoded images, a string tensor
-            [N]. Or a dict of columns, arrays [N, ...].
+            stays on disk, another array is copied. Or a dict of columns, arrays
+            [N, ...].
         labels: as the target says; masks may be uint8.
         splits: number of examples for each split; training comes first.
         target: what a model is to give.
@@ -32,7 +32,7 @@ class RowSource(IndexedSource):
     def __init__(
         self,
         name: str,
-        images: np.ndarray | tf.Tensor | Mapping[str, np.ndarray],
+        images: np.ndarray | Mapping[str, np.ndarray],
         labels: np.ndarray,
         splits: dict[str, int],
         target: Target,
@@ -45,9 +45,7 @@ class RowSource(IndexedSource):
         self.image_shape = image_shape
         self.splits = splits
         self.note = note
-        of_columns = isinstance(images, Mapping)
-        self.encoded = not of_columns and tf.as_dtype(images.dtype) == tf.string
-        self.all_jpeg = self.encoded and bool(tf.reduce_all(is_jpeg(images)))
+        self.encoded = False
         self.in_graph = not isinstance(images, np.memmap)
         self._images, self._labels, self._origin = images, labels, origin
 
@@ -56,12 +54,15 @@ class RowSource(IndexedSource):
         """See ``Source.origin``."""
         return self._origin or self
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the examples take."""
+        return sum(part.nbytes for part in tf.nest.flatten(self._images))
+
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``; encoded images stay numbers until `load`."""
+        """See ``Source.parse``."""
         images, labels = self._tensors
-        if self.encoded:
-            rows = records
-        elif images is None:
+        if images is None:
             rows = tf.numpy_function(
                 until_exit(self._read), [records], self._images.dtype
             )
@@ -69,10 +70,6 @@ class RowSource(IndexedSource):
         else:
             rows = tf.nest.map_structure(lambda each: tf.gather(each, records), images)
         return rows, tf.gather(labels, records)
-
-    def load(self, image: tf.Tensor) -> tf.Tensor:
-        """See ``Source.load``: copied just before it is decoded, which is faster."""
-        return tf.gather(self._tensors[0], image)
 
     def _read(self, records: np.ndarray) -> np.ndarray:
         return np.asarray(self._images[records])
@@ -84,8 +81,8 @@ class RowSource(IndexedSource):
         with tf.init_scope(), tf.device("/CPU:0"):
             images = None
             if not isinstance(self._images, np.memmap):
-                images = tf.nest.map_structure(tf.convert_to_tensor, self._images)
-            return images, tf.constant(self._labels)
+                images = tf.nest.map_structure(memory.as_tensor, self._images)
+            return images, memory.as_tensor(self._labels)
 
 
 class ArraySource(RowSource):

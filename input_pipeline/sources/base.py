@@ -8,8 +8,9 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.images import ignored, masks
@@ -18,14 +19,29 @@ from towers.input_pipeline.sources.files.record import FAULTS, Record
 from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.text import Tokenizer
+from towers.program.progress import Progress
 
 # What the shortest record takes in a buffer of shuffling: its place there, which
 # TensorFlow makes before it has a record, two tensors, and their memory.
 _LEAST_BYTES = 256
 
+_NUMBERS_AT_ONCE = 4096
+
 # `columns` is a dict of tensors, by name.
 InputKind = Literal["image", "row", "tokens", "columns"]
-Take = Callable[[tf.Tensor, Any], tuple]
+
+
+class Take(Protocol):
+    """Takes the rows that are needed of batches of raw records.
+
+    Attributes:
+        count: how many of each batch but the last, at least one.
+    """
+
+    count: int
+
+    def __call__(self, numbers: tf.Tensor, records: Any) -> tuple:
+        """Returns numbers and raw records of those rows, and anything else."""
 
 
 class Source(abc.ABC):
@@ -42,7 +58,6 @@ class Source(abc.ABC):
         encoded: whether `parse` gives images that have yet to be decoded.
         splits: number of examples for each split, None where unknown; the keys are
             "train" and, where there is one, "test". Empty until prepared.
-        all_jpeg: whether every encoded image is known to be a JPEG.
         in_graph: False where records are read by Python, which workers of a tf.data
             service cannot run.
         is_far: whether `load` and `load_mask` wait for what lies far away.
@@ -72,6 +87,7 @@ class Source(abc.ABC):
         missing_columns: columns in which some training row has no number.
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
+        epochs_alone: epochs to read to their ends before the next one begins.
     """
 
     name: str
@@ -80,7 +96,6 @@ class Source(abc.ABC):
     image_shape: tuple[int | None, int | None, int]
     encoded: bool = True
     splits: dict[str, int | None]
-    all_jpeg: bool = False
     in_graph: bool = True
     is_far: bool = False
     labels_need_checking: bool = False
@@ -96,6 +111,7 @@ class Source(abc.ABC):
     tokenizer: Tokenizer | None = None
     bytes_per_token: Mapping[str, float] = {}
     has_padding: bool = False
+    epochs_alone: int = 0
     faults: Mapping[str, Sequence[Record]] | None = None
     moments: Moments | None = None
     missing: str = "fail"
@@ -141,6 +157,7 @@ class Source(abc.ABC):
         buffer_mb: int = 0,
         start: int | tf.Tensor = 0,
         take: Take | None = None,
+        epoch: int | tf.Tensor = 0,
     ) -> tf.data.Dataset:
         """Raw records of one epoch, in order, by the batch.
 
@@ -151,15 +168,23 @@ class Source(abc.ABC):
             buffer_mb: memory for drawing the next record from, where the source cannot
                 jump to any.
             start: records of that order to pass over, at the least cost.
-            take: of numbers and raw records of a batch, returns those of the rows that
-                are needed, at least one, and anything else. Other records are not read,
-                unless a stream ``reads_whole``. None: all are needed.
+            take: takes the rows that are needed. Other records are not read, unless a
+                stream ``reads_whole``. None: all are needed.
+            epoch: its number. Some sources have another order in the first one.
 
         Returns:
             A dataset of (int64 numbers [B], raw records with B rows), or of what `take`
             returns. A record's number is its own, in whatever order it comes.
         """
+        del epoch
         return self._batches(split, batch_size, seeds, buffer_mb, start, take)
+
+    @abc.abstractmethod
+    def numbers(self, split: str) -> np.ndarray:
+        """Numbers of a split's records, int64 [N], in their fixed order.
+
+        Records are read for that only where it cannot be helped.
+        """
 
     @abc.abstractmethod
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
@@ -257,15 +282,11 @@ class Source(abc.ABC):
         """
         raise ValueError(f"{self.name} has no columns in memory to take medians of")
 
-    def in_memory(self, note: str = "") -> "Source | None":
+    def in_memory(self) -> "Source | None":
         """Returns the examples as a source in memory, if they are there already.
 
         To be called once: whoever calls it has them.
-
-        Args:
-            note: see `note`.
         """
-        del note
         return None
 
     def without(
@@ -368,6 +389,21 @@ class StreamSource(Source):
     def record_bytes(self, split: str) -> float:
         """What a raw record takes, more or less."""
 
+    def numbers(self, split: str) -> np.ndarray:
+        """See ``Source.numbers``."""
+        numbered = self._numbered(split) or self.records(split)
+        numbers = self._pass_over(numbered, split).map(lambda number, *_: number)
+        with Progress(f"Counting {self.name}", unit="records") as progress:
+            parts = []
+            for part in numbers.batch(_NUMBERS_AT_ONCE).as_numpy_iterator():
+                parts.append(part)
+                progress.add(len(part))
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _numbered(self, split: str) -> tf.data.Dataset | None:
+        """Numbers of a split's records, in tuples; `None` if reading alone tells."""
+        del split
+
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         # Places of records come in the order of records.
         places = None
@@ -404,12 +440,11 @@ class IndexedSource(Source):
         self, split: str, begin: tf.Tensor, size: int, seeds: tf.Tensor | None
     ) -> tf.Tensor:
         """Numbers of the records at places of a split's order, up to its end."""
-        first = 0 if split == "train" else self.size_of_all("train") or 0
         count = self.size_of_all(split)
         places = tf.range(begin, tf.minimum(begin + size, count))
         if seeds is not None:
             places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
-        return places + first
+        return places + self._first(split)
 
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         del buffer_mb
@@ -424,7 +459,36 @@ class IndexedSource(Source):
         else:
             each = tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
             batches = self._pass_over(each, split).skip(start).batch(batch_size)
-        return batches if take is None else batches.map(take)
+        batches = batches if take is None else batches.map(take)
+        return self.announced(batches, split, seeds, batch_size)
+
+    def announced(
+        self,
+        batches: tf.data.Dataset,
+        split: str,
+        seeds: tf.Tensor | None,
+        batch_size: int,
+    ) -> tf.data.Dataset:
+        """Has records that lie far away read ahead.
+
+        Args:
+            batches: of numbers, and anything else.
+            split: which they are of.
+            seeds: see ``batches``.
+            batch_size: see ``batches``.
+        """
+        del split, seeds, batch_size
+        return batches
+
+    def numbers(self, split: str) -> np.ndarray:
+        """See ``Source.numbers``."""
+        numbers = self._first(split) + np.arange(self.size_of_all(split))
+        for bad in self.passed_over.get(split, ()):
+            numbers = numbers[(numbers < bad.number) | (numbers > bad.last_number)]
+        return numbers
+
+    def _first(self, split: str) -> int:
+        return 0 if split == "train" else self.size_of_all("train") or 0
 
 
 def fingerprint(source: Source) -> str:

@@ -197,7 +197,7 @@ def test_padding_changes_nothing(task):
         ),
         ("cnn", _text(6), {}, r"'cnn' needs images .*but tokens of text .*transformer"),
         ("transformer_lm", _masks(), {}, "needs tokens of text, but images .* use cnn"),
-        ("cnn", _columns(), {}, r"but several inputs, by name with .* use dlrm, or a"),
+        ("cnn", _columns(), {}, r"but several inputs, by name with .* use dlrm, mlp, "),
         ("dlrm", _masks(), {}, "'dlrm' needs several inputs, by name, but images"),
         ("dlrm", _row(), {}, "use mlp, a model of your own, or columns of text, which"),
         (

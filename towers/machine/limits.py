@@ -20,6 +20,8 @@ Runs that share a machine have it.
 
 # Of memory, what one use of it may take: a cache, or a buffer.
 SHARE = 0.25
+# Bytes that one use may take where what is free must decide nothing.
+SMALL = 2**30
 _ROOT = Path("/")
 
 

@@ -80,12 +80,9 @@ def texts(
     for row in text_rows(table, [*dict.fromkeys((*known.columns, *kept))]):
         cells = dict(zip((*known.columns, *kept), row.values, strict=False))
         text, *_ = row.values or [""]
+        copied = [cells.get(name, "") for name in kept]
         # Bytes that are no text are for the tokenizer to find.
-        yield (
-            text.encode(errors="surrogateescape"),
-            row.fault,
-            [cells.get(name, "") for name in kept],
-        )
+        yield text.encode(errors="surrogateescape"), row.fault, copied
 
 
 def as_text(value: Any) -> str:

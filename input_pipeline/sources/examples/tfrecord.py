@@ -157,6 +157,23 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         read = self._around(split, whole, pieces)
         return Places(functools.partial(self._interleaved, split, read), index.read)
 
+    def _numbered(self, split: str) -> tf.data.Dataset | None:
+        """See ``StreamSource``: their lengths tell."""
+        paths = self.files(split)
+        if self._stored or self._compressed or any("://" in path for path in paths):
+            return None
+        counts = tf.constant([framing.count(path) for path in paths], tf.int64)
+
+        def whole(file, _):
+            first = file * FILE
+            return tf.data.Dataset.range(first, first + counts[file]).map(_alone)
+
+        def pieces(_file, _path, rows):
+            return tf.data.Dataset.from_tensor_slices(rows[:, 0]).map(_alone)
+
+        read = self._around(split, whole, pieces)
+        return self._interleaved(split, read, None)
+
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
         """Reads damaged files around what cannot be read.
 
@@ -215,6 +232,10 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         for split, paths in self._files.items():
             known = [info["files"][os.path.basename(path)] for path in paths]
             self.splits[split] = sum(file["examples"] for file in known)
+
+
+def _alone(number: tf.Tensor) -> tuple[tf.Tensor]:
+    return (number,)
 
 
 def _read_info(paths: list[str]) -> dict[str, Any] | None:

@@ -29,8 +29,14 @@ class StoredFolder(abc.ABC):
             return tf.io.read_file(path)
         return stored.read_file(self._stored, path)
 
-    def _batches(self, split, batch_size, seeds, *options):
-        batches = super()._batches(split, batch_size, seeds, *options)
+    def announced(
+        self,
+        batches: tf.data.Dataset,
+        split: str,
+        seeds: tf.Tensor | None,
+        batch_size: int,
+    ) -> tf.data.Dataset:
+        """See ``IndexedSource.announced``."""
         if self._stored is None:
             return batches
         return stored.announced(

@@ -86,6 +86,9 @@ class TableFile(Protocol):
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
         """Yields the blocks in order, with the bytes to `parse`."""
 
+    def bytes_of(self, block: Block) -> int:
+        """Returns how much of `size` a block is; 0 if nobody knows."""
+
     def load(self, block: Block) -> bytes:
         """Reads the bytes of one block."""
 

@@ -41,6 +41,10 @@ class ParquetFile:
         for group in range(self.groups.count(self.path)):
             yield Block(self.path, group, bounds[group + 1] - bounds[group]), b""
 
+    def bytes_of(self, block: Block) -> int:
+        """See ``TableFile.bytes_of``."""
+        return self.size * block.size // max(self.groups.rows(self.path), 1)
+
     def load(self, block: Block) -> bytes:
         """See ``TableFile.load``."""
         del block

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.tables import columns, values
 from towers.input_pipeline.sources.tables.blocks import (
     Block,
@@ -85,7 +86,8 @@ def read_part(file: TableFile, block: Block, data: bytes, wanted: Wanted) -> Par
     """Reads what is wanted of a block."""
     read = file.parse(block, data, wanted.types)
     faults, places = dict(read.faults), read.places
-    numbers = np.full([read.rows, len(wanted.numbers)], np.nan)
+    numbers = memory.zeros((read.rows, len(wanted.numbers)), np.float64)
+    numbers[[*read.left_out]] = np.nan
     for column, name in enumerate(wanted.numbers if len(places) else ()):
         numbers[places, column] = values.as_numbers(read.values[name])
     for row, column in np.argwhere(np.abs(numbers) > LARGEST):

@@ -1,18 +1,24 @@
 """One pass over all rows of a table: what must be known, and the rows if they fit."""
 
 import dataclasses
+import json
+import os
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from towers.input_pipeline.sources.tables import reading
+from towers.input_pipeline.sources import memory
+from towers.input_pipeline.sources.tables import reading, values
 from towers.input_pipeline.sources.tables.blocks import Block, TableFile
 from towers.input_pipeline.sources.tables.columns import SAMPLE
 from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.tables.reading import Part, Wanted
 from towers.machine import limits
+from towers.program import voice, whole_file
+from towers.program.progress import Progress
 
 # A column of text is a category if each text stands in so many rows, on average.
 _ROWS_OF_A_TEXT = 5
@@ -90,6 +96,9 @@ class TablePass:
         labels: is given the columns of the targets.
         is_training: tells which rows are for training, bool [N], of the place of a file
             and the numbers of rows in it.
+        path: a file for what was found of rows that do not fit in memory. If it is
+            there, and of the same files, these are not read again. None: there is none.
+        stamp: changes with whatever changes what is found.
 
     Attributes:
         wanted: the columns.
@@ -99,6 +108,7 @@ class TablePass:
         moments: of the numbers of training rows.
         texts: of each column of text.
         first: numbers of the first rows, float64 [N, columns].
+        was_known: whether all that was in the file.
     """
 
     def __init__(
@@ -107,6 +117,8 @@ class TablePass:
         wanted: Wanted,
         labels: Labels,
         is_training: Callable[[int, np.ndarray], np.ndarray],
+        path: str | None = None,
+        stamp: str = "",
     ):
         self.wanted, self._tables, self._is_training = wanted, tables, is_training
         self.blocks: list[Located] = []
@@ -118,33 +130,125 @@ class TablePass:
         # Numbers and texts of each block, until they take too much memory.
         self._parts: list[tuple[np.ndarray, list[Any]]] | None = []
         self._targets: list[Sequence[Any]] = []
-        self._read(labels)
+        self.was_known = path is not None and self._restore(path, stamp)
+        if not self.was_known:
+            self._read()
+            if path is not None and self._parts is None:
+                self._write(path, stamp)
+        bad = [[] for _ in self.blocks]
+        for block, row in self.faults:
+            bad[block].append(row)
+        for targets, rows in zip(self._targets, bad, strict=True):
+            labels.add(targets, rows)
 
     def rows(self, file: int) -> int:
         """How many rows a file has."""
         return sum(located.rows for located in self.blocks if located.file == file)
 
-    def _read(self, labels):
-        room, taken = limits.SHARE * limits.free_memory(), 0
+    def _read(self) -> None:
+        """Reads the files, and keeps the rows while there is room."""
+        room, taken = _room(), 0
         firsts = dict.fromkeys(range(len(self._tables)), 0)
-        for file, part in reading.read_parts(self._tables, self.wanted):
-            located = Located(file, part.block, firsts[file], part.rows)
-            firsts[file] += part.rows
-            self._note_faults(part)
-            self.blocks.append(located)
-            training = part.good & self._training_rows(located)
-            if len(self.first) < SAMPLE:
-                self.first = np.concatenate([self.first, part.numbers[:SAMPLE]])
-            self.moments.add(part.numbers[training])
-            for texts, column in zip(self.texts.values(), part.texts, strict=True):
-                texts.add(column, training)
-            labels.add(part.labels, [*part.faults])
-            self._targets.append(part.labels)
-            taken += part.numbers.nbytes + 4 * part.rows * len(part.texts)
-            if taken > room:
-                self._parts = None
-            if self._parts is not None:
-                self._parts.append((part.numbers, part.texts))
+        total, seen = sum(table.size for table in self._tables), 0
+        others = f" and {len(self._tables) - 1} others" * (len(self._tables) > 1)
+        with Progress(f"Reading {self._tables[0].path}{others}") as progress:
+            for file, part in reading.read_parts(self._tables, self.wanted):
+                self._add(Located(file, part.block, firsts[file], part.rows), part)
+                firsts[file] += part.rows
+                taken += part.numbers.nbytes + 4 * part.rows * len(part.texts)
+                if taken > room:
+                    self._parts = None
+                if self._parts is not None:
+                    self._parts.append((part.numbers, part.texts))
+                seen += self._tables[file].bytes_of(part.block)
+                progress.add(part.rows)
+                if seen:
+                    progress.expect(progress.done * total // seen)
+
+    def _add(self, located: Located, part: Part) -> None:
+        """Takes note of what a block holds."""
+        self._note_faults(part)
+        self.blocks.append(located)
+        training = part.good & self._training_rows(located)
+        if len(self.first) < SAMPLE:
+            self.first = np.concatenate([self.first, part.numbers[:SAMPLE]])
+        self.moments.add(part.numbers[training])
+        for texts, column in zip(self.texts.values(), part.texts, strict=True):
+            texts.add(column, training)
+        self._targets.append(part.labels)
+
+    def _write(self, path: str, stamp: str) -> None:
+        """Writes what was found: JSON, and arrays without objects."""
+        about = {
+            "stamp": stamp,
+            "paths": [table.path for table in self._tables],
+            "faults": [[*where, fault] for where, fault in self.faults.items()],
+            "lines": [[*where, line] for where, line in self.lines.items()],
+            "texts": [[sorted(some.texts), some.rows] for some in self.texts.values()],
+            "dictionaries": [],
+        }
+        arrays = {
+            "first": self.first,
+            "moments": np.stack(dataclasses.astuple(self.moments)),
+            "blocks": np.array([_numbers(each) for each in self.blocks], np.int64),
+        }
+        for place in range(len(self.wanted.labels)):
+            parts = [block[place] for block in self._targets]
+            if isinstance(parts[0], np.ndarray):
+                arrays[f"target_{place}"] = np.concatenate(parts)
+                about["dictionaries"].append(None)
+            else:
+                codes, texts = values.joined(parts)
+                arrays[f"target_{place}"] = codes
+                about["dictionaries"].append(texts)
+        text = json.dumps(about).encode()
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with whole_file.opened(path, "wb") as file:
+                np.savez(file, about=np.frombuffer(text, np.uint8), **arrays)
+        except OSError as error:
+            voice.warn(
+                f"What is in {self._tables[0].path} cannot be written to {path} "
+                f"({error.strerror}): the next run reads all rows again."
+            )
+
+    def _restore(self, path: str, stamp: str) -> bool:
+        """Takes over what an earlier run has found; returns whether there is some."""
+        try:
+            if not os.path.isfile(path) or os.path.islink(path):
+                return False
+            with np.load(path, allow_pickle=False) as arrays:
+                about = json.loads(arrays["about"].tobytes())
+                if about["stamp"] != stamp:
+                    return False
+                blocks = [
+                    _located(row, self._tables) for row in arrays["blocks"].tolist()
+                ]
+                rows = sum(located.rows for located in blocks)
+                row_bytes = 8 * len(self.wanted.numbers) + 4 * len(self.wanted.texts)
+                if rows * row_bytes <= _room():
+                    return False  # Now they may fit.
+                self.first = arrays["first"]
+                self.moments = Moments(*arrays["moments"])
+                self.faults = {(b, row): fault for b, row, fault in about["faults"]}
+                self.lines = {(b, row): line for b, row, line in about["lines"]}
+                for some, (texts, count) in zip(
+                    self.texts.values(), about["texts"], strict=True
+                ):
+                    some.texts, some.rows = {*texts}, count
+                columns = [
+                    _column(arrays[f"target_{place}"], dictionary)
+                    for place, dictionary in enumerate(about["dictionaries"])
+                ]
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            voice.warn(f"{path} cannot be read ({error}): all rows are read again.")
+            return False
+        self.blocks, self._parts, begin = blocks, None, 0
+        for located in blocks:
+            end = begin + located.rows
+            self._targets.append([column[begin:end] for column in columns])
+            begin = end
+        return True
 
     def _note_faults(self, part: Part) -> None:
         block = len(self.blocks)
@@ -215,10 +319,10 @@ class TablePass:
         at = {True: 0, False: sum(int(some.sum()) for some in training)}
         first_of_others = at[False]
         target = labels.target
-        memory = Memory(
-            np.empty([count, len(chosen)]),
-            {name: np.empty(count, np.int64) for name in wanted.texts},
-            np.empty([count, *target.row_shape], target.dtype),
+        kept = Memory(
+            memory.zeros((count, len(chosen)), np.float64),
+            {name: memory.zeros((count,), np.int64) for name in wanted.texts},
+            memory.zeros((count, *target.row_shape), target.dtype),
             first_of_others,
         )
         for place, (rows, is_training) in enumerate(zip(good, training, strict=True)):
@@ -234,14 +338,42 @@ class TablePass:
                 some = rows[is_training == of_training]
                 to = slice(at[of_training], at[of_training] + len(some))
                 at[of_training] = to.stop
-                memory.numbers[to] = numbers[some]
-                memory.targets[to] = y[some]
+                kept.numbers[to] = numbers[some]
+                kept.targets[to] = y[some]
                 for name, of_rows in ids.items():
-                    memory.ids[name][to] = of_rows[some]
+                    kept.ids[name][to] = of_rows[some]
         self._parts = []
-        return memory
+        return kept
 
     def _good(self, place: int) -> np.ndarray:
         good = np.ones(self.blocks[place].rows, bool)
         good[[row for block, row in self.faults if block == place]] = False
         return np.flatnonzero(good)
+
+
+def _room() -> float:
+    """Bytes that rows may take: without much memory, no less than where it is fixed."""
+    fixed = min(limits.SMALL, limits.share_of_container())
+    return max(limits.SHARE * limits.free_memory(), fixed)
+
+
+def _numbers(located: Located) -> list[int]:
+    block = located.block
+    return [
+        *(located.file, located.first, located.rows),
+        *(block.begin, block.size, block.line, block.is_whole),
+    ]
+
+
+def _located(numbers: Sequence[int], tables: Sequence[TableFile]) -> Located:
+    file, first, rows, begin, size, line, is_whole = numbers
+    block = Block(tables[file].path, begin, size, line, bool(is_whole))
+    return Located(file, block, first, rows)
+
+
+def _column(array: np.ndarray, texts: Sequence[str] | None) -> Any:
+    if texts is None:
+        return array
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array(array), pa.array(texts, pa.string()))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.reading import Wanted
 from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
 from towers.input_pipeline.sources.targets import TargetKind
+from towers.program import words
 
 _CYCLE_LENGTH = 4
 _BLOCK_LENGTH = 64
@@ -56,6 +57,9 @@ class TableSource(FileSource, StreamSource):
         vocabularies: see ``Source``; None for what the training data have.
         missing: what stands for a number that is missing: the "mean" or "median" of its
             column; "fail" makes its row a bad record.
+        findings: a file for what the pass finds where rows do not fit in memory, which
+            later runs use while the files have the same names, sizes and times. None:
+            there is none.
         **options: see ``FileSource``.
 
     Attributes:
@@ -83,6 +87,7 @@ class TableSource(FileSource, StreamSource):
         num_classes: int | None = None,
         vocabularies: Mapping[str, Sequence[str]] | None = None,
         missing: str = "mean",
+        findings: str | None = None,
         **options: Any,
     ):
         super().__init__(pattern, num_classes, **options)
@@ -98,7 +103,12 @@ class TableSource(FileSource, StreamSource):
         wanted = self._choose_columns(names, feature_columns)
         self._check_same_columns(wanted)
         labels = Labels(self.name, names, wanted.types)
-        read = TablePass(self._tables, wanted, labels, self._is_training)
+        stamp = repr((wanted, self._fraction, self._paths, self._stamps))
+        read = TablePass(
+            self._tables, wanted, labels, self._is_training, findings, stamp
+        )
+        if read.was_known:
+            self._note(f"What {self.name} holds is known from an earlier run.")
         self._count(read)
         asked = feature_columns is not None
         self._take_columns(read, asked, vocabularies)
@@ -327,16 +337,16 @@ class TableSource(FileSource, StreamSource):
         rows = self._memory.numbers[: self._memory.training]
         return np.nanmedian(rows, axis=0).tolist()
 
-    def in_memory(self, note: str = "") -> RowSource | None:
+    def in_memory(self) -> RowSource | None:
         """Returns the good rows as a source in memory; `None` if they did not fit."""
         memory, self._memory = self._memory, None
         if memory is None:
             return None
         others = len(memory.targets) - memory.training
         sizes = {"train": memory.training, "test": others}
-        rows = memory.numbers if self.image_fields else None
-        x = categories.examples(rows, memory.ids)
-        return RowSource(
+        numbers = memory.numbers if self.image_fields else None
+        x = categories.examples(numbers, memory.ids)
+        rows = RowSource(
             self.name,
             x,
             memory.targets,
@@ -344,29 +354,49 @@ class TableSource(FileSource, StreamSource):
             self.target,
             self.image_shape,
             self,
-            note,
         )
+        rows.note = f"{words.size(rows.memory_bytes)} of numbers kept in memory"
+        return rows
 
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
         """See ``StreamSource.records``."""
-        paths = self.files(split)
-        chosen = [
-            (place, self._first_number(self._paths[located.file]) + located.first)
-            for place, located in enumerate(self._blocks)
-            if self._paths[located.file] in paths
-        ]
-        blocks = tf.data.Dataset.from_tensor_slices(
-            tf.reshape(tf.constant(chosen, tf.int64), [-1, 2])
-        )
-        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
 
         def read(block):
             rows = self._read_in_graph(block[0])
             numbers = block[1] + tf.range(tf.shape(rows[-1], tf.int64)[0])
             return tf.data.Dataset.from_tensor_slices((numbers, rows))
 
+        return self._interleaved(split, read, shuffle_seed)
+
+    def _numbered(self, split: str) -> tf.data.Dataset:
+        """See ``StreamSource``: the rows of the blocks are counted."""
+
+        def count(block):
+            numbers = tf.data.Dataset.range(block[1], block[1] + block[2])
+            return numbers.map(lambda number: (number,))
+
+        return self._interleaved(split, count, None)
+
+    def _interleaved(
+        self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
+    ) -> tf.data.Dataset:
+        """What `read` makes of each block: its place, its first number, its rows."""
+        paths = self.files(split)
+        chosen = [
+            (
+                place,
+                self._first_number(self._paths[located.file]) + located.first,
+                located.rows,
+            )
+            for place, located in enumerate(self._blocks)
+            if self._paths[located.file] in paths
+        ]
+        blocks = tf.data.Dataset.from_tensor_slices(
+            tf.reshape(tf.constant(chosen, tf.int64), [-1, 3])
+        )
+        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
         records = blocks.interleave(
             read,
             cycle_length=min(max(len(chosen), 1), _CYCLE_LENGTH),

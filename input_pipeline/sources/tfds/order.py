@@ -1,6 +1,6 @@
-"""The order in which TFDS reads records, for places of records instead of them."""
+"""The order in which TFDS reads records, for names and places instead of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,28 @@ def named_places(
         config: how TFDS interleaves files.
         shuffle_seed: of their order; None for their fixed order.
     """
+
+    def places(part):
+        return index.of_file(part["file"]).skip(part["skip"]).take(part["take"])
+
+    return _named(instructions, places, config, shuffle_seed)
+
+
+def names(instructions: Sequence[Any], config: tfds.ReadConfig) -> tf.data.Dataset:
+    """The names in their fixed order, in tuples; see ``named_places``."""
+
+    def nothing(part):
+        return tf.data.Dataset.range(part["take"])
+
+    return _named(instructions, nothing, config, None)
+
+
+def _named(
+    instructions: Sequence[Any],
+    records_of: Callable[[dict[str, tf.Tensor]], tf.data.Dataset],
+    config: tfds.ReadConfig,
+    shuffle_seed: tf.Tensor | None,
+) -> tf.data.Dataset:
     files = tf.data.Dataset.from_tensor_slices(
         {
             "file": np.arange(len(instructions)),
@@ -35,13 +57,11 @@ def named_places(
     )
 
     def read(part):
-        places = index.of_file(part["file"]).skip(part["skip"]).take(part["take"])
-
-        def named(number, place):
+        def named(number, record):
             parts = [part["name"], tf.strings.as_string(number)]
-            return tf.strings.join(parts, separator="__"), place
+            return tf.strings.join(parts, separator="__"), record
 
-        return places.enumerate(part["skip"]).map(named)
+        return records_of(part).enumerate(part["skip"]).map(named)
 
     return shuffle_all(files, len(instructions), shuffle_seed).interleave(
         read,

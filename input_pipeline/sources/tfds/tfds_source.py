@@ -270,7 +270,7 @@ class TFDSSource(StreamSource):
         """See ``StreamSource.reads_whole``."""
         if not self._is_of_tfrecords:
             return "they are no TFRecord files"
-        if self._asked_config or len({*map(os.path.dirname, self.files(split))}) > 1:
+        if not self._knows_order(split):
             return "TFDS alone knows their order"
         record_bytes = functools.partial(self.record_bytes, split)
         return self._index_of(split).reads_whole(record_bytes)
@@ -284,6 +284,18 @@ class TFDSSource(StreamSource):
             return found.map(lambda name, place: (_number(name), place))
 
         return Places(records, functools.partial(index.read, parse=self._deserialized))
+
+    def _numbered(self, split: str) -> tf.data.Dataset | None:
+        """See ``StreamSource``: their names tell."""
+        if not self._is_of_tfrecords or not self._knows_order(split):
+            return None
+        parts = self._info(split).file_instructions
+        named = order.names(parts, self._read_config)
+        return named.map(lambda name, _: (_number(name),))
+
+    def _knows_order(self, split: str) -> bool:
+        folders = {*map(os.path.dirname, self.files(split))}
+        return not self._asked_config and len(folders) == 1
 
     def _index_of(self, split: str) -> RecordIndex:
         # One for each split, as it knows what it has found.

@@ -16,6 +16,7 @@ from towers.input_pipeline import (
     open_source,
 )
 from towers.input_pipeline.cache import keep, read, space
+from towers.input_pipeline.cache.kept import KeptSource
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
@@ -58,7 +59,7 @@ def examples(stamps):
 @pytest.mark.parametrize("where", ["memory", "disk", slow("auto")])
 def test_kept_examples_are_the_same(stamps, examples, tmp_path, where):
     kept = cached(stamps, where, str(tmp_path))
-    assert isinstance(kept, RowSource)
+    assert isinstance(kept, RowSource if where == "disk" else KeptSource)
     assert (kept.splits, kept.num_classes) == (stamps.splits, stamps.num_classes)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == (
         [".npy", ".npy", ".sums"] if where == "disk" else []
@@ -97,7 +98,7 @@ def test_what_does_not_fit_goes_to_the_disk_or_nowhere(stamps, tmp_path, monkeyp
     kept = cached(stamps, "auto", str(tmp_path))
     assert isinstance(kept, RowSource) and len(list(tmp_path.iterdir())) == 3
     monkeypatch.setattr(space, "free_memory", lambda: 4 * 60 * 64)
-    assert isinstance(cached(stamps, "auto"), RowSource)
+    assert isinstance(cached(stamps, "auto"), KeptSource)
 
 
 def test_the_log_says_what_was_decided(digits, caplog):
@@ -380,7 +381,7 @@ def test_which_recipes_take_whole_images(name):
 def test_a_deterministic_run_decides_by_the_data_alone(stamps, monkeypatch):
     monkeypatch.setattr(space, "free_memory", lambda: 0)
     assert cached(stamps) is stamps
-    assert isinstance(cached(stamps, deterministic=True), RowSource)
+    assert isinstance(cached(stamps, deterministic=True), KeptSource)
     monkeypatch.setattr(space, "_FIXED_MB", 0.001)
     assert cached(stamps, deterministic=True) is stamps
 

@@ -233,7 +233,7 @@ def test_flags_of_the_data_reach_it(tmp_path):
     # The tenth is not lost where another data set is evaluated on.
     asked = Settings(dataset=spec, eval_dataset=f"{spec}*")
     sources = data_parts.open_sources(asked)
-    assert [each.splits for each in sources] == [{"train": 20}, {"train": None}]
+    assert [each.splits for each in sources] == [{"train": 20}, {"train": 20}]
     (tmp_path / "b.csv").write_text("x,y,z\n1,2,owl\n")
     names = ("cat", "owl")
     target = Target("class", 2, names)

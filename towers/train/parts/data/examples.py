@@ -325,6 +325,7 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
             data.image_shape if resized else None,
             settings.recipe,
             _room,
+            lambda fits: all(this_host().tell_all(fits)),
         )
 
 

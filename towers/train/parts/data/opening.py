@@ -75,6 +75,7 @@ def open_source(
             if value is not None and takes(spec, name)
         },
         **_cache_dir(settings, spec),
+        **_findings(settings, spec),
         **_local_store(settings, spec),
         data_dir=os.path.expanduser(settings.data_dir),
         seed=settings.seed,
@@ -87,6 +88,15 @@ def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
     if settings.cache_dir is None or not takes(spec, "cache_dir"):
         return {}
     return {"cache_dir": settings.cache_dir}
+
+
+def _findings(settings: Settings, spec: str) -> dict[str, str]:
+    """The file beside the run for what a table is found to hold."""
+    if settings.text_column is not None or not takes(spec, "findings"):
+        return {}
+    name = "train" if spec == settings.dataset else "eval"
+    path = os.path.join(settings.absolute_model_dir, f"{name}-findings.npz")
+    return {"findings": path}
 
 
 def _local_store(settings: Settings, spec: str) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Rows in memory, which are there once they are put."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from towers.input_pipeline.sources.base import Source
+
+
+class Store:
+    """Rows of examples and their targets.
+
+    They are variables of TensorFlow, whose rows are written and read in place, by any
+    number of threads. Memory is only taken by what is written.
+
+    Args:
+        source: of the examples.
+        image_shape: of decoded images, or of rows; None for encoded images.
+        size: number of rows.
+    """
+
+    def __init__(self, source: Source, image_shape: tuple[int, ...] | None, size: int):
+        specs = _specs(source, image_shape)
+        # On the CPU: that is where tf.data runs.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._parts = tf.nest.map_structure(
+                lambda spec: _empty([size, *spec.shape], spec.dtype), specs
+            )
+            self._is_there = tf.Variable(tf.zeros([size], tf.bool), trainable=False)
+
+    def is_filled(self, rows: tf.Tensor) -> tf.Tensor:
+        """Tells which rows are there."""
+        return tf.gather(self._is_there, rows)
+
+    def at(self, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        """Returns examples and targets at rows that are there."""
+        return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts)
+
+    def as_kept(self, x: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        """Returns an example and its target, or several, in the types that are kept."""
+        return tf.nest.map_structure(
+            lambda part, value: tf.cast(value, part.dtype), self._parts, (x, y)
+        )
+
+    def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Tensor:
+        """Writes examples and targets, and returns the rows once they are there."""
+        parts, values = map(tf.nest.flatten, (self._parts, self.as_kept(x, y)))
+        written = [
+            _scatter(part, rows, value)
+            for part, value in zip(parts, values, strict=True)
+        ]
+        with tf.control_dependencies(written):
+            there = _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
+        with tf.control_dependencies([there]):
+            return tf.identity(rows)
+
+
+def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, Any]:
+    """Types and shapes of an example and of its target."""
+    split = next(iter(source.splits))
+    parsed = source.batches(split, 1).map(lambda _, records: source.parse(records))
+    x, y = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), parsed.element_spec
+    )
+    if source.input_kind == "image":
+        encoded = tf.TensorSpec([], tf.string)
+        x = encoded if image_shape is None else tf.TensorSpec(image_shape, tf.uint8)
+    target = source.target
+    if target.kind != "mask":
+        y = tf.TensorSpec(target.row_shape, target.dtype)
+    elif image_shape is not None:
+        y = tf.TensorSpec(image_shape[:2], tf.uint8)
+    return x, y
+
+
+def _empty(shape: list[int], dtype: tf.DType) -> tf.Variable:
+    """A variable of which no page of memory is touched, but for strings."""
+    return tf.Variable(
+        lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=dtype == tf.string),
+        trainable=False,
+    )
+
+
+def _scatter(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=rows, updates=values
+    )

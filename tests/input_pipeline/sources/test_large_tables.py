@@ -1,0 +1,179 @@
+"""Tables that do not fit in memory, and what is kept of the pass over them."""
+
+import gzip
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+
+from towers.input_pipeline import cached, make_dataset, open_source
+from towers.input_pipeline.sources.tables import csv_file, reading
+from towers.machine import limits
+
+
+def table(rows=500):
+    """Columns of numbers and of names, and classes by name."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=rows).round(3)
+    return pa.table(
+        {
+            "x": x,
+            "colour": rng.choice(["red", "green", "blue"], rows),
+            "kind": np.where(x > 0, "owl", "cat"),
+        }
+    )
+
+
+def write_csv(path):
+    csv.write_csv(table(), path)
+
+
+def write_gzip(path):
+    csv.write_csv(table(), path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def write_parquet(path):
+    parquet.write_table(table(), path, row_group_size=64)
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """A machine whose memory has no room for rows, and blocks of some rows each."""
+    monkeypatch.setattr(limits, "free_memory", lambda: 0.0)
+    monkeypatch.setattr(limits, "SMALL", 0)
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 1000)
+
+
+WAYS = {"csv": write_csv, "csv.gz": write_gzip, "parquet": write_parquet}
+
+
+@pytest.fixture(params=WAYS)
+def spec(request, tmp_path):
+    """A file of each format."""
+    path = tmp_path / f"rows.{request.param}"
+    WAYS[request.param](path)
+    return f"{'parquet' if request.param == 'parquet' else 'csv'}:{path}"
+
+
+def read(source, split="train", **options):
+    """All examples of a split, in order."""
+    data = make_dataset(source, split, 32, exact=True, **options)
+    return [
+        (float(x), int(colour), int(y))
+        for some, labels in data.as_numpy_iterator()
+        for x, colour, y in zip(
+            some["dense"][:, 0], some["colour"], labels, strict=True
+        )
+    ]
+
+
+def is_known(source):
+    """Whether a source was not read."""
+    return any("known from an earlier run" in note for note in source.notes)
+
+
+def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
+    far = open_source(spec)
+    assert far.in_memory() is None
+    assert cached(far, room=lambda *_: (0.0, 0.0)) is far
+    monkeypatch.undo()
+    near = cached(open_source(spec))
+    assert near.origin is not near
+    for split in ("train", "test"):
+        some = read(far, split, training=False)
+        assert some == read(near, split, training=False) and len(some) > 10
+    shuffled = read(far, seed=1)
+    assert shuffled == read(far, seed=1) != read(far, seed=2)
+    assert sorted(shuffled) == sorted(read(near, seed=1))
+    # From any position, as a run goes on that was killed.
+    assert read(far, seed=1, start_record=100) == shuffled[100:]
+
+
+def test_a_pass_that_was_made_is_not_made_again(spec, no_room, tmp_path, monkeypatch):
+    known = str(tmp_path / "run" / "findings.npz")
+    first = open_source(spec, findings=known)
+    assert os.path.isfile(known)
+
+    def refuse(*_):
+        raise AssertionError("the rows are read again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "read_parts", refuse)
+        second = open_source(spec, findings=known)
+    said = f"What {spec} holds is known from an earlier run."
+    assert [note for note in second.notes if note != said] == [*first.notes]
+    assert second.notes.count(said) == 1
+    assert second.vocabularies == first.vocabularies
+    assert second.class_names == first.class_names == ("cat", "owl")
+    np.testing.assert_array_equal(second.moments.mean, first.moments.mean)
+    assert read(second, seed=1) == read(first, seed=1)
+
+
+def test_another_file_or_other_columns_are_read(spec, no_room, tmp_path, capsys):
+    known = str(tmp_path / "findings.npz")
+    open_source(spec, findings=known)
+    other = open_source(spec, findings=known, feature_columns=["x"])
+    assert not is_known(other)
+    path = spec.partition(":")[2]
+    open_source(spec, findings=known)
+    os.utime(path, (1, 1))
+    assert not is_known(open_source(spec, findings=known))
+    with open(known, "r+b") as file:
+        file.truncate(100)
+    assert not is_known(open_source(spec, findings=known))
+    assert "findings.npz cannot be read" in capsys.readouterr().err
+
+
+def test_bad_rows_are_known_from_an_earlier_run(no_room, tmp_path):
+    path = tmp_path / "rows.csv"
+    write_csv(path)
+    lines = path.read_text().splitlines()
+    lines[40], lines[90] = "?,red", "1e400,red,owl"
+    path.write_text("\n".join(lines))
+    options = {"findings": str(tmp_path / "findings.npz"), "skip_bad": True}
+    first, second = (open_source(f"csv:{path}", **options) for _ in range(2))
+    assert is_known(second) and not is_known(first)
+    assert first.faults == second.faults
+    (bad,) = {str(record) for some in first.faults.values() for record in some} - {
+        f"{path}: line 41: has 2 fields, expected 3"
+    }
+    assert bad.startswith(f"{path}: line 91: x is inf")
+
+
+def test_a_table_that_changes_while_it_is_read_is_said(spec, no_room):
+    source = open_source(spec)
+    path = spec.partition(":")[2]
+    os.utime(path, (1, 1))
+    with pytest.raises(Exception, match="has changed since the run began"):
+        read(source)
+
+
+def test_rows_are_let_go_of_where_they_are_not_kept(spec):
+    source = open_source(spec)
+    assert cached(source, "none") is source
+    assert source.in_memory() is None
+
+
+def test_what_is_free_decides_nothing_of_a_run_to_repeat(spec, monkeypatch):
+    kept = cached(open_source(spec), deterministic=True)
+    assert kept.note.endswith("of numbers kept in memory")
+    # Too large to be kept on any machine.
+    monkeypatch.setattr(limits, "SMALL", 100)
+    source = open_source(spec)
+    assert cached(source, deterministic=True) is source
+
+
+def test_hosts_keep_rows_together_or_not_at_all(spec, no_room, monkeypatch):
+    monkeypatch.undo()
+    source = open_source(spec)
+    asked = []
+
+    def another_host_cannot(fits):
+        asked.append(fits)
+        return False
+
+    kept = cached(source, room=lambda *_: (0.0, 0.0), agree=another_host_cannot)
+    assert kept is source and asked == [True]
