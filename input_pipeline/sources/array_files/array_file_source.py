@@ -198,9 +198,8 @@ class ArrayFileSource(IndexedSource):
         labels.add([column], [])
         labels.decide(asked, class_names, num_classes, True)
         if len(bad := labels.bad()[0]):
-            raise ValueError(
-                f"{self.name}: {name}[{bad[0]}]: {labels.fault(0, int(bad[0]))}; correct it"
-            )
+            fault = labels.fault(0, int(bad[0]))
+            raise ValueError(f"{self.name}: {name}[{bad[0]}]: {fault}; correct it")
         self.notes += labels.notes
         targets, _ = labels.targets([column])
         self._keep(labels.target, targets)

@@ -82,7 +82,7 @@ class CSVFile:
         text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
         # Some spreadsheets end lines by a carriage return alone.
         self._newline = b"\r" if "\n" not in text and "\r" in text else b"\n"
-        separator = _separator(text)
+        separator = _separator(path, text)
         rows = _rows(path, text, separator)
         self.names = _header(path, text, rows)
         self._samples = [row for row in rows[1:] if len(row) == len(self.names)]
@@ -364,10 +364,11 @@ def _decoded(path: str, head: bytes) -> str:
     return head.decode(errors="replace")
 
 
-def _separator(text: str) -> str:
-    """Returns the separator that the header has most of; a comma if none."""
+def _separator(path: str, text: str) -> str:
+    """Returns the separator that the header has most of; if none, that of the name."""
     header = re.sub(r'"[^"]*"', "", re.split(r"[\r\n]", text, maxsplit=1)[0])
-    return max(_SEPARATORS, key=header.count)
+    by_name = "\t" if re.search(r"\.(tsv|tab)\b", path.lower()) else ","
+    return max(by_name + _SEPARATORS, key=header.count)
 
 
 @contextlib.contextmanager

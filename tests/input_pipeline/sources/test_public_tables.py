@@ -11,6 +11,8 @@ import pytest
 from tests.input_pipeline.sources import public_tables
 from towers.input_pipeline import BadRecordError, open_source
 from towers.input_pipeline.sources.tables import csv_file
+from towers.input_pipeline.sources.tables.csv_file import CSVFile
+from towers.input_pipeline.sources.tables.opened import text_rows
 
 
 class Read(NamedTuple):
@@ -105,11 +107,14 @@ def test_the_default_command_takes(tmp_path, name):
 
 
 def test_the_table_of_a_text_names_what_reads_it(tmp_path):
-    spec, _, _ = _write(tmp_path, "spam")
+    spec, test, _ = _write(tmp_path, "spam")
     with pytest.raises(ValueError, match="--text_column=message"):
         open_source(spec)
     source = open_source(spec, text_column="message")
     assert source.class_names == ("ham", "spam")
+    # Of one column, the header tells no separator, but the name does.
+    rows = [*text_rows(CSVFile(str(test)), ["message"])]
+    assert len(rows) == 20 and not any(row.fault for row in rows)
 
 
 @pytest.mark.parametrize("size", [1, 100, 2**22])
