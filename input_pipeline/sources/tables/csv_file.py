@@ -41,6 +41,8 @@ _NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(inf|infinity)\s
 _WITH_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*")
 _WITH_POINT = re.compile(r"\s*[+-]?\d*\.\d+\s*")
 _DATE = re.compile(r"\s*\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?Z?)?\s*")
+# Of pyarrow, which strips no spaces off these; cell by cell, it takes 30 times as long.
+_MISSING_CELLS = [f"{space}{cell}" for cell in MISSING for space in ("", " ", "  ")]
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 
 
@@ -259,7 +261,7 @@ class CSVFile:
             "convert_options": arrow_csv.ConvertOptions(
                 column_types=dict(types),
                 include_columns=[*types],
-                null_values=MISSING,
+                null_values=_MISSING_CELLS,
                 true_values=_TRUE,
                 false_values=_FALSE,
                 decimal_point=self.dialect.decimal,

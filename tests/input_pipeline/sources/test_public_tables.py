@@ -149,3 +149,12 @@ def test_one_command_trains_and_one_predicts(tmp_path, name):
     subprocess.run([sys.executable, "-m", *predict], check=True, timeout=200)
     with open(output, newline="") as file:
         assert len([*csv.DictReader(file)]) == 20
+
+
+@pytest.mark.parametrize("cell", ["", " ", "?", " ?", " NA", "-", ".", "#DIV/0!"])
+def test_missing_cells_are_read_by_column(tmp_path, monkeypatch, cell):
+    monkeypatch.setattr(csv_file, "_converted", None)  # what reads cell by cell
+    rows = [f"{k}, {cell if k % 5 == 2 else k},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["a, b,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    assert list(source.moments.missing) == [0, 4]
