@@ -17,7 +17,8 @@ S = TypeVar("S")
 # Cells of a CSV file that hold no number, as pandas has them, and as people write them.
 MISSING = (
     *("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-NaN", "-nan", "NULL", "null"),
-    *("None", "none", "<NA>", "?", "-"),
+    *("None", "none", "<NA>", "?", "-", "--", ".", "n.a.", "N.A.", "#DIV/0!"),
+    *("#VALUE!", "#REF!", "#NUM!"),
 )
 
 

@@ -231,24 +231,16 @@ class TableSource(FileSource, StreamSource):
         )
         taken, types = [*numbers, *chosen], self._tables[0].types
         left_out = [] if asked else [name for name in every if name not in taken]
-        empty = [name for name in left_out if str(types[name]) == "null"]
-        others = {n: types[n] for n in left_out if n not in (*wanted.types, *empty)}
-        left_out = [n for n in left_out if n not in (*empty, *others, *ids)]
-        if empty:
-            self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
-        if others:
-            self._note(f"Left out, because of their types: {columns.listed(others)}.")
-        self._note(columns.ids_note(ids, taken))
         pictures = [
             name
             for name, texts in read.texts.items()
             if name not in chosen and columns.name_pictures(texts.texts)
         ]
         if not taken:
-            unused = [name for name in every if name in (*left_out, *others)]
-            raise columns.nothing_to_learn_from(self._paths[0], unused, pictures)
-        if left_out:
-            self._note(columns.left_out_note(left_out, taken, pictures))
+            raise columns.nothing_to_learn_from(self._paths[0], left_out, pictures)
+        self._say_left_out(
+            {name: types[name] for name in left_out}, taken, ids, pictures
+        )
         if chosen and not asked:
             self._note(columns.categories_note(chosen, numbers))
         self.image_fields, self.image_shape = numbers, (len(numbers),)
@@ -264,6 +256,32 @@ class TableSource(FileSource, StreamSource):
         if own:
             categories.check(self.name, own, self.vocabularies)
             self.table_sizes = categories.table_sizes(self.vocabularies)
+
+    def _say_left_out(
+        self,
+        types: Mapping[str, Any],
+        taken: Sequence[str],
+        ids: Sequence[str],
+        pictures: Sequence[str],
+    ) -> None:
+        """Says which columns are left out, and why.
+
+        Args:
+            types: of these columns, by their names.
+            taken: the columns to learn from.
+            ids: those that are ids.
+            pictures: those that name pictures.
+        """
+        texts = [name for name, kind in types.items() if values.is_text(kind)]
+        empty = [name for name, kind in types.items() if str(kind) == "null"]
+        others = {n: types[n] for n in types if n not in (*texts, *empty, *ids)}
+        if empty:
+            self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
+        if others:
+            self._note(f"Left out, because of their types: {columns.listed(others)}.")
+        self._note(columns.ids_note(ids, taken))
+        if texts:
+            self._note(columns.left_out_note(texts, taken, pictures))
 
     def _count(self, read: TablePass) -> None:
         """Counts the rows of the splits, bad ones among them."""
