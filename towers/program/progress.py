@@ -1,0 +1,146 @@
+"""Shows how far something is that takes long: how much of it, and the time left.
+
+On a terminal, that is a bar, drawn again and again; elsewhere, a line now and then.
+Nothing is shown of what ends within seconds.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from towers.program import voice
+
+SILENT_S = 5.0
+"""Nothing is said of what ends sooner."""
+
+_LINE_PAUSE_S = 10.0
+_BAR_PAUSE_S = 0.5
+_BAR_WIDTH = 20
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Tells how far something is, from its fifth second on.
+
+    A context manager. A thread of its own shows it, so that a single call that takes
+    long is shown as well, and `add` costs next to nothing. Any thread may call it.
+
+    Attributes:
+        done: How much has been done.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        unit: str = "rows",
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+    ):
+        """Describes it; time begins as the context is entered.
+
+        Args:
+            what: Is done, such as "Reading labels".
+            total: How much there is to do. None if nobody knows.
+            unit: What is counted, in the plural.
+            clock: Returns seconds.
+            wait: Waits for an event, at most so many seconds; tells if it is set.
+        """
+        self.done = 0
+        self._what, self._total, self._unit = what, total, unit
+        self._clock, self._wait = clock, wait
+        self._began_s = 0.0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        """Begins to count seconds."""
+        self._began_s = self._clock()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Ends a bar with its last state."""
+        self._ended.set()
+        self._thread.join()
+
+    def add(self, count: int = 1) -> None:
+        """Takes note that so much more has been done."""
+        with self._lock:
+            self.done += count
+
+    def _show(self) -> None:
+        """Shows it until it ends, in a thread."""
+        if self._wait(self._ended, SILENT_S):
+            return
+        if not sys.stderr.isatty():
+            voice.say(self.line())
+            while not self._wait(self._ended, _LINE_PAUSE_S):
+                voice.say(self.line())
+            return
+        voice.draw(self.bar())
+        while not self._wait(self._ended, _BAR_PAUSE_S):
+            voice.draw(self.bar())
+        voice.draw(self.bar())
+        voice.end_drawn()
+
+    def line(self) -> str:
+        """Says in a sentence how far it is."""
+        counted = self._counted()
+        return f"{self._what}: {counted}." if counted else f"{self._what} ..."
+
+    def bar(self) -> str:
+        """Returns a line for a terminal, with a bar if the total is known."""
+        if not self._total:
+            return f"{self._what}: {self._counted() or _duration(self._seconds())}"
+        filled = min(_BAR_WIDTH * self.done // self._total, _BAR_WIDTH)
+        drawn = "=" * filled + "." * (_BAR_WIDTH - filled)
+        return f"{self._what} [{drawn}] {self._counted()}"
+
+    def _counted(self) -> str:
+        """Says how much is done, how fast, and how long the rest takes."""
+        done = self.done
+        if not done and self._total is None:
+            return ""
+        of = "" if self._total is None else f" of {self._total:,}"
+        said = f"{done:,}{of} {self._unit}"
+        if not done:
+            return said
+        a_second = done / max(self._seconds(), 1e-9)
+        said += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
+        if self._total is not None and done < self._total:
+            said += f", {_duration((self._total - done) / a_second)} left"
+        return said
+
+    def _seconds(self) -> float:
+        return self._clock() - self._began_s
+
+
+def over(
+    iterable: Iterable[T], what: str, total: int | None = None, unit: str = "rows"
+) -> Iterator[T]:
+    """Yields what an iterable yields, and shows how far it is.
+
+    Args:
+        iterable: Each item counts as one.
+        what: As of `Progress`.
+        total: As of `Progress`.
+        unit: As of `Progress`.
+    """
+    with Progress(what, total, unit) as progress:
+        for item in iterable:
+            yield item
+            progress.add()
+
+
+def _duration(seconds: float) -> str:
+    """Says how long that is, such as "48 s" or "1:05:20"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, seconds = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
