@@ -73,14 +73,24 @@ def data_notes(job: Job) -> list[str]:
     notes += _alike_notes((target and target.class_names) or ())
     if job.data.held_out is None:
         notes.append(
-            "There is no validation data, so the training data is evaluated, and the "
-            f"best epoch has the {continued.best_text(job.settings)}; "
+            f"There is no validation data, so {_evaluated_text(job)} evaluated, and "
+            f"the best epoch has the {continued.best_text(job.settings)}; "
             + ("--eval_dataset names" if job.settings.dataset else "eval_data gives")
             + " validation data."
         )
     elif job.settings.dataset is not None:
         notes += _validation_notes(job, *job.data.held_out)
     return notes if job.settings.dataset is None else notes + _idle_notes(job)
+
+
+def _evaluated_text(job):
+    """Says how much of the training data is evaluated, up to the verb."""
+    batches = job.data.eval_batches
+    if batches is None:
+        return "the training data is"
+    most = words.count(batches * job.batch_size, "training example")
+    drawn = ", drawn at random," if job.settings.dataset is not None else ""
+    return f"{most} at most{drawn} are"
 
 
 def _alike_notes(names):
