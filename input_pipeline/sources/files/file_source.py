@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -99,8 +100,16 @@ class FileSource(Source):
 
     def _first_number(self, path: str) -> int:
         """Number of a file's first record."""
-        (file,) = (paths.index(path) for paths in self._files.values() if path in paths)
-        return file * FILE
+        return self._file_places[path] * FILE
+
+    @functools.cached_property
+    def _file_places(self) -> dict[str, int]:
+        """The place of each file among those of its split."""
+        return {
+            path: place
+            for paths in self._files.values()
+            for place, path in enumerate(paths)
+        }
 
     def _has(self, split: str | None, number: Any) -> Any:
         """Tells whether a record of a split's files is part of the split."""

@@ -288,14 +288,26 @@ def test_what_was_decided_is_said(tmp_path):
     ],
 )
 def test_classes_that_look_alike_are_said(names, said):
+    found = _alike_notes(names)
+    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
+
+
+def test_of_many_groups_that_look_alike_some_are_said():
+    names = [name for k in range(10) for name in (f"a{k}", f"A{k}")]
+    *_, third, more = _alike_notes(names)
+    assert third.startswith("The classes 'a2' and 'A2' differ only in upper")
+    assert more == "So do 7 more groups of classes."
+
+
+def _alike_notes(names):
     facts = types.SimpleNamespace(target=Target("class", 3, names))
     job = types.SimpleNamespace(
-        data=types.SimpleNamespace(notes=tuple, held_out=None),
+        data=types.SimpleNamespace(notes=tuple, held_out=None, eval_batches=None),
         settings=Settings(train_epochs=1),
         setup=types.SimpleNamespace(facts=facts),
     )
     *found, _ = first_lines.data_notes(job)
-    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
+    return found
 
 
 def test_data_sets_with_other_classes(tmp_path):

@@ -12,6 +12,9 @@ from towers.train.outputs import files, model_size
 from towers.train.parts.task import described
 from towers.train.settings import OWN_NAMES, is_given
 
+# Of more groups of classes that may be meant for one, only their number is said.
+_MOST_ALIKE = 3
+
 
 def text(job: Job) -> str:
     """Says what will run where."""
@@ -99,13 +102,16 @@ def _alike_notes(names):
     for name in names:
         form = unicodedata.normalize("NFC", " ".join(name.split()))
         by_form[form.casefold()].append(repr(name))
-    return [
+    alike = [some for some in by_form.values() if len(some) > 1]
+    lines = [
         f"The classes {', '.join(some[:-1])} and {some[-1]} differ only in upper and "
         "lower case, in spaces, or in how an accent is written; if they are one class, "
         "give it one name."
-        for some in by_form.values()
-        if len(some) > 1
+        for some in alike[:_MOST_ALIKE]
     ]
+    if more := len(alike) - len(lines):
+        lines.append(f"So do {words.count(more, 'more group')} of classes.")
+    return lines
 
 
 def _validation_notes(job, held_out, split):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.program import words
 from towers.train import checks
 from towers.train.parts.setup import Setup
 
@@ -105,7 +106,7 @@ def class_weight(setup: Setup, data: Any) -> dict[int, float] | None:
         if name not in names:
             raise ValueError(
                 f"Received {settings.as_flag('class_weight')}, but {setup.facts.name} "
-                f"has no class {name!r}; expected some of {', '.join(names)}."
+                f"has no class {name!r}; expected some of {words.listed(names)}."
             )
         weights[names[name]] = weight
     return weights
@@ -133,5 +134,5 @@ def _balanced(settings, data, size):
 def class_weight_text(setup: Setup, weights: dict[int, float]) -> str:
     """Says which weights the classes have."""
     names = setup.facts.class_names or [*map(str, weights)]
-    found = [f"{names[label]} {weight:.3g}" for label, weight in weights.items()]
-    return f"Class weights: {', '.join(found[:10])}{', ...' if found[10:] else ''}."
+    weighted = (f"{names[label]} {weight:.3g}" for label, weight in weights.items())
+    return f"Class weights: {words.listed(weighted)}."
