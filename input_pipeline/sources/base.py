@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -230,6 +231,23 @@ class Source(abc.ABC):
         """Paths of one split's files; none where the data is in memory."""
         del split
         return []
+
+    def files_digest(self, split: str) -> str:
+        """Says how many files a split has, with a digest of their names.
+
+        It is the same wherever they lie, as a run may go on elsewhere.
+        """
+        if split not in self._digests:
+            paths = self.files(split)
+            names = " ".join([path.rpartition("/")[2] for path in paths])
+            digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
+            self._digests[split] = f"{len(paths)} ({digest})"
+        return self._digests[split]
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        """What `files_digest` says of each split: there may be a million files."""
+        return {}
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """Goes over one file's records eagerly, also over bad ones.

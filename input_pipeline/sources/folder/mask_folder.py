@@ -122,7 +122,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         # On the CPU, which is where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             images, of_them = zip(*pairs, strict=True)
-            return tf.constant(images), tf.constant(of_them)
+            return pictures.as_tensor(images), pictures.as_tensor(of_them)
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
