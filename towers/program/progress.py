@@ -15,6 +15,9 @@ from towers.program import voice
 SILENT_S = 5.0
 """Nothing is said of what ends sooner."""
 
+EARLY_S = 1.0
+"""The same of what a program does before its first line, which is waited for."""
+
 _LINE_PAUSE_S = 10.0
 _BAR_PAUSE_S = 0.5
 _BAR_WIDTH = 20
@@ -23,7 +26,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Tells how far something is, from its fifth second on.
+    """Tells how far something is, if it takes longer than some seconds.
 
     A context manager. A thread of its own shows it, so that a single call that takes
     long is shown as well, and `add` costs next to nothing. Any thread may call it.
@@ -37,6 +40,7 @@ class Progress:
         what: str,
         total: int | None = None,
         unit: str = "rows",
+        silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ):
@@ -46,12 +50,13 @@ class Progress:
             what: Is done, such as "Reading labels".
             total: How much there is to do. None if nobody knows.
             unit: What is counted, in the plural.
+            silent_s: For how long nothing is shown.
             clock: Returns seconds.
             wait: Waits for an event, at most so many seconds; tells if it is set.
         """
         self.done = 0
         self._what, self._total, self._unit = what, total, unit
-        self._clock, self._wait = clock, wait
+        self._silent_s, self._clock, self._wait = silent_s, clock, wait
         self._began_s = 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
@@ -74,7 +79,7 @@ class Progress:
 
     def _show(self) -> None:
         """Shows it until it ends, in a thread."""
-        if self._wait(self._ended, SILENT_S):
+        if self._wait(self._ended, self._silent_s):
             return
         if not sys.stderr.isatty():
             voice.say(self.line())
@@ -120,7 +125,11 @@ class Progress:
 
 
 def over(
-    iterable: Iterable[T], what: str, total: int | None = None, unit: str = "rows"
+    iterable: Iterable[T],
+    what: str,
+    total: int | None = None,
+    unit: str = "rows",
+    silent_s: float = SILENT_S,
 ) -> Iterator[T]:
     """Yields what an iterable yields, and shows how far it is.
 
@@ -129,8 +138,9 @@ def over(
         what: As of `Progress`.
         total: As of `Progress`.
         unit: As of `Progress`.
+        silent_s: As of `Progress`.
     """
-    with Progress(what, total, unit) as progress:
+    with Progress(what, total, unit, silent_s) as progress:
         for item in iterable:
             yield item
             progress.add()

@@ -141,7 +141,9 @@ def names_in_each(folders: Sequence[str], what: str) -> Iterator[list[str]]:
         what: is listed, for whoever waits.
     """
     with (
-        progress.Progress(f"Listing {what}", len(folders), "folders") as shown,
+        progress.Progress(
+            f"Listing {what}", len(folders), "folders", progress.EARLY_S
+        ) as shown,
         concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
         # Not all at once, as their names take memory until they are wanted.

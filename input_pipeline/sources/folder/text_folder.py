@@ -74,7 +74,7 @@ class TextFolderSource(EncodedSource):
             before = len(examples)
             of_split = zip(paths, found.labels[split], strict=True)
             for path, label in progress.over(
-                of_split, f"Reading {self.name}", len(paths), "texts"
+                of_split, f"Reading {self.name}", len(paths), "texts", progress.EARLY_S
             ):
                 text, fault = read(path)
                 if fault:

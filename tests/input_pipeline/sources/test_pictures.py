@@ -255,5 +255,5 @@ def test_what_takes_long_to_list_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "Progress", Shown)
     open_source(f"folder:{tmp_path}", eval_fraction=0)
     ((listing, args),) = shown
-    assert args == (f"Listing {tmp_path}", 300, "folders")
+    assert args == (f"Listing {tmp_path}", 300, "folders", progress.EARLY_S)
     assert listing.done == 300
