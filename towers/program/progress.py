@@ -25,14 +25,21 @@ _BAR_WIDTH = 20
 T = TypeVar("T")
 
 
+# What has begun and not ended, the latest last: it alone is shown.
+_active: list["Progress"] = []
+
+
 class Progress:
     """Tells how far something is, if it takes longer than some seconds.
 
     A context manager. A thread of its own shows it, so that a single call that takes
-    long is shown as well, and `add` costs next to nothing. Any thread may call it.
+    long is shown as well, and `add` costs next to nothing. Any thread may call it. One
+    that begins inside another one is shown in its place.
 
     Attributes:
+        what: Is done.
         done: How much has been done.
+        total: How much there is to do; `None` if nobody knows.
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class Progress:
             wait: Waits for an event, at most so many seconds; tells if it is set.
         """
         self.done = 0
-        self._what, self._total, self._unit = what, total, unit
+        self.what, self.total, self._unit = what, total, unit
         self._silent_s, self._clock, self._wait = silent_s, clock, wait
         self._began_s = 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -64,6 +71,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         """Begins to count seconds."""
         self._began_s = self._clock()
+        _active.append(self)
         self._thread.start()
         return self
 
@@ -71,6 +79,7 @@ class Progress:
         """Ends a bar with its last state."""
         self._ended.set()
         self._thread.join()
+        _active.remove(self)
 
     def add(self, count: int = 1) -> None:
         """Takes note that so much more has been done."""
@@ -81,43 +90,49 @@ class Progress:
         """Shows it until it ends, in a thread."""
         if self._wait(self._ended, self._silent_s):
             return
-        if not sys.stderr.isatty():
-            voice.say(self.line())
-            while not self._wait(self._ended, _LINE_PAUSE_S):
-                voice.say(self.line())
+        is_terminal = sys.stderr.isatty()
+        pause_s = _BAR_PAUSE_S if is_terminal else _LINE_PAUSE_S
+        self._show_now(is_terminal)
+        while not self._wait(self._ended, pause_s):
+            self._show_now(is_terminal)
+        if is_terminal:
+            self._show_now(is_terminal)
+            voice.end_drawn()
+
+    def _show_now(self, is_terminal: bool) -> None:
+        if _active[-1] is not self:
             return
-        voice.draw(self.bar())
-        while not self._wait(self._ended, _BAR_PAUSE_S):
+        if is_terminal:
             voice.draw(self.bar())
-        voice.draw(self.bar())
-        voice.end_drawn()
+        else:
+            voice.say(self.line())
 
     def line(self) -> str:
         """Says in a sentence how far it is."""
         counted = self._counted()
-        return f"{self._what}: {counted}." if counted else f"{self._what} ..."
+        return f"{self.what}: {counted}." if counted else f"{self.what} ..."
 
     def bar(self) -> str:
         """Returns a line for a terminal, with a bar if the total is known."""
-        if not self._total:
-            return f"{self._what}: {self._counted() or _duration(self._seconds())}"
-        filled = min(_BAR_WIDTH * self.done // self._total, _BAR_WIDTH)
+        if not self.total:
+            return f"{self.what}: {self._counted() or _duration(self._seconds())}"
+        filled = min(_BAR_WIDTH * self.done // self.total, _BAR_WIDTH)
         drawn = "=" * filled + "." * (_BAR_WIDTH - filled)
-        return f"{self._what} [{drawn}] {self._counted()}"
+        return f"{self.what} [{drawn}] {self._counted()}"
 
     def _counted(self) -> str:
         """Says how much is done, how fast, and how long the rest takes."""
         done = self.done
-        if not done and self._total is None:
+        if not done and self.total is None:
             return ""
-        of = "" if self._total is None else f" of {self._total:,}"
+        of = "" if self.total is None else f" of {self.total:,}"
         said = f"{done:,}{of} {self._unit}"
         if not done:
             return said
         a_second = done / max(self._seconds(), 1e-9)
         said += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
-        if self._total is not None and done < self._total:
-            said += f", {_duration((self._total - done) / a_second)} left"
+        if self.total is not None and done < self.total:
+            said += f", {_duration((self.total - done) / a_second)} left"
         return said
 
     def _seconds(self) -> float:

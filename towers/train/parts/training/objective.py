@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers import input_pipeline
 from towers.program import words
+from towers.program.progress import Progress
 from towers.train import checks
 from towers.train.parts.setup import Setup
 
@@ -123,8 +124,14 @@ def _balanced(settings, data, size):
     labels = source.batches("train", _AT_ONCE).map(
         lambda numbers, records: source.parse(records)[1], tf.data.AUTOTUNE
     )
-    with input_pipeline.blame_records(source):
-        counts = sum(np.bincount(each, minlength=size) for each in labels)
+    counts = np.zeros(size, np.int64)
+    with (
+        input_pipeline.blame_records(source),
+        Progress("Counting the classes", source.splits["train"], "records") as shown,
+    ):
+        for some in labels:
+            counts += np.bincount(some, minlength=size)
+            shown.add(len(some))
     return {
         label: float(counts.sum() / (size * count)) if count else 1.0
         for label, count in enumerate(counts)
