@@ -14,12 +14,14 @@ from tests.progress_seen import Seen
 from towers.input_pipeline import (
     BadRecordError,
     blame_records,
+    checked_files,
     make_dataset,
     open_source,
     scan_labels,
 )
 from towers.input_pipeline.convert import conversion
 from towers.input_pipeline.records import checks, quarantine
+from towers.input_pipeline.sources import base
 
 RECORDS = 4
 
@@ -99,6 +101,18 @@ def test_records_that_are_checked(records, seen):
     os.truncate(source.files("train")[0], 300)
     quarantine.inspect(source, ["train"], 1)
     assert seen.of("Looking for bad records in ") == [(2, 2)]
+
+
+def test_files_whose_times_are_looked_at(records, seen):
+    base.fingerprint(open_source(records, num_classes=RECORDS))
+    assert seen.of("Looking for changed files") == [(2, 2)]
+
+
+def test_checksums_of_a_cache(tmp_path, seen):
+    with checked_files.written(str(tmp_path / "a"), [".ids"]) as new:
+        (tmp_path / f"{new}.ids").write_bytes(bytes(2**24 + 1))
+    assert checked_files.are_good(str(tmp_path / "a"), [".ids"])
+    assert seen.of("Computing checksums of ") == [(2, 2)] * 2
 
 
 def test_records_that_are_converted(tmp_path, records, seen):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images import masks
 from towers.input_pipeline.local_store.store import LocalStore
-from towers.input_pipeline.sources.base import IndexedSource, size_and_time
+from towers.input_pipeline.sources.base import IndexedSource, sizes_and_times
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import (
     FAULTS,
@@ -91,8 +91,9 @@ class MaskFolderSource(StoredFolder, IndexedSource):
     @property
     def reads(self) -> tuple:
         """See ``Source``: the masks, which are files, too."""
-        paths = itertools.chain(*(of.values() for of in self._masks.values()))
-        return tuple((path, *size_and_time(path)) for path in paths)
+        paths = [*itertools.chain(*(of.values() for of in self._masks.values()))]
+        states = sizes_and_times(paths)
+        return tuple((path, *of) for path, of in zip(paths, states, strict=True))
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's pictures."""

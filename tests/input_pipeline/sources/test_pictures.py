@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.towers.train.runs import write_tfrecord
 from towers.input_pipeline import make_dataset, open_source
+from towers.input_pipeline.sources import base
 from towers.program import progress
 
 READ = ("a.jpg", "b.JPEG", "c.png", "d.gif", "e.bmp", "f.webp", "g.jfif")
@@ -257,3 +258,12 @@ def test_what_takes_long_to_list_is_shown(tmp_path, monkeypatch):
     ((listing, args),) = shown
     assert args == (f"Listing {tmp_path}", 300, "folders", progress.EARLY_S)
     assert listing.done == 300
+
+
+def test_a_file_that_changes_within_a_second_changes_the_fingerprint(tmp_path):
+    _save(tmp_path / "cat" / "a.png")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    before = base.fingerprint(source)
+    changed_ns = os.stat(tmp_path / "cat" / "a.png").st_mtime_ns
+    os.utime(tmp_path / "cat" / "a.png", ns=(changed_ns, changed_ns ^ 1))
+    assert base.fingerprint(source) != before
