@@ -34,6 +34,8 @@ _ANOTHER_COUNT = "Input dataset was expected to contain"
 
 # To read this much takes no time; of more, some records of some files are looked at.
 _SCAN_ALL_BELOW_MB = 16
+# Of this much, only the lengths of records are read.
+_CHECK_ENDS_BELOW_MB = 256
 _SAMPLE_PER_FILE, _SAMPLED_FILES = 100, 100
 # Files whose sizes are asked for at once.
 _AT_ONCE = 16
@@ -76,9 +78,9 @@ def scan_labels(source: Source, split: str) -> None:
 
     No image is decoded. All labels are read where the split's files are smaller than
     16 MB together, and otherwise the first 100 of 100 files: the others are checked as
-    they are trained on, see ``assert_good``. For sources whose labels
-    are right by construction, only the ends of files are looked at. An empty file is
-    said in the log.
+    they are trained on, see ``assert_good``. The ends of files are looked at if they
+    are smaller than 256 MB together, also of sources whose labels are right by
+    construction. An empty file is said in the log.
 
     Args:
         source: prepared.
@@ -96,16 +98,18 @@ def scan_labels(source: Source, split: str) -> None:
             size = sum(stat.length for stat in pool.map(tf.io.gfile.stat, paths))
     except tf.errors.OpError as error:
         raise BadRecordError(f"a file cannot be read: {fault_of(error)}") from error
-    limit = None
-    if size >= _SCAN_ALL_BELOW_MB * 2**20:
-        limit, paths = _SAMPLE_PER_FILE, paths[:: len(paths) // _SAMPLED_FILES + 1]
-    what = f"Reading the labels of {source.name}"
+    checks_ends = size < _CHECK_ENDS_BELOW_MB * 2**20
+    limit, of_labels = None, {*paths} if source.labels_need_checking else {}
+    if of_labels and size >= _SCAN_ALL_BELOW_MB * 2**20:
+        limit = _SAMPLE_PER_FILE
+        of_labels = {*paths[:: len(paths) // _SAMPLED_FILES + 1]}
+    what = f"Checking the files of {source.name}"
     for path in progress.over(paths, what, len(paths), "files", progress.EARLY_S):
-        if limit is None and not source.is_whole(path):
+        if checks_ends and not source.is_whole(path):
             for record in source.walk(path):
                 if record.fault:
                     raise BadRecordError(str(record))
-        if source.labels_need_checking and not len(read_labels(source, path, limit)):
+        if path in of_labels and not len(read_labels(source, path, limit)):
             voice.warn(f"{path} holds no record.")
 
 
