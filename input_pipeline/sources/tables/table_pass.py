@@ -162,7 +162,7 @@ class TablePass:
                 seen += self._tables[file].bytes_of(part.block)
                 progress.add(part.rows)
                 if seen:
-                    progress.expect(progress.done * total // seen)
+                    progress.total = progress.done * total // seen
 
     def _add(self, located: Located, part: Part) -> None:
         """Takes note of what a block holds."""
