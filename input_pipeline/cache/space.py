@@ -6,7 +6,7 @@ import os
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.base import Source, size_and_time
+from towers.input_pipeline.sources.base import Source
 from towers.machine import limits
 from towers.machine.limits import free_memory
 
@@ -14,7 +14,6 @@ from towers.machine.limits import free_memory
 _SHARE = 0.25
 _BATCH = 256
 _PART_MB = 8
-_SAMPLE = 256
 
 
 def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
@@ -32,13 +31,9 @@ def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
 
 def encoded_bytes(source: Source) -> int:
     """Size of all files, by a sample where there are many."""
-    total = 0
     # Two splits may have parts of the same files.
-    for paths in {tuple(source.files(split)) for split in source.splits}:
-        some = paths[:: max(len(paths) // _SAMPLE, 1)]
-        sizes = [size_and_time(path)[0] for path in some]
-        total += sum(sizes) * len(paths) // max(len(some), 1)
-    return total
+    splits = {tuple(source.files(split)): split for split in source.splits}
+    return sum(map(source.bytes_of, splits.values()))
 
 
 def estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:

@@ -20,6 +20,8 @@ def order(pipeline: Any) -> dict[str, Any]:
     return {
         "dataset": source.name.partition(":")[0] if paths else source.name,
         "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",
+        # Data that were changed have other sizes, mostly; times change with each copy.
+        "bytes": source.origin.bytes_of(split) if paths else None,
         "split": split,
         "batch size": pipeline.batch_size,
         # Also those that are passed over: the others keep their places.

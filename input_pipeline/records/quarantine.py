@@ -101,7 +101,7 @@ def inspect(
     for split in splits:
         if source.faults is not None:
             bad[split] = [*source.faults.get(split, ())]
-            good[split] = source.splits[split] - _count(bad[split])
+            good[split] = source.good[split]
         else:
             bad[split], good[split] = _look_at(source, split, most, hosts)
         _check_count(source, [*itertools.chain(*bad.values())], most)

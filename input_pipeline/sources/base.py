@@ -26,6 +26,8 @@ from towers.program.progress import Progress
 _LEAST_BYTES = 256
 
 _NUMBERS_AT_ONCE = 4096
+# Files whose sizes are asked for.
+_SAMPLE = 256
 
 # `columns` is a dict of tensors, by name.
 InputKind = Literal["image", "row", "tokens", "columns"]
@@ -80,6 +82,7 @@ class Source(abc.ABC):
         bytes_per_token: of text, for each split, where that is known.
         faults: bad records of each split that has some, where opening a source finds
             all of them; None where it does not look at all records.
+        good: how many other records each split has, where `faults` are known.
         moments: count, mean and squares of the numbers of the training rows, where they
             are known without reading.
         missing: what stands for a number that is missing: the "mean" or "median" of its
@@ -113,6 +116,7 @@ class Source(abc.ABC):
     has_padding: bool = False
     epochs_alone: int = 0
     faults: Mapping[str, Sequence[Record]] | None = None
+    good: Mapping[str, int] = {}
     moments: Moments | None = None
     missing: str = "fail"
     missing_columns: Sequence[str] = ()
@@ -255,6 +259,15 @@ class Source(abc.ABC):
         """Paths of one split's files; none where the data is in memory."""
         del split
         return []
+
+    def bytes_of(self, split: str) -> int:
+        """Size of one split's files, by a sample where there are many."""
+        if split not in (known := vars(self).setdefault("_bytes_of", {})):
+            paths = self.files(split)
+            some = paths[:: max(len(paths) // _SAMPLE, 1)]
+            sizes = [size_and_time(path)[0] for path in some]
+            known[split] = sum(sizes) * len(paths) // max(len(some), 1)
+        return known[split]
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """Goes over one file's records eagerly, also over bad ones.

@@ -23,6 +23,7 @@ from towers.train.settings import DEFAULTS, NAMES, Settings, is_given
 _DECIDE = {
     "dataset": ("dataset",),
     "files": ("dataset", "data_dir", "eval_dataset"),
+    "bytes": ("dataset", "data_dir", "eval_dataset"),
     "split": ("train_split",),
     "examples": (
         *("dataset", "train_split", "eval_split", "eval_dataset", "eval_fraction"),

@@ -162,7 +162,10 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         paths = self.files(split)
         if self._stored or self._compressed or any("://" in path for path in paths):
             return None
-        counts = tf.constant([framing.count(path) for path in paths], tf.int64)
+        # Of a damaged file, `_around` knows what can be read.
+        gaps = {record.path for record in self.passed_over.get(split, ()) if record.gap}
+        sizes = [0 if path in gaps else framing.count(path) for path in paths]
+        counts = tf.constant(sizes, tf.int64)
 
         def whole(file, _):
             first = file * FILE

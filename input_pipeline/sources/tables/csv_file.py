@@ -274,7 +274,8 @@ class CSVFile:
         return short, {name: table[name].combine_chunks() for name in types}
 
     def _length_fault(self, count):
-        return f"has {count} fields, expected {len(self.names)}"
+        counted = words.count(count, "field")
+        return f"has {counted}, expected {len(self.names)} as the header"
 
     def _opened(self) -> BinaryIO:
         if self._stored is None:
