@@ -423,9 +423,11 @@ def _type(cells: Sequence[str], decimal: str) -> Any:
         return pa.null()
     number = re.compile(_NUMBER.replace(r"\.", re.escape(decimal)), re.IGNORECASE)
     truth = {*_TRUE, *_FALSE}
+    # In pyarrow, moments of a time zone are of a type of their own.
+    zone = "UTC" if all(cell.rstrip().endswith("Z") for cell in cells) else None
     for kind, fits in (
         (pa.float64(), number.fullmatch),
-        (pa.timestamp("us"), _DATE.fullmatch),
+        (pa.timestamp("us", zone), _DATE.fullmatch),
         (pa.bool_(), truth.__contains__),
     ):
         if sum(bool(fits(cell)) for cell in cells) > len(cells) / 2:
@@ -455,6 +457,8 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
         if expected:
             faults[row] = f"{text[:60]!r}, expected {expected}"
         values.append(value)
+    if types.is_timestamp(kind):
+        return pa.array(values, pa.timestamp("us")).cast(kind), faults
     return pa.array(values, kind), faults
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from tests.input_pipeline.sources import public_tables
@@ -158,3 +159,26 @@ def test_missing_cells_are_read_by_column(tmp_path, monkeypatch, cell):
     (tmp_path / "a.csv").write_text("\n".join(["a, b,label", *rows, ""]))
     source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
     assert list(source.moments.missing) == [0, 4]
+
+
+@pytest.mark.parametrize("end", ["", " 12:00", "T12:00:00", "T12:00:00Z"])
+def test_moments_are_read_by_column(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(csv_file, "_converted", None)
+    rows = [f"2024-05-{k + 10}{end},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["day,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    days = np.datetime64("2024-05-19T12:00") - np.datetime64("1970-01-01T00:00")
+    noon = days / np.timedelta64(1, "D") + 0.5 * ("12" in end)
+    assert source.moments.mean == pytest.approx([noon], abs=1e-9)
+
+
+def test_moments_of_which_some_have_no_zone(tmp_path):
+    rows = [f"2024-05-{k + 10}T00:00{':00Z' * (k != 7)},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["day,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    assert source.moments.count == [20]
+    # The first rows tell the type, and a later one is of another.
+    lines = [*[rows[0]] * 200, rows[0].replace(":00Z", "")]
+    (tmp_path / "b.csv").write_text("\n".join(["day,label", *lines, ""]))
+    other = open_source(f"csv:{tmp_path}/b.csv", eval_fraction=0)
+    assert other.moments.count == [201] and other.moments.squares == [0]
