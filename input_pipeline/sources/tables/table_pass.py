@@ -18,7 +18,7 @@ from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.tables.reading import Part, Wanted
 from towers.machine import limits
 from towers.program import voice, whole_file
-from towers.program.progress import Progress
+from towers.program.progress import EARLY_S, Progress
 
 # A column of text is a category if each text stands in so many rows, on average.
 _ROWS_OF_A_TEXT = 5
@@ -150,7 +150,8 @@ class TablePass:
         firsts = dict.fromkeys(range(len(self._tables)), 0)
         total, seen = sum(table.size for table in self._tables), 0
         others = f" and {len(self._tables) - 1} others" * (len(self._tables) > 1)
-        with Progress(f"Reading {self._tables[0].path}{others}") as progress:
+        reading_files = f"Reading {self._tables[0].path}{others}"
+        with Progress(reading_files, silent_s=EARLY_S) as progress:
             for file, part in reading.read_parts(self._tables, self.wanted):
                 self._add(Located(file, part.block, firsts[file], part.rows), part)
                 firsts[file] += part.rows
