@@ -189,7 +189,7 @@ class FileSource(Source):
         """Reads all labels of some files, several files at once."""
         what = f"Reading the labels of {self.name}"
         if self.target.kind == "class":
-            what = f"{what} to count its classes, which --num_classes spares"
+            what = f"{what} to count its classes, as --num_classes is not given"
 
         def read(path):
             return read_labels(self, path, None, self._skip_bad)
