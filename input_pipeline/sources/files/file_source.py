@@ -194,7 +194,9 @@ class FileSource(Source):
         def read(path):
             return read_labels(self, path, None, self._skip_bad)
 
-        with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
+        # What is read by Python may wait for TensorFlow's threads, and these for it.
+        threads = limits.cpu_count() if self.in_graph else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             labels = pool.map(read, paths)
             return [*over(labels, what, len(paths), "files", EARLY_S)]
 
