@@ -81,7 +81,7 @@ def test_tokens_of_texts(tmp_path, seen):
 
 
 def test_labels_that_are_counted_say_how_to_avoid_it(records, seen):
-    what = f"Reading the labels of {records} to count its classes, which --num_classes"
+    what = f"Reading the labels of {records} to count its classes, as --num_classes is"
     open_source(records, num_classes=RECORDS)
     assert seen.of(what) == []
     open_source(records)

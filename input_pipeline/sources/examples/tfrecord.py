@@ -99,13 +99,13 @@ class TFRecordSource(ExampleFiles, StreamFiles):
             return compressed.is_whole(path)
         return framing.is_whole(path)
 
-    def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
+    def labels(self, path: str, limit: int | None = None) -> Iterator[tf.Tensor]:
         """See ``Source.labels``."""
         records = self._read(path, self._compressed.get(path, ""))
         records = records.take(-1 if limit is None else limit)
-        return records.batch(LABELS_AT_ONCE).map(
-            self._parse_labels, num_parallel_calls=tf.data.AUTOTUNE
-        )
+        # Eagerly: to trace a function takes longer than to parse some records, and it
+        # would be traced for each file.
+        return map(self._parse_labels, records.batch(LABELS_AT_ONCE).prefetch(2))
 
     def _read(
         self, path: str | tf.Tensor, kind: str | tf.Tensor = ""

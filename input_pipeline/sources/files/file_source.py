@@ -189,12 +189,14 @@ class FileSource(Source):
         """Reads all labels of some files, several files at once."""
         what = f"Reading the labels of {self.name}"
         if self.target.kind == "class":
-            what = f"{what} to count its classes, which --num_classes spares"
+            what = f"{what} to count its classes, as --num_classes is not given"
 
         def read(path):
             return read_labels(self, path, None, self._skip_bad)
 
-        with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
+        # What is read by Python may wait for TensorFlow's threads, and these for it.
+        threads = limits.cpu_count() if self.in_graph else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             labels = pool.map(read, paths)
             return [*over(labels, what, len(paths), "files", EARLY_S)]
 

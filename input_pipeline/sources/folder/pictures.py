@@ -116,12 +116,12 @@ class Sorted:
         return [*notes, *self.more]
 
 
-def entries(folder: str, hidden: bool = False) -> list[tuple[str, str]]:
-    """Names and paths of what is in a folder, sorted; what is hidden only if asked."""
+def entries(folder: str) -> list[tuple[str, str]]:
+    """Names and paths of what is in a folder and not hidden, sorted."""
     return [
         (name, os.path.join(folder, name))
         for name in names_in(folder)
-        if hidden or name[0] != "."
+        if name[0] != "."
     ]
 
 
