@@ -36,23 +36,27 @@ class Store:
         """Returns examples and targets at rows that are there."""
         return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts)
 
+    def nothing(self) -> tuple[Any, tf.Tensor]:
+        """Returns what stands for an example that is not needed, and its target."""
+        return tf.nest.map_structure(
+            lambda part: tf.zeros(part.shape[1:], part.dtype), self._parts
+        )
+
     def as_kept(self, x: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
         """Returns an example and its target, or several, in the types that are kept."""
         return tf.nest.map_structure(
             lambda part, value: tf.cast(value, part.dtype), self._parts, (x, y)
         )
 
-    def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Tensor:
-        """Writes examples and targets, and returns the rows once they are there."""
+    def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Operation:
+        """Writes examples and targets, and notes then that they are there."""
         parts, values = map(tf.nest.flatten, (self._parts, self.as_kept(x, y)))
         written = [
             _scatter(part, rows, value)
             for part, value in zip(parts, values, strict=True)
         ]
         with tf.control_dependencies(written):
-            there = _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
-        with tf.control_dependencies([there]):
-            return tf.identity(rows)
+            return _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
 
 
 def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, Any]:

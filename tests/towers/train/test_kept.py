@@ -4,7 +4,6 @@ import re
 import shutil
 import signal
 
-import numpy as np
 import pytest
 
 from tests import warm
