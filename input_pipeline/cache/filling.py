@@ -41,7 +41,11 @@ class Filling(Stages):
         return self.behind(batches.map(with_seed))[-1][1]
 
     def _one(self) -> Callable:
-        decode = super()._one() if self.decodes else self._load
+        if self.decodes:
+            decode = super()._one()
+        else:
+            # What lies far away is loaded by a stage of its own.
+            decode = (lambda *parts: parts) if self.source.is_far else self._load
 
         @tf.autograph.experimental.do_not_convert
         def one(image, u, label, row, is_there, *beside):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
@@ -26,15 +27,19 @@ class Store:
             self._parts = tf.nest.map_structure(
                 lambda spec: _empty([size, *spec.shape], spec.dtype), specs
             )
-            self._is_there = tf.Variable(tf.zeros([size], tf.bool), trainable=False)
+        self._is_there = constant(np.zeros(size, bool))
 
     def is_filled(self, rows: tf.Tensor) -> tf.Tensor:
         """Tells which rows are there."""
         return tf.gather(self._is_there, rows)
 
-    def at(self, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """Returns examples and targets at rows that are there."""
-        return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts)
+    def x(self, rows: tf.Tensor) -> Any:
+        """Returns the examples at rows that are there."""
+        return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts[0])
+
+    def y(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the targets at rows that are there."""
+        return tf.gather(self._parts[1], rows)
 
     def nothing(self) -> tuple[Any, tf.Tensor]:
         """Returns what stands for an example that is not needed, and its target."""
@@ -57,6 +62,12 @@ class Store:
         ]
         with tf.control_dependencies(written):
             return _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
+
+
+def constant(array: np.ndarray) -> tf.Variable:
+    """A variable, of which graphs have no copy as they would of a tensor."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return tf.Variable(array, trainable=False)
 
 
 def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, Any]:

@@ -382,7 +382,7 @@ def test_a_deterministic_run_decides_by_the_data_alone(stamps, monkeypatch):
     monkeypatch.setattr(space, "free_memory", lambda: 0)
     assert cached(stamps) is stamps
     assert isinstance(cached(stamps, deterministic=True), KeptSource)
-    monkeypatch.setattr(space, "_FIXED_MB", 0.001)
+    monkeypatch.setattr(space.limits, "SMALL", 1000)
     assert cached(stamps, deterministic=True) is stamps
 
 
