@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 
 from towers.machine import limits
 from towers.program import locks, small_file, voice, whole_file, words
+from towers.program.progress import over
 
 SUMS = ".sums"
 _UNFINISHED = ".unfinished"
 _LOCK = "lock"
 _BLOCK = 2**24
-# Reading more than this takes a while.
-_MUCH = 8 * 2**30
 
 
 @contextlib.contextmanager
@@ -80,9 +79,6 @@ def _fault(base: str, ends: Sequence[str]) -> str:
     except (OSError, ValueError):
         return "its checksums are missing or damaged"
     try:
-        size = sum(os.path.getsize(base + end) for end in ends)
-        if size > _MUCH:
-            voice.say(f"Checking {words.size(size)} of {base}.")
         for end in ends:
             if sums[end] != _sums(base + end):
                 return f"{os.path.basename(base + end)} has another checksum"
@@ -98,11 +94,14 @@ def _sums(path: str) -> list[int]:
         open(path, "rb") as file,
         concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool,
     ):
+        blocks = range(0, size, _BLOCK)
 
         def of_block(begin):
             return zlib.crc32(os.pread(file.fileno(), _BLOCK, begin))
 
-        return [size, *pool.map(of_block, range(0, size, _BLOCK))]
+        what = f"Computing checksums of {path}, blocks of {words.size(_BLOCK)}"
+        sums = pool.map(of_block, blocks)
+        return [size, *over(sums, what, len(blocks), "blocks")]
 
 
 def _remove_abandoned(folder: str) -> None:

@@ -15,6 +15,7 @@ from towers.input_pipeline.convert import serialize
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.examples.tfrecord import CONVERTER, INFO
 from towers.program import locks, whole_file
+from towers.program.progress import Progress
 
 BAD_RECORDS_FILE = "bad_records.json"
 PROGRAM = "towers.input_pipeline.convert"
@@ -85,7 +86,11 @@ def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any
         if size is None:
             batches = source.batches(split, READ_AT_ONCE)
             batches = batches.map(lambda numbers, _: tf.size(numbers))
-            size = int(sum(batches.as_numpy_iterator()))
+            what = f"Counting the records of {source.name}"
+            with Progress(what, unit="records") as shown:
+                for count in batches.as_numpy_iterator():
+                    shown.add(int(count))
+            size = shown.done
         sizes[split] = size
         digest.update("\n".join(paths).encode())
         for path in paths[:: len(paths) // _FILES_TO_LOOK_AT + 1]:

@@ -1,7 +1,6 @@
 """What decides which records a pipeline's batches have, and what becomes of these."""
 
 import hashlib
-import os
 from typing import Any
 
 from towers.input_pipeline.pipeline import room
@@ -11,17 +10,16 @@ from towers.input_pipeline.sources.base import StreamSource
 def order(pipeline: Any) -> dict[str, Any]:
     """See ``Pipeline.order``."""
     source, split = pipeline.source, pipeline.split
-    paths = source.origin.files(split)
-    # Wherever they lie: a run may go on elsewhere.
-    names = " ".join(map(os.path.basename, paths)).encode()
+    files = source.origin.files_digest(split)
+    has_files = not files.startswith("0 ")
     target = source.target
     # Of what is kept of a stream, too: the first epoch reads it.
     stream = isinstance(source.origin, StreamSource)
     return {
-        "dataset": source.name.partition(":")[0] if paths else source.name,
-        "files": f"{len(paths)} ({hashlib.sha256(names).hexdigest()[:8]})",
+        "dataset": source.name.partition(":")[0] if has_files else source.name,
+        "files": files,
         # Data that were changed have other sizes, mostly; times change with each copy.
-        "bytes": source.origin.bytes_of(split) if paths else None,
+        "bytes": source.origin.bytes_of(split) if has_files else None,
         "split": split,
         "batch size": pipeline.batch_size,
         # Also those that are passed over: the others keep their places.

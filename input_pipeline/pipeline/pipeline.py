@@ -62,6 +62,8 @@ class Pipeline:
             (F,) for rows of numbers, which stay as they are. None: the source's own.
         training: True shuffles and augments; False reads in one fixed order. None: True
             for the split "train".
+        sampled: whether the fixed order of what is not for training is drawn at random,
+            so that its first batches are a sample of all.
         recipe: how to augment images; see ``recipes.find``.
         randaugment: number of operations and magnitude of RandAugment, or None.
         scaling: how rows of numbers are scaled; None leaves them as they are.
@@ -104,6 +106,7 @@ class Pipeline:
     batch_size: int
     image_shape: tuple[int, ...] | None = None
     training: bool | None = None
+    sampled: bool = False
     recipe: str = "none"
     randaugment: tuple[int, int] | None = None
     scaling: Scaling | None = None
@@ -268,7 +271,7 @@ class Pipeline:
 
     def _raw(self, seeds, start):
         """Batches of (augmentation seed, numbers, raw records) of one epoch."""
-        order = seeds[:2] if self.training else None
+        order = seeds[:2] if self.training or self.sampled else None
         take = self._rows
         late = take is not None and self.data_service is not None
         if self.group_by_length:

@@ -1,5 +1,6 @@
 """Which record is bad: asked before training for labels, after an error for all."""
 
+import concurrent.futures
 import contextlib
 import operator
 import re
@@ -21,7 +22,8 @@ from towers.input_pipeline.sources.files.record import (
     fault_of,
 )
 from towers.input_pipeline.sources.targets import LARGEST, Target
-from towers.program import voice
+from towers.program import progress, voice
+from towers.program.progress import Progress
 
 # What TensorFlow raises where a record is bad.
 BAD_RECORD = (
@@ -37,9 +39,13 @@ _CHANGED = re.compile(r"[^\[\]\n]+ " + re.escape(CHANGED))
 # It says so of more records, and of fewer, than were counted.
 ANOTHER_COUNT = "Input dataset was expected to contain"
 
-# Reading this much takes seconds; more than that is sampled.
-_SCAN_ALL_BELOW_MB = 256
-_SAMPLE_PER_FILE = 1000
+# To read this much takes no time; of more, some records of some files are looked at.
+_SCAN_ALL_BELOW_MB = 16
+# Of this much, only the lengths of records are read.
+_CHECK_ENDS_BELOW_MB = 256
+_SAMPLE_PER_FILE, _SAMPLED_FILES = 100, 100
+# Files whose sizes are asked for at once.
+_AT_ONCE = 16
 
 
 def check_image_shape(source: Source, shape: Sequence[int]) -> None:
@@ -78,9 +84,10 @@ def scan_labels(source: Source, split: str) -> None:
     """Finds a label outside [0, num_classes) before training starts.
 
     No image is decoded. All labels are read where the split's files are smaller than
-    256 MB together, and the first 1000 of each file otherwise. For sources whose labels
-    are right by construction, only the ends of files are looked at. An empty file is
-    said in the log.
+    16 MB together, and otherwise the first 100 of 100 files: the others are checked as
+    they are trained on, see ``assert_good``. The ends of files are looked at if they
+    are smaller than 256 MB together, also of sources whose labels are right by
+    construction. An empty file is said in the log.
 
     Args:
         source: prepared.
@@ -94,16 +101,22 @@ def scan_labels(source: Source, split: str) -> None:
         return
     paths = source.files(split)
     try:
-        size = sum(tf.io.gfile.stat(path).length for path in paths)
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            size = sum(stat.length for stat in pool.map(tf.io.gfile.stat, paths))
     except tf.errors.OpError as error:
         raise BadRecordError(f"a file cannot be read: {fault_of(error)}") from error
-    limit = None if size < _SCAN_ALL_BELOW_MB * 2**20 else _SAMPLE_PER_FILE
-    for path in paths:
-        if limit is None and not source.is_whole(path):
+    checks_ends = size < _CHECK_ENDS_BELOW_MB * 2**20
+    limit, of_labels = None, {*paths} if source.labels_need_checking else {}
+    if of_labels and size >= _SCAN_ALL_BELOW_MB * 2**20:
+        limit = _SAMPLE_PER_FILE
+        of_labels = {*paths[:: len(paths) // _SAMPLED_FILES + 1]}
+    what = f"Checking the files of {source.name}"
+    for path in progress.over(paths, what, len(paths), "files", progress.EARLY_S):
+        if checks_ends and not source.is_whole(path):
             for record in source.walk(path):
                 if record.fault:
                     raise BadRecordError(str(record))
-        if source.labels_need_checking and not len(read_labels(source, path, limit)):
+        if path in of_labels and not len(read_labels(source, path, limit)):
             voice.warn(f"{path} holds no record.")
 
 
@@ -123,12 +136,9 @@ def blame_records(*sources: Source) -> Iterator[None]:
     except BAD_RECORD as error:
         if changed := _CHANGED.search(str(error)):
             raise BadRecordError(changed[0], many=True) from error
-        for source in {id(source.origin): source for source in sources}.values():
-            for split in source.splits:
-                bad = find_bad_records(source, split)
-                if record := next(bad, None):
-                    records = check_records(source.origin, record.path)
-                    raise blame(record, records) from error
+        with Progress("Looking for the record that cannot be read"):
+            if bad := _first_bad(sources):
+                raise bad from error
         if ANOTHER_COUNT in str(error):
             names = " or ".join(dict.fromkeys(source.name for source in sources))
             raise BadRecordError(
@@ -138,6 +148,15 @@ def blame_records(*sources: Source) -> Iterator[None]:
                 many=True,
             ) from error
         raise
+
+
+def _first_bad(sources: Sequence[Source]) -> BadRecordError | None:
+    """Makes an error of the first bad record of some sources."""
+    for source in {id(source.origin): source for source in sources}.values():
+        for split in source.splits:
+            if record := next(find_bad_records(source, split), None):
+                return blame(record, check_records(source.origin, record.path))
+    return None
 
 
 def assert_good(

@@ -15,7 +15,8 @@ from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.input_pipeline.sources.files.bad_records import check_records
 from towers.input_pipeline.sources.files.record import FAULTS, BadRecordError, Record
 from towers.machine import limits
-from towers.program import small_file, voice, whole_file
+from towers.program import progress, small_file, voice, whole_file
+from towers.program.progress import EARLY_S, Progress
 
 _AT_ONCE = 256
 
@@ -101,7 +102,7 @@ def inspect(
     for split in splits:
         if source.faults is not None:
             bad[split] = [*source.faults.get(split, ())]
-            good[split] = source.splits[split] - _count(bad[split])
+            good[split] = source.good[split]
         else:
             bad[split], good[split] = _look_at(source, split, most, hosts)
         _check_count(source, [*itertools.chain(*bad.values())], most)
@@ -182,10 +183,17 @@ def _count_if_good(source: Source, split: str, hosts: Hosts) -> int | None:
     examples = batches.map(parse, auto).unbatch()
     if source.encoded:
         examples = examples.map(decode, auto)
+    ones = examples.map(lambda *_: 1).batch(_AT_ONCE).prefetch(auto)
+    size = source.splits[split]
+    total = None if size is None else -(-size // hosts.count)
     try:
-        with tf.device("/CPU:0"):
-            nothing = tf.constant(0, tf.int64)
-            return int(examples.reduce(nothing, lambda count, _: count + 1))
+        with (
+            tf.device("/CPU:0"),
+            Progress(f"Checking {source.name}", total, "records", EARLY_S) as shown,
+        ):
+            for some in ones:
+                shown.add(len(some))
+            return shown.done
     except FAULTS:
         return None
 
@@ -212,7 +220,9 @@ def _sort(
     bad, count = [], 0
     with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
         paths = source.files(split)[hosts.index :: hosts.count]
-        for some, good in pool.map(of_file, paths):
+        what = f"Looking for bad records in {source.name}"
+        found = progress.over(pool.map(of_file, paths), what, len(paths), "files")
+        for some, good in found:
             bad, count = bad + some, count + good
             if _count(bad) > most:
                 pool.shutdown(cancel_futures=True)

@@ -1,12 +1,14 @@
 """What every source offers, and what sources that read files share."""
 
 import abc
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -19,11 +21,13 @@ from towers.input_pipeline.sources.files.record import FAULTS, Record
 from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.text import Tokenizer
-from towers.program.progress import Progress
+from towers.program.progress import EARLY_S, Progress
 
 # What the shortest record takes in a buffer of shuffling: its place there, which
 # TensorFlow makes before it has a record, two tensors, and their memory.
 _LEAST_BYTES = 256
+# Files that a thread asks the sizes of in one go.
+_FILES_AT_ONCE = 256
 
 _NUMBERS_AT_ONCE = 4096
 # Files whose sizes are asked for.
@@ -82,6 +86,7 @@ class Source(abc.ABC):
         bytes_per_token: of text, for each split, where that is known.
         faults: bad records of each split that has some, where opening a source finds
             all of them; None where it does not look at all records.
+        good: how many other records each split has, where `faults` are known.
         moments: count, mean and squares of the numbers of the training rows, where they
             are known without reading.
         missing: what stands for a number that is missing: the "mean" or "median" of its
@@ -115,6 +120,7 @@ class Source(abc.ABC):
     has_padding: bool = False
     epochs_alone: int = 0
     faults: Mapping[str, Sequence[Record]] | None = None
+    good: Mapping[str, int] = {}
     moments: Moments | None = None
     missing: str = "fail"
     missing_columns: Sequence[str] = ()
@@ -266,6 +272,23 @@ class Source(abc.ABC):
             sizes = [size_and_time(path)[0] for path in some]
             known[split] = sum(sizes) * len(paths) // max(len(some), 1)
         return known[split]
+
+    def files_digest(self, split: str) -> str:
+        """Says how many files a split has, with a digest of their names.
+
+        It is the same wherever they lie, as a run may go on elsewhere.
+        """
+        if split not in self._digests:
+            paths = self.files(split)
+            names = " ".join([path.rpartition("/")[2] for path in paths])
+            digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
+            self._digests[split] = f"{len(paths)} ({digest})"
+        return self._digests[split]
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        """What `files_digest` says of each split: there may be a million files."""
+        return {}
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """Goes over one file's records eagerly, also over bad ones.
@@ -510,13 +533,33 @@ def fingerprint(source: Source) -> str:
         facts.append(source.target)
     for split in source.splits:
         facts.append([bad.number for bad in source.passed_over.get(split, ())])
-        for path in source.files(split):
-            facts.append((path, *size_and_time(path)))
+        paths = source.files(split)
+        states = sizes_and_times(paths)
+        facts += [(path, *of) for path, of in zip(paths, states, strict=True)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def sizes_and_times(paths: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yields `size_and_time` of each file; several are asked for at once."""
+    some = [paths[i : i + _FILES_AT_ONCE] for i in range(0, len(paths), _FILES_AT_ONCE)]
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        Progress("Looking for changed files", len(paths), "files", EARLY_S) as shown,
+    ):
+        for found in pool.map(lambda part: [*map(size_and_time, part)], some):
+            yield from found
+            shown.add(len(found))
 
 
 def size_and_time(path: str) -> tuple[int, int]:
     """Bytes of a file, and when it was changed; nothing of one that is not there."""
+    if "://" not in path:
+        # TensorFlow knows whole seconds only.
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return 0, 0
+        return stat.st_size, stat.st_mtime_ns
     try:
         stat = tf.io.gfile.stat(path)
     except tf.errors.OpError:

@@ -25,7 +25,8 @@ import argparse
 
 from towers.export import saved_model
 from towers.predict.trained import load_model
-from towers.program import ending, startup
+from towers.program import ending, startup, words
+from towers.program.progress import Progress
 
 _PROGRAM = "towers.export"
 
@@ -36,15 +37,16 @@ def export(options: argparse.Namespace) -> None:
     Raises:
         ValueError: If the model cannot be loaded.
     """
-    trained = load_model(options.model_dir, options.checkpoint, options.model)
-    takes, returns = saved_model.write(trained, options.output)
+    with Progress(f"Exporting the model of {options.model_dir}"):
+        trained = load_model(options.model_dir, options.checkpoint, options.model)
+        takes, returns = saved_model.write(trained, options.output)
     known = trained.preprocessing
     for signature, names in takes.items():
         of_rows = signature == "serve" and known.input in ("row", "columns")
-        of = f" of {', '.join(known.columns)}" if of_rows else ""
+        of = f" of {words.listed(known.columns)}" if of_rows else ""
         print(f"{options.output}: {signature} takes {', '.join(names)}{of}.")
     several = known.task == "multilabel" and trained.classes
-    of = f" of {', '.join(trained.classes)}" if several else ""
+    of = f" of {words.listed(trained.classes)}" if several else ""
     print(f"{options.output}: returns {', '.join(returns)}{of}.")
 
 

@@ -27,7 +27,8 @@ import sys
 from towers.model.api import multi_gpu_model
 from towers.predict import inputs, output
 from towers.predict.trained import load_model
-from towers.program import ending, startup, words
+from towers.program import ending, progress, startup, words
+from towers.program.progress import Progress
 from towers.train.parts.devices import configure_devices
 
 _PROGRAM = "towers.predict"
@@ -40,7 +41,8 @@ def predict(options: argparse.Namespace) -> int:
         ValueError: If the model or a file is not as expected.
     """
     devices = configure_devices(options.settings)
-    trained = load_model(options.model_dir, options.checkpoint, options.model)
+    with Progress(f"Loading the model of {options.model_dir}"):
+        trained = load_model(options.model_dir, options.checkpoint, options.model)
     bad = []
 
     def say_bad(line):
@@ -54,6 +56,9 @@ def predict(options: argparse.Namespace) -> int:
         masks = path and output.masks_of(path)
         whole = trained.preprocessing.is_of_whole_pictures
         rows = output.Rows(file, masks, whole, options.probabilities)
+        # Rows on a terminal show how far it is.
+        if path or not sys.stdout.isatty():
+            batches = progress.over(batches, "Predicting", None, "batches")
         for batch in batches:
             found = trained.decode(towers.predict_on_batch(batch.x), batch.x)
             for names, prediction in zip(batch.names, found, strict=True):

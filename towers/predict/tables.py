@@ -58,7 +58,8 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
             columns[name] = texts[column.indices.to_numpy(zero_copy_only=False)]
             seen = {*known.vocabularies[name], ""}
             unseen[name] = sum(text not in seen for text in columns[name])
-        faults = {**part.faults, **_bad_ids(known, columns)}
+        of_block = dict.fromkeys(range(part.rows), part.fault) if part.fault else {}
+        faults = {**_bad_ids(known, columns), **part.faults, **of_block}
         good = np.delete(np.arange(part.rows), [*faults])
         yield Rows(
             {name: column[good] for name, column in columns.items()},

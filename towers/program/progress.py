@@ -37,7 +37,9 @@ class Progress:
     that begins inside another one is shown in its place.
 
     Attributes:
+        what: Is done.
         done: How much has been done.
+        total: How much there is to do; `None` if nobody knows.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Progress:
             wait: Waits for an event, at most so many seconds; tells if it is set.
         """
         self.done = 0
-        self._what, self._total, self._unit = what, total, unit
+        self.what, self.total, self._unit = what, total, unit
         self._silent_s, self._clock, self._wait = silent_s, clock, wait
         self._began_s = 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -83,10 +85,6 @@ class Progress:
         """Takes note that so much more has been done."""
         with self._lock:
             self.done += count
-
-    def expect(self, total: int) -> None:
-        """Takes note that there is so much to do, as far as is known by now."""
-        self._total = total
 
     def _show(self) -> None:
         """Shows it until it ends, in a thread."""
@@ -112,29 +110,29 @@ class Progress:
     def line(self) -> str:
         """Says in a sentence how far it is."""
         counted = self._counted()
-        return f"{self._what}: {counted}." if counted else f"{self._what} ..."
+        return f"{self.what}: {counted}." if counted else f"{self.what} ..."
 
     def bar(self) -> str:
         """Returns a line for a terminal, with a bar if the total is known."""
-        if not self._total:
-            return f"{self._what}: {self._counted() or _duration(self._seconds())}"
-        filled = min(_BAR_WIDTH * self.done // self._total, _BAR_WIDTH)
+        if not self.total:
+            return f"{self.what}: {self._counted() or _duration(self._seconds())}"
+        filled = min(_BAR_WIDTH * self.done // self.total, _BAR_WIDTH)
         drawn = "=" * filled + "." * (_BAR_WIDTH - filled)
-        return f"{self._what} [{drawn}] {self._counted()}"
+        return f"{self.what} [{drawn}] {self._counted()}"
 
     def _counted(self) -> str:
         """Says how much is done, how fast, and how long the rest takes."""
         done = self.done
-        if not done and self._total is None:
+        if not done and self.total is None:
             return ""
-        of = "" if self._total is None else f" of {self._total:,}"
+        of = "" if self.total is None else f" of {self.total:,}"
         said = f"{done:,}{of} {self._unit}"
         if not done:
             return said
         a_second = done / max(self._seconds(), 1e-9)
         said += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
-        if self._total is not None and done < self._total:
-            said += f", {_duration((self._total - done) / a_second)} left"
+        if self.total is not None and done < self.total:
+            said += f", {_duration((self.total - done) / a_second)} left"
         return said
 
     def _seconds(self) -> float:

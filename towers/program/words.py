@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Lines of TensorFlow's that say nothing of what is wrong, and beginnings of others.
 _NOISE = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
@@ -25,6 +25,13 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 def counted(number: int | None, noun: str) -> str:
     """Says how many there are, or that this is unknown."""
     return f"an unknown number of {noun}s" if number is None else count(number, noun)
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """Lists names, of many the first ones, such as "a, b and 9,998 more"."""
+    names = [*names]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def size(number: float) -> str:

@@ -20,6 +20,7 @@ from towers.loop import listeners
 from towers.model.fit_call import FitCall
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
+from towers.monitoring.evaluation import EvaluationProgress
 from towers.monitoring.lines import Lines
 from towers.monitoring.profile.callback import Profile
 from towers.monitoring.stall.callback import Stall
@@ -64,6 +65,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
         _TaskLogs(job),
+        EvaluationProgress(job.data.evaluation),
         make_tensorboard(job, measures, watch, resize),
         *own,
         job.checkpoint,

@@ -55,7 +55,8 @@ HELPS = {
         "eval_split": "Split of digits and tfds: to validate on, such as train[90%:].",
         "eval_steps": (
             "Number of validation batches to evaluate on, always the same ones. "
-            "Default: all."
+            "Default: all; without validation data, as many training batches as hold "
+            "10,000 examples."
         ),
         "scale": (
             "How to scale columns of numbers. standard: to mean 0 and standard "

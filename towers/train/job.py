@@ -24,6 +24,7 @@ from towers.lifecycle.checkpoints import store
 from towers.loop import alike
 from towers.model.tower_model import TowerModel
 from towers.program import forks, words
+from towers.program.progress import Progress
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
@@ -201,7 +202,9 @@ def assemble(settings: Settings) -> Job:
     read = _read_by(settings, split_ratios(settings, found))
     check_reduction(settings, found)
     mine = my_model.load(settings)
-    opened = data_parts.open_data(read, mine)
+    what = settings.dataset or f"the data of {settings.model}"
+    with Progress(f"Opening {what}"):
+        opened = data_parts.open_data(read, mine)
     settings = settings if settings.batch_per_tower else opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
@@ -217,7 +220,8 @@ def assemble(settings: Settings) -> Job:
     notes = fine_tune.prepare(settings, model, goes_on)
 
     known = os.path.join(model_dir, BAD_RECORDS)
-    data = opened.prepare([] if settings.clean else quarantine.read(known))
+    with Progress(f"Preparing {what}"):
+        data = opened.prepare([] if settings.clean else quarantine.read(known))
     alike.check(this_host(), {"the data set": _described(setup.facts, data)})
     parallel = model_parts.build_towers(
         setup, model, found, data.examples, model_dir=model_dir

@@ -7,6 +7,7 @@ from towers.cluster import process_group
 from towers.cluster.heartbeat import HostFailedError
 from towers.collectives.hosts import this_host
 from towers.elastic.batch_size import BatchSizeChange
+from towers.monitoring.evaluation import EvaluationProgress
 from towers.monitoring.watch import Watch
 from towers.numerics.not_finite import NotFinite
 from towers.program import voice, words
@@ -176,6 +177,10 @@ def evaluate(job: Job) -> dict[str, float]:
     """
     prefix = "train" if job.data.held_out is None else "val"
     with averaged(job.settings, job.model):
-        logs = job.parallel.evaluate(job.data.evaluation, verbose=0, return_dict=True)
+        data, shown = job.data.evaluation, EvaluationProgress(job.data.evaluation)
+        with shown.around_fit():
+            logs = job.parallel.evaluate(
+                data, verbose=0, return_dict=True, callbacks=[shown]
+            )
     values = {f"{prefix}_{name}": float(value) for name, value in logs.items()}
     return values | job.task_logs(values)

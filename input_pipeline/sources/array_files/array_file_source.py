@@ -17,11 +17,12 @@ from towers.input_pipeline.sources.base import IndexedSource, size_and_time
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.moments import Moments
-from towers.input_pipeline.sources.targets import Target, TargetKind
+from towers.input_pipeline.sources.targets import LARGEST, Target, TargetKind
+from towers.program.progress import Progress
 from towers.program.python_calls import until_exit
 
-# Rows that are measured, and masks that are looked at, at once.
-_AT_ONCE, _SOME_MASKS = 65_536, 256
+# Numbers, or pixels of masks, that are looked at at once.
+_AT_ONCE = 2**23
 
 
 class ArrayFileSource(IndexedSource):
@@ -107,7 +108,8 @@ class ArrayFileSource(IndexedSource):
 
     def medians(self) -> Sequence[float]:
         """See ``Source.medians``; all training rows are in memory meanwhile."""
-        return np.nanmedian(np.concatenate([*self._train()]), axis=0).tolist()
+        rows = np.concatenate([*self._in_parts("train")])
+        return np.nanmedian(rows, axis=0).tolist()
 
     def _read(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = records if self._rows is None else self._rows[records]
@@ -196,9 +198,8 @@ class ArrayFileSource(IndexedSource):
         labels.add([column], [])
         labels.decide(asked, class_names, num_classes, True)
         if len(bad := labels.bad()[0]):
-            raise ValueError(
-                f"{self.name}: row {bad[0]}: {labels.fault(0, int(bad[0]))}; correct it"
-            )
+            fault = labels.fault(0, int(bad[0]))
+            raise ValueError(f"{self.name}: {name}[{bad[0]}]: {fault}; correct it")
         self.notes += labels.notes
         targets, _ = labels.targets([column])
         self._keep(labels.target, targets)
@@ -209,14 +210,17 @@ class ArrayFileSource(IndexedSource):
         if y.dtype.kind not in "biu" or asked not in (None, "mask") or not of_pixels:
             raise self._unexpected(name, y)
         largest = -1
-        for first in range(0, len(y), _SOME_MASKS):
-            some = np.asarray(y[first : first + _SOME_MASKS], np.int64)
-            if some.min() < 0 or some.max() > IGNORED:
-                raise ValueError(
-                    f"{name} goes from {some.min()} to {some.max()}: expected classes "
-                    f"from 0 to 254, and {IGNORED} for pixels to ignore"
-                )
-            largest = max(largest, int(some[some != IGNORED].max(initial=-1)))
+        step = max(_AT_ONCE // y[:1].size, 1)
+        with Progress("Reading masks", len(y), "masks") as progress:
+            for first in range(0, len(y), step):
+                some = np.asarray(y[first : first + step])
+                if some.min() < 0 or some.max() > IGNORED:
+                    raise ValueError(
+                        f"{name} goes from {some.min()} to {some.max()}: expected "
+                        f"classes from 0 to 254, and {IGNORED} for pixels to ignore"
+                    )
+                largest = max(largest, *np.unique(some[some != IGNORED]).tolist(), -1)
+                progress.add(len(some))
         size = num_classes or len(class_names or ()) or largest + 1
         if largest >= size:
             raise ValueError(
@@ -241,24 +245,28 @@ class ArrayFileSource(IndexedSource):
             "choose another --task (in Python, target)"
         )
 
-    def _train(self) -> Iterator[np.ndarray]:
-        """Rows of the training examples, some at a time, in the order of the file."""
-        split = "train" if "train" in self.splits else "test"
+    def _in_parts(self, split: str) -> Iterator[np.ndarray]:
+        """Rows of a split's examples, some at a time, in the order of the file."""
         first = 0 if split == "train" else self.splits.get("train", 0)
-        end = first + self.splits[split]
-        for begin in range(first, end, _AT_ONCE):
-            rows, _ = self._read(np.arange(begin, min(begin + _AT_ONCE, end)))
+        end, step = first + self.splits[split], max(_AT_ONCE // self.image_shape[0], 1)
+        for begin in range(first, end, step):
+            rows, _ = self._read(np.arange(begin, min(begin + step, end)))
             yield rows
 
     def _measure(self, missing: str) -> None:
-        """Measures the columns of rows of numbers."""
+        """Measures the columns of rows of numbers, and checks these."""
         self.moments, self.missing = Moments.of_nothing(self.image_shape[0]), missing
-        for rows in self._train():
-            if np.isinf(rows).any():
-                raise self._bad(rows, np.isinf(rows), "")
-            if missing == "fail" and np.isnan(rows).any():
-                raise self._bad(rows, np.isnan(rows), ", or --missing=mean")
-            self.moments.add(rows)
+        with Progress("Measuring columns", sum(self.splits.values())) as progress:
+            for split in self.splits:
+                for rows in self._in_parts(split):
+                    bad = np.abs(rows) > LARGEST
+                    if bad.any():
+                        raise self._bad(rows, bad, f" of at most {LARGEST:.2g}")
+                    if missing == "fail" and np.isnan(rows).any():
+                        raise self._bad(rows, np.isnan(rows), ", or --missing=mean")
+                    if split == "train" or len(self.splits) == 1:
+                        self.moments.add(rows)
+                    progress.add(len(rows))
         counts = zip(self.image_fields, self.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in counts if count)
 

@@ -78,6 +78,11 @@ def pairs(
             raise ValueError(
                 f"{where} has {_listed(two)}: expected as many labels as examples"
             )
+        if not pair.x.size:
+            raise ValueError(
+                f"{where} has {_listed({pair.x_name: pair.x})}: expected at least one "
+                "example"
+            )
     return splits, notes
 
 

@@ -7,6 +7,7 @@ byte (`byte_offsets`) is lost when a dataset is written down, but not in a funct
 
 import contextlib
 import itertools
+import mmap
 import os
 import re
 import shutil
@@ -64,10 +65,20 @@ def walk(path: str) -> Iterator[Record]:
 
 def is_whole(path: str) -> bool:
     """Tells whether a file ends where a record does, by their lengths alone."""
-    end = 0
-    for offset, length in headers(path):
-        end = offset + length + _AROUND
-    return end == _size(path)
+    end, size = 0, _size(path)
+    if "://" in path or not size:
+        for offset, length in headers(path):
+            end = offset + length + _AROUND
+        return end == size
+    # There may be a million: to read each takes ten times longer than to look there.
+    length_at = struct.Struct("<Q").unpack_from
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        while end + HEADER <= size:
+            end += length_at(content, end)[0] + _AROUND
+    return end == size
 
 
 def readable(path: str, bad: Collection[Record]) -> list[tuple[int, int, int]]:

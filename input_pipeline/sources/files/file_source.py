@@ -1,7 +1,9 @@
 """Files of records, which their names sort into splits."""
 
 import abc
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -20,7 +22,9 @@ from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.record import FAULTS, FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
 from towers.input_pipeline.specs import no_files
+from towers.machine import limits
 from towers.program import words
+from towers.program.progress import EARLY_S, over
 
 LABELS_AT_ONCE = 1024
 
@@ -99,8 +103,16 @@ class FileSource(Source):
 
     def _first_number(self, path: str) -> int:
         """Number of a file's first record."""
-        (file,) = (paths.index(path) for paths in self._files.values() if path in paths)
-        return file * FILE
+        return self._file_places[path] * FILE
+
+    @functools.cached_property
+    def _file_places(self) -> dict[str, int]:
+        """The place of each file among those of its split."""
+        return {
+            path: place
+            for paths in self._files.values()
+            for place, path in enumerate(paths)
+        }
 
     def _has(self, split: str | None, number: Any) -> Any:
         """Tells whether a record of a split's files is part of the split."""
@@ -166,12 +178,25 @@ class FileSource(Source):
             return
         found = {}
         for split, paths in self._files.items():
-            labels = [read_labels(self, path, None, self._skip_bad) for path in paths]
+            labels = self._read_labels(paths)
             found |= self._sort_labels(split, labels)
             self._set_sizes(split, [len(of_file) for of_file in labels])
         if self.target.kind == "class":
             self._take_classes(np.concatenate([*found.values()]))
         self.notes = (*self.notes, *label_notes.notes(self.target, found))
+
+    def _read_labels(self, paths: Sequence[str]) -> list[np.ndarray]:
+        """Reads all labels of some files, several files at once."""
+        what = f"Reading the labels of {self.name}"
+        if self.target.kind == "class":
+            what = f"{what} to count its classes, which --num_classes spares"
+
+        def read(path):
+            return read_labels(self, path, None, self._skip_bad)
+
+        with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
+            labels = pool.map(read, paths)
+            return [*over(labels, what, len(paths), "files", EARLY_S)]
 
     def _sort_labels(
         self, split: str, labels: Sequence[np.ndarray]

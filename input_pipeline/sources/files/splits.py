@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from towers.input_pipeline.sources.files.record import FILE
 
 # The split to evaluate on while training, in order of preference. "test" is last
@@ -57,13 +59,9 @@ def every_nth(
         fraction: at least 0, less than 1.
         is_bad: tells whether a file is left out of training; None: none is.
     """
-    good = [path for path in paths if is_bad is None or not is_bad(path)]
-    parts = round(fraction * _PARTS)
-    return [
-        path
-        for place, path in enumerate(good)
-        if (place + 1) * parts // _PARTS > place * parts // _PARTS
-    ]
+    good = paths if is_bad is None else [path for path in paths if not is_bad(path)]
+    groups = np.arange(len(good) + 1) * round(fraction * _PARTS) // _PARTS
+    return [good[place] for place in np.flatnonzero(np.diff(groups))]
 
 
 def is_held_out(number: Any, fraction: float) -> Any:

@@ -1,9 +1,11 @@
 """Class folders: which files there are of each class, and which are held out."""
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources import label_notes
@@ -21,12 +23,14 @@ class Found(NamedTuple):
 
     Attributes:
         names: of the classes, which are sorted.
-        labels: the label of each file, by split and path, in a fixed order.
+        paths: of the files of each split, in a fixed order.
+        labels: int64 [N] of these.
         notes: what was decided: sentences.
     """
 
     names: tuple[str, ...]
-    labels: dict[str, dict[str, int]]
+    paths: dict[str, list[str]]
+    labels: dict[str, np.ndarray]
     notes: tuple[str, ...]
 
 
@@ -53,17 +57,17 @@ def find(
     train, test, fraction = _find_splits(root, eval_fraction, found, is_bad)
     names = tuple(sorted(train))
     label = {name: index for index, name in enumerate(names)}
-    labels = {
-        split: {path: label[name] for name in classes for path in classes[name]}
-        for split, classes in (("train", train), ("test", test))
-        if any(classes.values())
-    }
+    paths, labels = {}, {}
+    for split, classes in (("train", train), ("test", test)):
+        if any(classes.values()):
+            paths[split] = [*itertools.chain.from_iterable(classes.values())]
+            counts = [*map(len, classes.values())]
+            labels[split] = np.repeat([*map(label.get, classes)], counts)
     notes = tuple(found.notes())
     if fraction and "test" in labels:
         note = splits.note(fraction, "files of each class", len(labels["test"]))
-        by_split = {split: [*of.values()] for split, of in labels.items()}
-        notes = (*notes, note, *label_notes.missing(names, by_split))
-    return Found(names, labels, notes)
+        notes = (*notes, note, *label_notes.missing(names, labels))
+    return Found(names, paths, labels, notes)
 
 
 def are_texts(directory: str) -> bool:
@@ -75,9 +79,9 @@ def are_texts(directory: str) -> bool:
     root = os.path.expanduser(directory)
     if not tf.io.gfile.isdir(root):
         raise no_folder(directory)
-    folders = _folders(root)
+    folders = pictures.folders_in(root)
     if "train" in folders:
-        folders = _folders(folders["train"]) or folders
+        folders = pictures.folders_in(folders["train"]) or folders
     if not folders:
         return False
     first = next(iter(folders.values()))
@@ -105,10 +109,10 @@ def _find_splits(
     is_bad: Callable[[str], bool] | None,
 ) -> tuple[_Classes, _Classes, float]:
     """The files for training, those held out, and the fraction that was taken."""
-    folders = _folders(root)
+    folders = pictures.folders_in(root)
     test_name = splits.held_out(folders)
     # Where DIR/train has no folders, "train" is the name of a class.
-    if test_name and "train" in folders and _folders(folders["train"]):
+    if test_name and "train" in folders and pictures.folders_in(folders["train"]):
         if eval_fraction:
             raise ValueError(
                 f"eval_fraction is {eval_fraction}, but {folders[test_name]} is held "
@@ -135,15 +139,17 @@ def _find_splits(
     train, test = {}, {}
     for name, paths in _find_classes(root, found).items():
         test[name] = splits.every_nth(paths, taken, is_bad)
-        train[name] = sorted({*paths} - {*test[name]})
+        held_out = {*test[name]}
+        train[name] = [path for path in paths if path not in held_out]
     return train, test, taken
 
 
 def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
-    classes = {}
-    for name, path in _folders(folder).items():
+    folders, classes = pictures.folders_in(folder), {}
+    listed = pictures.names_in_each([*folders.values()], folder)
+    for (name, path), names in zip(folders.items(), listed, strict=True):
         before, folders_before = found.left_out.copy(), len(found.folders)
-        classes[name] = found.files(path)
+        classes[name] = found.files(path, names)
         if not classes[name]:
             left_out = found.left_out - before
             kinds = [f"{n} {kind}" for kind, n in left_out.items()]
@@ -161,9 +167,3 @@ def _find_classes(folder: str, found: pictures.Sorted) -> _Classes:
         )
     found.loose(folder)
     return classes
-
-
-def _folders(parent: str) -> dict[str, str]:
-    """Paths of the folders by their names, sorted."""
-    entries = pictures.entries(parent)
-    return {name: path for name, path in entries if tf.io.gfile.isdir(path)}

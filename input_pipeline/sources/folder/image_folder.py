@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.local_store.store import LocalStore
@@ -42,15 +43,15 @@ class ImageFolderSource(StoredFolder, IndexedSource):
         self.class_names = found.names
         self.num_classes = len(self.class_names)
         # Paths in a fixed order, and the label of each.
-        self._labels = found.labels
-        self.splits = {split: len(paths) for split, paths in self._labels.items()}
-        paths = [path for split in self._labels.values() for path in split]
+        self._paths, self._labels = found.paths, found.labels
+        self.splits = {split: len(paths) for split, paths in self._paths.items()}
+        paths = [*itertools.chain(*self._paths.values())]
         self.notes = (*found.notes, *pictures.notes_of_content(paths))
         self._store(local_store, paths)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's images."""
-        return list(self._labels[split])
+        return [*self._paths[split]]
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Paths and labels; files are read one by one, in parallel."""
@@ -66,14 +67,11 @@ class ImageFolderSource(StoredFolder, IndexedSource):
 
     @functools.cached_property
     def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
-        pairs = {
-            path: label
-            for split in self._labels.values()
-            for path, label in split.items()
-        }
+        paths = [*itertools.chain(*self._paths.values())]
+        labels = np.concatenate([*self._labels.values()])
         # On the CPU, which is where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
-            return tf.constant([*pairs]), tf.constant([*pairs.values()], tf.int64)
+            return pictures.as_tensor(paths), tf.constant(labels, tf.int64)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """One record: a file is an image here."""
@@ -82,5 +80,5 @@ class ImageFolderSource(StoredFolder, IndexedSource):
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
-        paths = itertools.chain.from_iterable(self._labels.values())
+        paths = itertools.chain(*self._paths.values())
         return {path: number for number, path in enumerate(paths)}

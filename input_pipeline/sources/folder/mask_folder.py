@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images import masks
 from towers.input_pipeline.local_store.store import LocalStore
-from towers.input_pipeline.sources.base import IndexedSource, size_and_time
+from towers.input_pipeline.sources.base import IndexedSource, sizes_and_times
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import (
     FAULTS,
@@ -24,10 +24,13 @@ from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.sources.folder.stored_folder import StoredFolder
 from towers.input_pipeline.sources.targets import Target
 from towers.program import words
+from towers.program.progress import EARLY_S, Progress
 
 IMAGES, MASKS = "images", "masks"
 # Pairs whose sizes are compared.
 _ASKED = 16
+# Masks whose classes are counted at once.
+_READ_AT_ONCE = 64
 _NAMES = "classes.txt"
 
 
@@ -88,8 +91,9 @@ class MaskFolderSource(StoredFolder, IndexedSource):
     @property
     def reads(self) -> tuple:
         """See ``Source``: the masks, which are files, too."""
-        paths = itertools.chain(*(of.values() for of in self._masks.values()))
-        return tuple((path, *size_and_time(path)) for path in paths)
+        paths = [*itertools.chain(*(of.values() for of in self._masks.values()))]
+        states = sizes_and_times(paths)
+        return tuple((path, *of) for path, of in zip(paths, states, strict=True))
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's pictures."""
@@ -122,7 +126,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         # On the CPU, which is where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             images, of_them = zip(*pairs, strict=True)
-            return tf.constant(images), tf.constant(of_them)
+            return pictures.as_tensor(images), pictures.as_tensor(of_them)
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -202,17 +206,22 @@ class MaskFolderSource(StoredFolder, IndexedSource):
             found = tf.data.Dataset.from_tensor_slices(paths)
             found = found.map(used, tf.data.AUTOTUNE)
             found = found.ignore_errors() if skip_bad else found
+            found = found.batch(_READ_AT_ONCE).prefetch(tf.data.AUTOTUNE)
+            what, seen = f"Reading the masks of {self.name}", np.zeros(256, bool)
             try:
-                found = found.reduce(np.zeros(256, bool), tf.logical_or).numpy()
+                with Progress(what, len(paths), "masks", EARLY_S) as shown:
+                    for some in found.as_numpy_iterator():
+                        seen |= some.any(axis=0)
+                        shown.add(len(some))
             except FAULTS as error:
                 faults = ((path, mask_fault(tf.io.read_file(path))) for path in paths)
                 path, reason = next(filter(all, faults), (self.name, fault_of(error)))
                 raise BadRecordError(f"{path}: {reason}") from error
-        largest = int(np.flatnonzero(found[:IGNORED]).max(initial=0))
+        largest = int(np.flatnonzero(seen[:IGNORED]).max(initial=0))
         if not largest:
             raise ValueError(
                 f"the masks of {self.name} have no class but 0"
-                f"{f' and {IGNORED}, which is ignored' * bool(found[IGNORED])}: "
+                f"{f' and {IGNORED}, which is ignored' * bool(seen[IGNORED])}: "
                 "expected numbers of classes, such as 0 and 1; write those, or give "
                 "the number of classes by --num_classes (in Python, num_classes)"
             )

@@ -1,20 +1,23 @@
 """Which files of a folder are pictures that TensorFlow decodes, or texts."""
 
 import collections
+import concurrent.futures
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
 from towers.input_pipeline.images import ignored
 from towers.input_pipeline.specs import PICTURES, TEXTS
-from towers.program import words
+from towers.program import progress, words
 
 # Taken by their names; what is wrong with one is said when it is read.
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
 # Of others, the content tells.
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a")
 _PICTURES = (*SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2")
+# Folders that are listed at once: a file system far away answers several requests.
+_AT_ONCE, _AHEAD = 16, 128
 # What file managers leave behind.
 _LITTER = ("thumbs.db", "desktop.ini", "icon\r")
 # A palette ends here, at the latest.
@@ -41,15 +44,34 @@ class Sorted:
         self.folders: list[str] = []
         self.more: list[str] = []
 
-    def files(self, folder: str) -> list[str]:
-        """Returns what is directly in a folder, sorted, and notes the others."""
+    def files(self, folder: str, names: Sequence[str] | None = None) -> list[str]:
+        """Returns what is directly in a folder, sorted, and notes the others.
+
+        Args:
+            folder: its path.
+            names: of what is in it, sorted, if they are known.
+        """
+        names, prefix = names or names_in(folder), os.path.join(folder, "")
+        # There may be a million: most are taken by their names alone.
+        found = [
+            prefix + name
+            for name in names
+            if name.lower().endswith(self._suffixes) and name[0] != "."
+        ]
+        if len(found) < len(names):
+            by_name = {*found}
+            others = [name for name in names if prefix + name not in by_name]
+            found = sorted([*found, *self._others(others, prefix)])
+        return found
+
+    def _others(self, names: Iterable[str], prefix: str) -> list[str]:
+        """Returns those files whose content makes them pictures; notes the others."""
         found = []
-        for name, path in entries(folder, hidden=True):
+        for name in names:
+            path = prefix + name
             if name.lower() in _LITTER or not _is_seen(name):
                 continue
-            if name[0] != "." and name.lower().endswith(self._suffixes):
-                found.append(path)
-            elif tf.io.gfile.isdir(path):
+            if tf.io.gfile.isdir(path):
                 if name[0] != ".":
                     self.folders.append(path)
             elif name[0] == ".":
@@ -96,11 +118,68 @@ class Sorted:
 
 def entries(folder: str, hidden: bool = False) -> list[tuple[str, str]]:
     """Names and paths of what is in a folder, sorted; what is hidden only if asked."""
-    # Some file systems end the names of folders with a slash.
-    names = sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
     return [
-        (name, os.path.join(folder, name)) for name in names if hidden or name[0] != "."
+        (name, os.path.join(folder, name))
+        for name in names_in(folder)
+        if hidden or name[0] != "."
     ]
+
+
+def names_in(folder: str) -> list[str]:
+    """Returns the names of what is in a folder, sorted."""
+    if not is_remote(folder):
+        return sorted(os.listdir(folder))
+    # Some file systems end the names of folders with a slash.
+    return sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
+
+
+def names_in_each(folders: Sequence[str], what: str) -> Iterator[list[str]]:
+    """Yields what `names_in` has of each folder; several are listed at once.
+
+    Args:
+        folders: their paths.
+        what: is listed, for whoever waits.
+    """
+    with (
+        progress.Progress(
+            f"Listing {what}", len(folders), "folders", progress.EARLY_S
+        ) as shown,
+        concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        # Not all at once, as their names take memory until they are wanted.
+        for begin in range(0, len(folders), _AHEAD):
+            for names in pool.map(names_in, folders[begin : begin + _AHEAD]):
+                yield names
+                shown.add()
+
+
+def folders_in(parent: str) -> dict[str, str]:
+    """Paths of the folders that are not hidden by their names, sorted."""
+    if is_remote(parent):
+        paths = dict(entries(parent))
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            are_folders = pool.map(tf.io.gfile.isdir, paths.values())
+            return {
+                name: paths[name]
+                for name, is_folder in zip(paths, are_folders, strict=True)
+                if is_folder
+            }
+    with os.scandir(parent) as found:
+        names = [each.name for each in found if each.name[0] != "." and each.is_dir()]
+    return {name: os.path.join(parent, name) for name in sorted(names)}
+
+
+def as_tensor(paths: Sequence[str]) -> tf.Tensor:
+    """Makes a tensor of paths, also of names that are in no encoding."""
+    try:
+        return tf.constant(paths)
+    except ValueError:
+        return tf.constant([*map(os.fsencode, paths)])
+
+
+def is_remote(path: str) -> bool:
+    """Tells whether TensorFlow alone can read there."""
+    return "://" in path
 
 
 def notes_of_content(paths: Sequence[str]) -> list[str]:

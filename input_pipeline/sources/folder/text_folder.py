@@ -12,6 +12,7 @@ from towers.input_pipeline.sources.texts.encoded import EncodedSource, Example
 from towers.input_pipeline.sources.texts.rows import bad_record, check_length
 from towers.input_pipeline.sources.texts.tokens import fault_of_text
 from towers.input_pipeline.text import Tokenizer, open_tokenizer
+from towers.program import progress
 
 
 class TextFolderSource(EncodedSource):
@@ -52,27 +53,29 @@ class TextFolderSource(EncodedSource):
         read = functools.cache(self._text)
         is_bad = (lambda path: bool(read(path)[1])) if skip_bad else None
         found = classes.find(directory, eval_fraction, files, is_bad)
-        paths = {split: [*some] for split, some in found.labels.items()}
         if images := sum(files.left_out[each] for each in pictures.SUFFIXES):
-            raise classes.mixed(directory, sum(map(len, paths.values())), images)
-        self.name, self._files = f"folder:{directory}", paths
+            raise classes.mixed(directory, sum(map(len, found.paths.values())), images)
+        self.name, self._files = f"folder:{directory}", found.paths
         self.class_names, self.notes = found.names, found.notes
         self.num_classes = len(self.class_names)
-        self._read(found.labels, read, skip_bad)
+        self._read(found, read, skip_bad)
         self.reads = (*self.image_shape, tokenizer.fingerprint)
 
     def _read(
         self,
-        labels: dict[str, dict[str, int]],
+        found: classes.Found,
         read: Callable[[str], tuple[bytes, str]],
         skip_bad: bool,
     ) -> None:
         """Reads and tokenises all files, but for those that are bad."""
         faults, examples, targets = [], [], []
         self.splits = {}
-        for split, of_split in labels.items():
+        for split, paths in found.paths.items():
             before = len(examples)
-            for path, label in of_split.items():
+            of_split = zip(paths, found.labels[split], strict=True)
+            for path, label in progress.over(
+                of_split, f"Reading {self.name}", len(paths), "texts", progress.EARLY_S
+            ):
                 text, fault = read(path)
                 if fault:
                     faults.append(bad_record(path, "", fault))

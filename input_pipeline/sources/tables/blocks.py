@@ -17,7 +17,8 @@ S = TypeVar("S")
 # Cells of a CSV file that hold no number, as pandas has them, and as people write them.
 MISSING = (
     *("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-NaN", "-nan", "NULL", "null"),
-    *("None", "none", "<NA>", "?", "-"),
+    *("None", "none", "<NA>", "?", "-", "--", ".", "n.a.", "N.A.", "#DIV/0!"),
+    *("#VALUE!", "#REF!", "#NUM!"),
 )
 
 
@@ -51,6 +52,7 @@ class Columns:
         rows: how many rows the block has.
         left_out: places in the block of rows that the columns do not have.
         faults: what is wrong with a row, a phrase, by its place in the block.
+        fault: why no row of the block can be read; empty if they can.
     """
 
     block: Block
@@ -58,6 +60,7 @@ class Columns:
     rows: int
     left_out: Sequence[int] = ()
     faults: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    fault: str = ""
 
     @property
     def places(self) -> np.ndarray:

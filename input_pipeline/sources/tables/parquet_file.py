@@ -57,10 +57,8 @@ class ParquetFile:
         try:
             values = self.groups.read(self.path, block.begin, names)
         except ValueError as error:
-            every = range(block.size)
-            fault = f"row group {block.begin} cannot be read: {error}"
-            faults = dict.fromkeys(every, fault)
-            return Columns(block, {}, block.size, every, faults)
+            fault = f"cannot be read: {error}"
+            return Columns(block, {}, block.size, range(block.size), fault=fault)
         return Columns(block, values, block.size)
 
     def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:

@@ -102,11 +102,10 @@ class ParquetImages(ParquetSource):
             table = self._tables[located.file]
             for row in table.missing(self._image, located.block):
                 fault = f"nothing in the column {self._image!r}, expected a value"
-                read.faults.setdefault((place, int(row)), fault)
+                read.faults.setdefault(place, {}).setdefault(int(row), fault)
 
-    def in_memory(self, note: str = "") -> None:
+    def in_memory(self) -> None:
         """See ``Source.in_memory``: its images are not."""
-        del note
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""

@@ -49,6 +49,7 @@ class Part:
         labels: columns of targets: the same, or float64 [rows].
         faults: what is wrong with a row, a phrase, by its place in the block.
         lines: the line of each such row, where rows are lines.
+        fault: why no row of the block can be read; empty if they can.
     """
 
     block: Block
@@ -58,11 +59,12 @@ class Part:
     labels: list[Any]
     faults: dict[int, str]
     lines: dict[int, int]
+    fault: str = ""
 
     @property
     def good(self) -> np.ndarray:
         """Which rows nothing is wrong with: bool [rows]."""
-        good = np.ones(self.rows, bool)
+        good = np.full(self.rows, not self.fault)
         good[[*self.faults]] = False
         return good
 
@@ -95,14 +97,14 @@ def read_part(file: TableFile, block: Block, data: bytes, wanted: Wanted) -> Par
         expected = expected_number(value)
         fault = f"{wanted.numbers[column]} is {value:g}, expected {expected}"
         faults.setdefault(int(row), fault)
-    if not wanted.may_be_missing:
+    if not wanted.may_be_missing and not read.fault:
         for row, column in np.argwhere(np.isnan(numbers)):
             fault = f"nothing in the column {wanted.numbers[column]!r}: {columns.FILL}"
             faults.setdefault(int(row), fault)
     texts = [_categories(read, name, places) for name in wanted.texts]
     labels = [_target(read, name, places, wanted) for name in wanted.labels]
     lines = file.lines(block, data, [*faults]) if faults else {}
-    return Part(block, read.rows, numbers, texts, labels, faults, lines)
+    return Part(block, read.rows, numbers, texts, labels, faults, lines, read.fault)
 
 
 def _target(read, name, places, wanted):

@@ -18,7 +18,7 @@ from towers.input_pipeline.sources.tables.moments import Moments
 from towers.input_pipeline.sources.tables.reading import Part, Wanted
 from towers.machine import limits
 from towers.program import voice, whole_file
-from towers.program.progress import Progress
+from towers.program.progress import EARLY_S, Progress
 
 # A column of text is a category if each text stands in so many rows, on average.
 _ROWS_OF_A_TEXT = 5
@@ -103,8 +103,9 @@ class TablePass:
     Attributes:
         wanted: the columns.
         blocks: where the rows are, in order.
-        faults: what is wrong with a row, by its block's place and its own there.
+        faults: what is wrong with a row, by its block's place and then its own there.
         lines: the line of such a row, by the same.
+        block_faults: why no row of a block can be read, by its place.
         moments: of the numbers of training rows.
         texts: of each column of text.
         first: numbers of the first rows, float64 [N, columns].
@@ -122,8 +123,9 @@ class TablePass:
     ):
         self.wanted, self._tables, self._is_training = wanted, tables, is_training
         self.blocks: list[Located] = []
-        self.faults: dict[tuple[int, int], str] = {}
-        self.lines: dict[tuple[int, int], int] = {}
+        self.faults: dict[int, dict[int, str]] = {}
+        self.lines: dict[int, dict[int, int]] = {}
+        self.block_faults: dict[int, str] = {}
         self.first = np.zeros([0, len(wanted.numbers)])
         self.moments = Moments.of_nothing(len(wanted.numbers))
         self.texts = {name: Texts() for name in wanted.texts}
@@ -135,11 +137,8 @@ class TablePass:
             self._read()
             if path is not None and self._parts is None:
                 self._write(path, stamp)
-        bad = [[] for _ in self.blocks]
-        for block, row in self.faults:
-            bad[block].append(row)
-        for targets, rows in zip(self._targets, bad, strict=True):
-            labels.add(targets, rows)
+        for place, targets in enumerate(self._targets):
+            labels.add(targets, self._bad(place))
 
     def rows(self, file: int) -> int:
         """How many rows a file has."""
@@ -151,7 +150,8 @@ class TablePass:
         firsts = dict.fromkeys(range(len(self._tables)), 0)
         total, seen = sum(table.size for table in self._tables), 0
         others = f" and {len(self._tables) - 1} others" * (len(self._tables) > 1)
-        with Progress(f"Reading {self._tables[0].path}{others}") as progress:
+        reading_files = f"Reading {self._tables[0].path}{others}"
+        with Progress(reading_files, silent_s=EARLY_S) as progress:
             for file, part in reading.read_parts(self._tables, self.wanted):
                 self._add(Located(file, part.block, firsts[file], part.rows), part)
                 firsts[file] += part.rows
@@ -163,11 +163,15 @@ class TablePass:
                 seen += self._tables[file].bytes_of(part.block)
                 progress.add(part.rows)
                 if seen:
-                    progress.expect(progress.done * total // seen)
+                    progress.total = progress.done * total // seen
 
     def _add(self, located: Located, part: Part) -> None:
         """Takes note of what a block holds."""
-        self._note_faults(part)
+        if part.fault:
+            self.block_faults[len(self.blocks)] = part.fault
+        if part.faults:
+            self.faults[len(self.blocks)] = part.faults
+            self.lines[len(self.blocks)] = part.lines
         self.blocks.append(located)
         training = part.good & self._training_rows(located)
         if len(self.first) < SAMPLE:
@@ -182,8 +186,9 @@ class TablePass:
         about = {
             "stamp": stamp,
             "paths": [table.path for table in self._tables],
-            "faults": [[*where, fault] for where, fault in self.faults.items()],
-            "lines": [[*where, line] for where, line in self.lines.items()],
+            "faults": _listed(self.faults),
+            "lines": _listed(self.lines),
+            "block_faults": [*self.block_faults.items()],
             "texts": [[sorted(some.texts), some.rows] for some in self.texts.values()],
             "dictionaries": [],
         }
@@ -230,8 +235,9 @@ class TablePass:
                     return False  # Now they may fit.
                 self.first = arrays["first"]
                 self.moments = Moments(*arrays["moments"])
-                self.faults = {(b, row): fault for b, row, fault in about["faults"]}
-                self.lines = {(b, row): line for b, row, line in about["lines"]}
+                self.faults = _by_place(about["faults"])
+                self.lines = _by_place(about["lines"])
+                self.block_faults = dict(about["block_faults"])
                 for some, (texts, count) in zip(
                     self.texts.values(), about["texts"], strict=True
                 ):
@@ -250,13 +256,6 @@ class TablePass:
             begin = end
         return True
 
-    def _note_faults(self, part: Part) -> None:
-        block = len(self.blocks)
-        for row, fault in part.faults.items():
-            self.faults[block, row] = fault
-            if row in part.lines:
-                self.lines[block, row] = part.lines[row]
-
     def _training_rows(self, located: Located) -> np.ndarray:
         rows = located.first + np.arange(located.rows)
         return self._is_training(located.file, rows)
@@ -264,16 +263,17 @@ class TablePass:
     def find_bad_targets(self, labels: Labels) -> None:
         """Notes rows whose targets cannot be learnt."""
         for place, rows in enumerate(labels.bad()):
-            wrong = [int(row) for row in rows if (place, int(row)) not in self.faults]
-            if not wrong:
+            known = self.faults.get(place, {})
+            wrong = [int(row) for row in rows if int(row) not in known]
+            if not wrong or place in self.block_faults:
                 continue
             located = self.blocks[place]
             table = self._tables[located.file]
             lines = table.lines(located.block, table.load(located.block), wrong)
-            for row in wrong:
-                self.faults[place, row] = labels.fault(place, row)
-                if row in lines:
-                    self.lines[place, row] = lines[row]
+            self.faults[place] = known | {
+                row: labels.fault(place, row) for row in wrong
+            }
+            self.lines[place] = self.lines.get(place, {}) | lines
 
     def targets(self, labels: Labels) -> dict[str, np.ndarray]:
         """Returns the good targets of the training rows and of the others."""
@@ -345,16 +345,39 @@ class TablePass:
         self._parts = []
         return kept
 
+    def _bad(self, place: int) -> list[int]:
+        """Returns the rows of a block that cannot be used."""
+        if place in self.block_faults:
+            return [*range(self.blocks[place].rows)]
+        return [*self.faults.get(place, ())]
+
     def _good(self, place: int) -> np.ndarray:
-        good = np.ones(self.blocks[place].rows, bool)
-        good[[row for block, row in self.faults if block == place]] = False
-        return np.flatnonzero(good)
+        """Returns the other rows of a block."""
+        return np.delete(np.arange(self.blocks[place].rows), self._bad(place))
+
+    def good_rows(self, file: int) -> np.ndarray:
+        """Returns the numbers of the rows of a file that can be used."""
+        parts = [
+            located.first + self._good(place)
+            for place, located in enumerate(self.blocks)
+            if located.file == file
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _room() -> float:
     """Bytes that rows may take: without much memory, no less than where it is fixed."""
     fixed = min(limits.SMALL, limits.share_of_container())
     return max(limits.SHARE * limits.free_memory(), fixed)
+
+
+def _listed(by_place: Mapping[int, Mapping[int, Any]]) -> list[list[Any]]:
+    """Returns what JSON keeps: its keys are texts."""
+    return [[place, [*rows.items()]] for place, rows in by_place.items()]
+
+
+def _by_place(listed: Sequence[Sequence[Any]]) -> dict[int, dict[int, Any]]:
+    return {place: dict(rows) for place, rows in listed}
 
 
 def _numbers(located: Located) -> list[int]:

@@ -126,7 +126,7 @@ class TableSource(FileSource, StreamSource):
         self._note(*label_notes.notes(labels.target, read.targets(labels)))
         self._hold_out()
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
-        self._blocks = read.blocks
+        self._blocks, self._unreadable = read.blocks, {*read.block_faults}
         self._id_of = {
             name: {text: place + 1 for place, text in enumerate(texts)}
             for name, texts in self.vocabularies.items()
@@ -231,14 +231,6 @@ class TableSource(FileSource, StreamSource):
         )
         taken, types = [*numbers, *chosen], self._tables[0].types
         left_out = [] if asked else [name for name in every if name not in taken]
-        empty = [name for name in left_out if str(types[name]) == "null"]
-        others = {n: types[n] for n in left_out if n not in (*wanted.types, *empty)}
-        left_out = [n for n in left_out if n not in (*empty, *others, *ids)]
-        if empty:
-            self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
-        if others:
-            self._note(f"Left out, because of their types: {columns.listed(others)}.")
-        self._note(columns.ids_note(ids, taken))
         pictures = [
             name
             for name, texts in read.texts.items()
@@ -246,8 +238,9 @@ class TableSource(FileSource, StreamSource):
         ]
         if not taken:
             raise columns.nothing_to_learn_from(self._paths[0], left_out, pictures)
-        if left_out:
-            self._note(columns.left_out_note(left_out, taken, pictures))
+        self._say_left_out(
+            {name: types[name] for name in left_out}, taken, ids, pictures
+        )
         if chosen and not asked:
             self._note(columns.categories_note(chosen, numbers))
         self.image_fields, self.image_shape = numbers, (len(numbers),)
@@ -263,6 +256,32 @@ class TableSource(FileSource, StreamSource):
         if own:
             categories.check(self.name, own, self.vocabularies)
             self.table_sizes = categories.table_sizes(self.vocabularies)
+
+    def _say_left_out(
+        self,
+        types: Mapping[str, Any],
+        taken: Sequence[str],
+        ids: Sequence[str],
+        pictures: Sequence[str],
+    ) -> None:
+        """Says which columns are left out, and why.
+
+        Args:
+            types: of these columns, by their names.
+            taken: the columns to learn from.
+            ids: those that are ids.
+            pictures: those that name pictures.
+        """
+        texts = [name for name, kind in types.items() if values.is_text(kind)]
+        empty = [name for name, kind in types.items() if str(kind) == "null"]
+        others = {n: types[n] for n in types if n not in (*texts, *empty, *ids)}
+        if empty:
+            self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
+        if others:
+            self._note(f"Left out, because of their types: {columns.listed(others)}.")
+        self._note(columns.ids_note(ids, taken))
+        if texts:
+            self._note(columns.left_out_note(texts, taken, pictures))
 
     def _count(self, read: TablePass) -> None:
         """Counts the rows of the splits, bad ones among them."""
@@ -280,31 +299,56 @@ class TableSource(FileSource, StreamSource):
             self._set_sizes(split, [rows[self._paths.index(path)] for path in paths])
 
     def _find_faults(self, read: TablePass) -> Mapping[str, Sequence[Record]]:
-        """Returns the bad records of each split.
+        """Returns the bad records of each split, and counts the others.
 
         Raises:
             ValueError: there are some, and they are not to be skipped.
         """
         read.find_bad_targets(self._labels)
-        found: dict[str, list[Record]] = {}
-        for (block, row), fault in sorted(read.faults.items()):
-            located = read.blocks[block]
-            path = self._paths[located.file]
-            line = read.lines.get((block, row))
-            place = f"row {located.first + row}" if line is None else f"line {line + 1}"
-            number = self._first_number(path) + located.first + row
-            rows = np.array([located.first + row])
-            training = (
-                path in self._files.get("train", ())
-                and (self._is_training(located.file, rows)[0])
-            )
-            record = Record(path, place, number, fault=fault)
-            found.setdefault("train" if training else "test", []).append(record)
-        if found and not self._skip_bad:
-            bad = min(itertools.chain(*found.values()), key=lambda each: each.number)
+        faults: dict[str, list[Record]] = {}
+        for place, located in enumerate(read.blocks):
+            for record in self._bad_records(read, place):
+                rows = np.arange(record.count) + record.number
+                rows -= self._first_number(record.path)
+                for split in self._splits_of(located.file, rows):
+                    faults.setdefault(split, []).append(record)
+        if faults and not self._skip_bad:
+            bad = min(itertools.chain(*faults.values()), key=lambda each: each.number)
             rows = self._first_number(bad.path) + read.rows(self._paths.index(bad.path))
-            raise _refused(bad, itertools.chain(*found.values()), rows)
-        return found
+            raise _refused(bad, itertools.chain(*faults.values()), rows)
+        good = [read.good_rows(file) for file in range(len(self._paths))]
+        training = [self._is_training(file, rows) for file, rows in enumerate(good)]
+        count = int(sum(map(np.sum, training))) if "train" in self._files else 0
+        self.good = {"train": count, "test": sum(map(len, good)) - count}
+        return faults
+
+    def _bad_records(self, read: TablePass, place: int) -> Iterator[Record]:
+        """Yields the bad records of a block; one for all, if no row can be read."""
+        located = read.blocks[place]
+        path = self._paths[located.file]
+        first = self._first_number(path) + located.first
+        if place in read.block_faults:
+            yield Record(
+                path,
+                f"row group {located.block.begin}",
+                first,
+                fault=read.block_faults[place],
+                gap=(located.first, located.first + located.rows),
+                count=located.rows,
+            )
+            return
+        lines = read.lines.get(place, {})
+        for row, fault in sorted(read.faults.get(place, {}).items()):
+            where = f"row {located.first + row}"
+            where = f"line {lines[row] + 1}" if row in lines else where
+            yield Record(path, where, first + row, fault=fault)
+
+    def _splits_of(self, file: int, rows: np.ndarray) -> list[str]:
+        """Returns the splits that have some of the rows of a file."""
+        training = self._is_training(file, rows)
+        if "train" not in self._files:
+            return ["test"]
+        return ["train"] * bool(training.any()) + ["test"] * bool((~training).any())
 
     # Reading.
 
@@ -378,9 +422,11 @@ class TableSource(FileSource, StreamSource):
             tf.reshape(tf.constant(chosen, tf.int64), [-1, 3])
         )
         blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
+        # In their fixed order, rows come as the files have them.
+        mixed = 1 if shuffle_seed is None else _CYCLE_LENGTH
         records = blocks.interleave(
             read,
-            cycle_length=min(max(len(chosen), 1), _CYCLE_LENGTH),
+            cycle_length=min(max(len(chosen), 1), mixed),
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
@@ -454,10 +500,13 @@ class TableSource(FileSource, StreamSource):
             record.number: record for some in self.faults.values() for record in some
         }
         first = self._first_number(path)
-        for located in self._blocks:
+        for place, located in enumerate(self._blocks):
             if self._paths[located.file] != path:
                 continue
             number = first + located.first
+            if place in self._unreadable:
+                yield bad[number]
+                continue
             try:
                 rows = zip(*self._read_block(located), strict=True)
             except ValueError as error:
@@ -467,8 +516,8 @@ class TableSource(FileSource, StreamSource):
                 continue
             for row, raw in enumerate(rows, number):
                 if self._has(split, row):
-                    place = f"row {row - first}"
-                    good = Record(path, place, row, tuple(map(tf.constant, raw)))
+                    where = f"row {row - first}"
+                    good = Record(path, where, row, tuple(map(tf.constant, raw)))
                     yield bad.get(row, good)
 
 

@@ -11,6 +11,7 @@ from towers.input_pipeline.sources.texts.rows import RaggedSource
 from towers.input_pipeline.sources.texts.tokens import ahead, at_once, type_of_ids
 from towers.machine import limits
 from towers.program import words
+from towers.program.progress import Progress
 
 
 class Example(NamedTuple):
@@ -52,10 +53,14 @@ class EncodedSource(RaggedSource):
                 )
 
         ids, lengths, too_long = [np.empty([0], dtype)], [], 0
-        with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
+        with (
+            concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool,
+            Progress(f"Tokenising {self.name}", len(examples), "texts") as shown,
+        ):
             for _, (some, counts, is_long) in ahead(pool, encode, at_once(examples)):
                 ids.append(some)
                 lengths += counts.tolist()
+                shown.add(len(counts))
                 too_long += int(is_long.sum())
         if too_long:
             count = words.count(too_long, "text")

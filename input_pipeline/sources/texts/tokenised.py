@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from towers.input_pipeline.sources.base import IndexedSource, size_and_time
+from towers.input_pipeline.sources.base import IndexedSource, sizes_and_times
 from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.sources.texts import documents
 from towers.input_pipeline.sources.texts.rows import check_length
@@ -120,7 +120,7 @@ class TokenisedSource(IndexedSource):
     def _cache_name(self) -> str:
         """Changes with the tokens, whatever the length of rows."""
         files = [
-            (split, [(path, *size_and_time(path)) for path in paths])
+            (split, [*zip(paths, sizes_and_times(paths), strict=True)])
             for split, paths in self._documents.files.items()
         ]
         fraction = self._documents.fraction

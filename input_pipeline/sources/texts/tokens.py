@@ -18,6 +18,7 @@ from towers.input_pipeline.sources.texts.documents import Documents, chunks
 from towers.input_pipeline.text import Tokenizer
 from towers.machine import limits
 from towers.program import words
+from towers.program.progress import EARLY_S, Progress
 
 _CHUNK = 2**15
 _AT_ONCE = 2**20
@@ -81,16 +82,25 @@ def tokenise(
 
 def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> None:
     """Checks that the ids of bytes, or of a fourth of pieces, fit into memory."""
-    paths = {path for some in documents.files.values() for path in some}
-    size = sum(tf.io.gfile.stat(p).length for p in paths if tf.io.gfile.exists(p))
+    size = _size(documents)
     needed = size * itemsize // (4 if tokenizer.needs_utf8 else 1)
     free = psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
-            f"the tokens of {words.count(len(paths), 'file')} take "
+            f"the tokens of {words.count(len(_paths(documents)), 'file')} take "
             f"{words.size(needed)}, and {words.size(free)} of memory are free: give a "
             "folder for them, by --cache_dir (in Python, cache_dir)"
         )
+
+
+def _size(documents: Documents) -> int:
+    """Bytes of all files, of which each split may have a part."""
+    paths = filter(tf.io.gfile.exists, _paths(documents))
+    return sum(tf.io.gfile.stat(path).length for path in paths)
+
+
+def _paths(documents: Documents) -> set[str]:
+    return {path for some in documents.files.values() for path in some}
 
 
 def _write(path: str, reader: "_Reader") -> None:
@@ -130,7 +140,11 @@ class _Reader:
             The other fields of `Tokens`.
         """
         count, size, begins = {}, {}, {}
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        total = _size(self._documents)
+        with (
+            concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
+            Progress("Tokenising texts", total, "bytes", EARLY_S) as shown,
+        ):
             for split, paths in self._documents.files.items():
                 count[split], size[split], begins[split] = 0, 0, {}
                 pieces = (each for path in paths for each in self._pieces(path, split))
@@ -141,6 +155,7 @@ class _Reader:
                         count[split] += int(length)
                         size[split] += len(piece.text)
                     take(ids)
+                    shown.add(sum(len(piece.text) for piece in pieces))
         bad, empty = self._bad, sorted(self._empty)
         return dict(count=count, size=size, begins=begins, bad=bad, empty=empty)
 

@@ -20,6 +20,7 @@ from towers.input_pipeline.cache.kept import KeptSource
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images.recipes import takes_whole
 from towers.input_pipeline.sources.arrays import RowSource
+from towers.machine import limits
 
 
 def _examples(source, split, **options):
@@ -382,7 +383,7 @@ def test_a_deterministic_run_decides_by_the_data_alone(stamps, monkeypatch):
     monkeypatch.setattr(space, "free_memory", lambda: 0)
     assert cached(stamps) is stamps
     assert isinstance(cached(stamps, deterministic=True), KeptSource)
-    monkeypatch.setattr(space.limits, "SMALL", 1000)
+    monkeypatch.setattr(limits, "SMALL", 1000)
     assert cached(stamps, deterministic=True) is stamps
 
 

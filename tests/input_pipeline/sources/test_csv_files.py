@@ -36,7 +36,7 @@ def test_blocks_end_where_rows_do(tmp_path, monkeypatch, size):
         ("line 7", "2", "z"),
         ("line 8", "3", 'q "w"'),
         ("line 9", "4", '5" pipe'),
-        ("line 10", "has 1 fields, expected 2"),
+        ("line 10", "has 1 field, expected 2 as the header"),
         ("line 11", "6,6", "7"),
     ]
 

@@ -130,7 +130,7 @@ _BAD = b'text,label\ngood,0\n"of\ntwo",x\nthree,1,2\nnone,\n\xff,1\nlast,1\n'
 
 
 _FAULTS = {
-    "line 5": "has 3 fields, expected 2",
+    "line 5": "has 3 fields, expected 2 as the header",
     "line 6": "nothing in the column 'label', expected a value",
     "line 3": "label is 'x', expected a number",
 }

@@ -138,7 +138,7 @@ def test_bad_rows_are_known_from_an_earlier_run(no_room, tmp_path):
     assert is_known(second) and not is_known(first)
     assert first.faults == second.faults
     (bad,) = {str(record) for some in first.faults.values() for record in some} - {
-        f"{path}: line 41: has 2 fields, expected 3"
+        f"{path}: line 41: has 2 fields, expected 3 as the header"
     }
     assert bad.startswith(f"{path}: line 91: x is inf")
 

@@ -299,7 +299,7 @@ def test_the_column_of_labels(tmp_path, header, label_key, label):
         ("a,label\n1,x\n1,0\n", "line 2: label is 'x', expected a whole number from 0"),
         ("a,label\n1,-1\n", "a.csv: line 2: label -1 is negative"),
         ("a,label\n1,0\n1,dog\n", "a.csv: line 3: label is 'dog', expected a whole n"),
-        ("a,label\n1,0\n1\n", "a.csv: line 3: has 1 fields, expected 2"),
+        ("a,label\n1,0\n1\n", "a.csv: line 3: has 1 field, expected 2"),
         ("a,label\nx,0\n", "a.csv has no column of numbers or of texts .* but 'a'"),
         ("a,label\n,0\n", "a.csv has no column of numbers or of texts that repeat"),
         (b"a,label\xff\n1,2", "a.csv: line 1 is not UTF-8: expected a CSV file in"),
@@ -330,7 +330,7 @@ def test_a_csv_file_that_cannot_be_opened(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("1", "has 1 fields, expected 3"),
+        ("1", "has 1 field, expected 3"),
         ("1,0,x", "b is 'x', expected a number"),
         ("1,0,", "nothing in the column 'b': write one, such as the column's mean"),
         ("1,9,1", "label 9 is outside"),

@@ -211,7 +211,7 @@ _ERRORS = {
     "normalised": ({"x": FLOATS - 128, "y": LABELS}, "of -128 to 127: expected"),
     "infinite": (
         {"x": np.where(np.arange(4) == 3, np.inf, ROWS), "y": LABELS},
-        "with inf, .* column 3",
+        "with inf, .* column 3: expected numbers of at",
     ),
     "videos": ({"x": np.zeros([60, 2, 2, 2, 3]), "y": LABELS}, "x is float64"),
     "no number": ({"x": ROWS, "y": ROWS[:, 0] * np.nan}, "y"),
@@ -220,6 +220,8 @@ _ERRORS = {
         {"x": ROWS, "y": LABELS, "x_test": ROWS, "y_test": ROWS},
         r"y of .* is float64 \[60, 4\]: expected labels",
     ),
+    "negative": ({"x": ROWS, "y": -LABELS.astype(int)}, r"y\[\d+\]: y -\d is negative"),
+    "nothing": ({"x": ROWS[:0], "y": LABELS[:0]}, "at least one example"),
     "shapes": (
         {"x": ROWS, "y": LABELS, "x_test": ROWS[:, 1:], "y_test": LABELS},
         "expected one shape",

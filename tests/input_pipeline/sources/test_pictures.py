@@ -1,11 +1,17 @@
 """Which files of class folders are read, and that nothing is left out silently."""
 
+import math
+import os
+import shutil
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.towers.train.runs import write_tfrecord
 from towers.input_pipeline import make_dataset, open_source
+from towers.input_pipeline.sources import base
+from towers.program import progress
 
 READ = ("a.jpg", "b.JPEG", "c.png", "d.gif", "e.bmp", "f.webp", "g.jfif")
 
@@ -196,3 +202,68 @@ def test_what_is_said_of_sizes_was_seen(tmp_path, sizes, said):
     source = open_source(f"folder:{tmp_path}", eval_fraction=0)
     with pytest.raises(ValueError, match=said):
         make_dataset(source, "train", batch_size=2)
+
+
+def test_names_in_no_encoding_are_read(tmp_path):
+    for name in ("cat", "dog"):
+        _save(tmp_path / name / "a.png")
+        odd = os.path.join(os.fsencode(tmp_path / name), b"\xff.png")
+        shutil.copy(tmp_path / name / "a.png", odd)
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    assert source.splits == {"train": 4}
+    dataset = make_dataset(source, "train", batch_size=4, image_shape=(6, 8, 3))
+    ((images, labels),) = dataset.as_numpy_iterator()
+    assert (len(images), sorted(labels)) == (4, [0, 0, 1, 1])
+    assert dataset.pipeline.order["files"].startswith("4 (")
+
+
+@pytest.mark.parametrize("fraction", [None, 0, 0.25, 0.3])
+def test_files_and_labels_stand_in_their_order(tmp_path, fraction):
+    names = {"b": ["10", "2", "a b", "B"], "A": ["1", "0"], "c": ["\u00e4", *"xyzuv"]}
+    for folder, stems in names.items():
+        for k, stem in enumerate(stems):
+            _save(tmp_path / folder / f"{stem}{('.png', '.PNG')[k % 2]}")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=fraction)
+    assert source.class_names == ("A", "b", "c")
+    expected = {"train": [], "test": []}
+    for label, folder in enumerate("Abc"):
+        held = 0
+        for k, path in enumerate(sorted(map(str, (tmp_path / folder).iterdir()))):
+            due = math.floor((k + 1) * (0.1 if fraction is None else fraction) + 1e-9)
+            split = "test" if due > held else "train"
+            held = due
+            expected[split].append((path, label))
+    for split in source.splits:
+        paths = source.files(split)
+        of_split = [
+            int(source.decode(next(source.walk(path)).raw)[1]) for path in paths
+        ]
+        assert [*zip(paths, of_split, strict=True)] == expected[split]
+    assert sum(source.splits.values()) == 12
+
+
+def test_what_takes_long_to_list_is_shown(tmp_path, monkeypatch):
+    """Each class folder counts, also where many are listed at once."""
+    for k in range(300):
+        _save(tmp_path / f"{k:03}" / "a.png")
+    shown = []
+
+    class Shown(progress.Progress):
+        def __init__(self, *args):
+            super().__init__(*args)
+            shown.append((self, args))
+
+    monkeypatch.setattr(progress, "Progress", Shown)
+    open_source(f"folder:{tmp_path}", eval_fraction=0)
+    ((listing, args),) = shown
+    assert args == (f"Listing {tmp_path}", 300, "folders", progress.EARLY_S)
+    assert listing.done == 300
+
+
+def test_a_file_that_changes_within_a_second_changes_the_fingerprint(tmp_path):
+    _save(tmp_path / "cat" / "a.png")
+    source = open_source(f"folder:{tmp_path}", eval_fraction=0)
+    before = base.fingerprint(source)
+    changed_ns = os.stat(tmp_path / "cat" / "a.png").st_mtime_ns
+    os.utime(tmp_path / "cat" / "a.png", ns=(changed_ns, changed_ns ^ 1))
+    assert base.fingerprint(source) != before

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from tests.input_pipeline.sources import public_tables
 from towers.input_pipeline import BadRecordError, open_source
 from towers.input_pipeline.sources.tables import csv_file
+from towers.input_pipeline.sources.tables.csv_file import CSVFile
+from towers.input_pipeline.sources.tables.opened import text_rows
 
 
 class Read(NamedTuple):
@@ -105,11 +108,14 @@ def test_the_default_command_takes(tmp_path, name):
 
 
 def test_the_table_of_a_text_names_what_reads_it(tmp_path):
-    spec, _, _ = _write(tmp_path, "spam")
+    spec, test, _ = _write(tmp_path, "spam")
     with pytest.raises(ValueError, match="--text_column=message"):
         open_source(spec)
     source = open_source(spec, text_column="message")
     assert source.class_names == ("ham", "spam")
+    # Of one column, the header tells no separator, but the name does.
+    rows = [*text_rows(CSVFile(str(test)), ["message"])]
+    assert len(rows) == 20 and not any(row.fault for row in rows)
 
 
 @pytest.mark.parametrize("size", [1, 100, 2**22])
@@ -144,3 +150,35 @@ def test_one_command_trains_and_one_predicts(tmp_path, name):
     subprocess.run([sys.executable, "-m", *predict], check=True, timeout=200)
     with open(output, newline="") as file:
         assert len([*csv.DictReader(file)]) == 20
+
+
+@pytest.mark.parametrize("cell", ["", " ", "?", " ?", " NA", "-", ".", "#DIV/0!"])
+def test_missing_cells_are_read_by_column(tmp_path, monkeypatch, cell):
+    monkeypatch.setattr(csv_file, "_converted", None)  # what reads cell by cell
+    rows = [f"{k}, {cell if k % 5 == 2 else k},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["a, b,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    assert list(source.moments.missing) == [0, 4]
+
+
+@pytest.mark.parametrize("end", ["", " 12:00", "T12:00:00", "T12:00:00Z"])
+def test_moments_are_read_by_column(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(csv_file, "_converted", None)
+    rows = [f"2024-05-{k + 10}{end},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["day,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    days = np.datetime64("2024-05-19T12:00") - np.datetime64("1970-01-01T00:00")
+    noon = days / np.timedelta64(1, "D") + 0.5 * ("12" in end)
+    assert source.moments.mean == pytest.approx([noon], abs=1e-9)
+
+
+def test_moments_of_which_some_have_no_zone(tmp_path):
+    rows = [f"2024-05-{k + 10}T00:00{':00Z' * (k != 7)},{k % 2}" for k in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["day,label", *rows, ""]))
+    source = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
+    assert source.moments.count == [20]
+    # The first rows tell the type, and a later one is of another.
+    lines = [*[rows[0]] * 200, rows[0].replace(":00Z", "")]
+    (tmp_path / "b.csv").write_text("\n".join(["day,label", *lines, ""]))
+    other = open_source(f"csv:{tmp_path}/b.csv", eval_fraction=0)
+    assert other.moments.count == [201] and other.moments.squares == [0]

@@ -579,23 +579,52 @@ class TestPictures:
         assert [classes.drawn(label) for label in range(2)] == ["e", "1"]
         assert classes[1] == "本"
 
-    @pytest.mark.slow
     def test_many_classes_have_no_table(self, run):
-        counts = np.diag(np.arange(1000))
-        assert drawing.matrix(counts).shape == (1000, 1000, 3)
-        height, width, _ = drawing.confusion(
-            counts, [str(k) for k in range(1000)]
-        ).shape
-        assert 1000 < height < 1100 and 1000 < width < 1100
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(21)])
+        board = self._mistakes_of(run, 21)
+        assert "confusion" in board.tags("train", "images")
+        assert "confusion_counts" not in board.tags("train", "text")
+
+    def test_of_many_classes_the_most_confused_are_drawn(self, run):
+        """All pairs of 100,000 classes would not fit in memory."""
+        board = self._mistakes_of(run, 100_000)
+        _, (picture,) = board.pictures("train", "confusion")
+        confusions = pictures.Confusions()
+        confusions.add(np.array([0, 20]), np.array([7, 7]), 100_000)
+        names = [*map(str, range(30)), "all others"]
+        note = ", the 30 most confused of 100,000"
+        counts = confusions.among(range(30))
+        expected = drawing.confusion(counts, names, note)
+        np.testing.assert_array_equal(picture, expected)
+        assert (picture != drawing.confusion(counts, names)).any()
+
+    def _mistakes_of(self, run, count):
+        """Writes those of a model that always gives class 7, of two examples."""
+        model = keras.Sequential(
+            [
+                keras.Input((2,)),
+                keras.layers.Lambda(
+                    lambda x: tf.one_hot(tf.fill([tf.shape(x)[0]], 7), count)
+                ),
+            ]
+        )
         rows = tf.data.Dataset.from_tensor_slices((np.ones((2, 2)), [0, 20])).batch(2)
         writer = tf.summary.create_file_writer(str(run.folder / "train"))
         with writer.as_default(0):
             pictures.write_mistakes(model, rows, pictures.Classes())
         writer.close()
-        board = run.read()
-        assert "confusion" in board.tags("train", "images")
-        assert "confusion_counts" not in board.tags("train", "text")
+        return run.read()
+
+    def test_which_classes_are_most_confused(self):
+        confusions = pictures.Confusions()
+        labels = np.repeat([5_000, 9_999, 40, 3], [9, 2, 3, 5])
+        guesses = np.repeat([9_999, 0, 40, 9_000], [9, 2, 3, 5])
+        confusions.add(labels, guesses, 10_000)
+        drawn = confusions.drawn()
+        assert len(drawn) == 30 and {0, 3, 5_000, 9_000, 9_999} <= {*drawn}
+        assert 40 not in drawn  # its examples are right
+        counts = confusions.among([5_000, 9_999])
+        assert counts.tolist() == [[0, 9, 0], [0, 0, 2], [0, 0, 8]]
+        assert confusions.examples == counts.sum() == 19
 
 
 class TestDashboards:

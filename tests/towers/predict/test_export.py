@@ -156,7 +156,7 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     (run / "new.csv").write_text(new)
     found = predicted(run, run / "new.csv", run / "rows.csv", code=1)
     err = capsys.readouterr().err
-    assert "new.csv: row 2: column 'a size' is 'four', expected a number." in err
+    assert "new.csv: row 2: a size is 'four', expected a number." in err
     assert "new.csv: row 4: has 1 field, expected 4 as the header." in err
     assert "Texts that training has not seen are all one: 1 in 'mood'." in err
     assert [row["row"] for row in found[:2]] == ["1", "3"] and len(found) == 22

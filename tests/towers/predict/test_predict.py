@@ -125,7 +125,7 @@ def test_rows(tables, capsys):
     (root / "new.csv").write_text("b,id,a size\n3001,7,3\n\n0,8,zero\n9,9\n5002,1,5\n")
     rows = predicted(model_dir, root / "new.csv", root / "rows.csv", code=1)
     err = capsys.readouterr().err
-    said = "new.csv: row 2: column 'a size' is 'zero', expected a number."
+    said = "new.csv: row 2: a size is 'zero', expected a number."
     assert said in err
     assert "new.csv: row 3: has 2 fields, expected 3 as the header." in err
     assert [int(row["row"]) for row in rows] == [1, 4, *range(1, 21)]

@@ -37,11 +37,11 @@ class _Time:
         return False
 
 
-def _shown(work, what="Reading labels", total=1000):
+def _shown(work, what="Reading labels", total=1000, **options):
     """Has a progress show itself while that much is added after each wait."""
     shown = []
     time = _Time(*(lambda n=n: shown[0].add(n) for n in work))
-    shown.append(Progress(what, total, clock=time.clock, wait=time.wait))
+    shown.append(Progress(what, total, clock=time.clock, wait=time.wait, **options))
     with shown[0]:
         time.done.wait()
     return time
@@ -51,6 +51,10 @@ def test_of_what_is_soon_over_nothing_is_said(capsys):
     time = _shown([])
     assert time.pauses == []
     assert capsys.readouterr().err == ""
+
+
+def test_before_the_first_line_of_a_program_little_time_passes():
+    assert _shown([1, 1], silent_s=progress.EARLY_S).pauses == [1, 10]
 
 
 def test_lines_elsewhere_than_on_a_terminal(capsys):

@@ -20,6 +20,15 @@ def test_one_and_more(number, noun, said):
 
 
 @pytest.mark.parametrize(
+    ("names", "said"),
+    [("", ""), ("a", "a"), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")],
+)
+def test_of_many_names_the_first_are_listed(names, said):
+    assert words.listed(iter(names), most=3) == said
+    assert words.listed(map(str, range(10_000))).endswith(", 9 and 9,990 more")
+
+
+@pytest.mark.parametrize(
     ("number", "said"),
     [
         (0, "0 bytes"),

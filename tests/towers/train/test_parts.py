@@ -36,8 +36,8 @@ from towers.train.outputs import files, reports
 from towers.train.outputs import start as first_lines
 from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
+from towers.train.parts import evaluated
 from towers.train.parts import model as model_parts
-from towers.train.parts import own_data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
@@ -250,7 +250,10 @@ def test_what_was_decided_is_said(tmp_path):
     (tmp_path / "a.csv").write_text("x,y,z\n" + "1,2,0\n1,2,1\n" * 10)
     source = input_pipeline.open_source(f"csv:{tmp_path}/a.csv")
     data = types.SimpleNamespace(
-        source=source, held_out=(source, "test"), notes=lambda: source.notes
+        source=source,
+        held_out=(source, "test"),
+        eval_batches=None,
+        notes=lambda: source.notes,
     )
     asked = Settings(dataset="csv:a")
     job = types.SimpleNamespace(
@@ -285,14 +288,26 @@ def test_what_was_decided_is_said(tmp_path):
     ],
 )
 def test_classes_that_look_alike_are_said(names, said):
+    found = _alike_notes(names)
+    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
+
+
+def test_of_many_groups_that_look_alike_some_are_said():
+    names = [name for k in range(10) for name in (f"a{k}", f"A{k}")]
+    *_, third, more = _alike_notes(names)
+    assert third.startswith("The classes 'a2' and 'A2' differ only in upper")
+    assert more == "So do 7 more groups of classes."
+
+
+def _alike_notes(names):
     facts = types.SimpleNamespace(target=Target("class", 3, names))
     job = types.SimpleNamespace(
-        data=types.SimpleNamespace(notes=tuple, held_out=None),
+        data=types.SimpleNamespace(notes=tuple, held_out=None, eval_batches=None),
         settings=Settings(train_epochs=1),
         setup=types.SimpleNamespace(facts=facts),
     )
     *found, _ = first_lines.data_notes(job)
-    assert [note.startswith(said[0]) for note in found] == [True] * len(said)
+    return found
 
 
 def test_data_sets_with_other_classes(tmp_path):
@@ -468,10 +483,79 @@ def test_only_the_first_batches_are_evaluated(tmp_path):
     data = data_parts.open_data(asked, None).prepare()
     assert [len(y) for _, y in data.evaluation] == [3, 3]
     batches = tf.data.Dataset.range(9).batch(2)
-    assert len(list(own_data.first(batches, 4))) == 4
-    assert own_data.first(batches, None) is batches
-    with pytest.raises(ValueError, match="--eval_steps=4, but eval_data is a PyDatas"):
-        own_data.first(keras.utils.PyDataset(), 4)
+    assert len(list(evaluated.first(batches, 4))) == 4
+    assert evaluated.first(batches, None) is batches
+
+
+class _Numbers(keras.utils.PyDataset):
+    """Batches 0, 1, ... of which it may know the number."""
+
+    def __init__(self, count):
+        super().__init__(workers=2)
+        self._count, self.begun = count, 0
+
+    @property
+    def num_batches(self):
+        return self._count
+
+    def __getitem__(self, index):
+        return index
+
+    def on_epoch_begin(self):
+        self.begun += 1
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "has"), [(9, 4, 4), (3, 4, 3), (None, 4, 4)]
+)
+def test_of_a_pydataset_too_the_first_batches_are_evaluated(known, asked, has):
+    data = _Numbers(known)
+    some = evaluated.first(data, asked)
+    assert (some.num_batches, some[2], some.workers) == (has, 2, 2)
+    some.on_epoch_begin()
+    some.on_epoch_end()
+    assert data.begun == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "examples", "held_out", "most"),
+    [
+        ({}, 1_281_167, False, 157),
+        ({}, None, False, 157),
+        ({}, 10_000, False, None),
+        ({}, 1_281_167, True, None),
+        ({"eval_steps": 3}, 1_281_167, False, 3),
+        ({"eval_steps": 300}, 1_281_167, True, 300),
+        ({"batch_size": 10_001}, 1_281_167, False, 1),
+    ],
+)
+def test_of_training_data_only_some_is_evaluated(options, examples, held_out, most):
+    settings = Settings(**{"dataset": "digits", "batch_size": 64, **options})
+    assert evaluated.most_batches(settings, examples, held_out) == most
+
+
+def test_what_is_evaluated_of_training_data_is_a_sample(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluated, "MOST_TRAINING_EXAMPLES", 10)
+    rows = "".join(f"{k},{k // 20}\n" for k in range(40))  # sorted by class
+    (tmp_path / "a.csv").write_text(f"x,y\n{rows}")
+    asked = Settings(
+        dataset=f"csv:{tmp_path}/a.csv", eval_fraction=0, batch_size=4, scale="none"
+    )
+    data = data_parts.open_data(asked, None).prepare()
+    first, again = ([*data.evaluation.as_numpy_iterator()] for _ in range(2))
+    assert [len(labels) for _, labels in first] == [4, 4, 4]
+    assert {int(label) for _, labels in first for label in labels} == {0, 1}
+    np.testing.assert_equal(first, again)
+    few = [*data.in_batches_of(20).evaluation.as_numpy_iterator()]
+    assert len(few) == 1
+    job = types.SimpleNamespace(
+        data=data, settings=asked, setup=setup(asked), batch_size=asked.batch_size
+    )
+    (note,) = [note for note in first_lines.data_notes(job) if "no validation" in note]
+    assert note.startswith(
+        "There is no validation data, so 12 training examples at most, drawn at "
+        "random, are evaluated, and the best epoch has the lowest "
+    )
 
 
 def test_rows_are_not_augmented():

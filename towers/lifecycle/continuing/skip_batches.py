@@ -15,6 +15,7 @@ from towers.lifecycle.checkpoints.store import Position
 from towers.loop import loop
 from towers.model.fit_call import FitCall
 from towers.model.replayable import ReplayableBatches
+from towers.program.progress import Progress
 
 
 class ResumeError(ValueError):
@@ -129,13 +130,13 @@ class SkipDoneBatches:
     def _read(self):
         if self._reading is None or not self._unread:
             return
-        with self._reading():
-            read = 0
-            while read < self._unread and next(self._iterator, None) is not None:
-                read += 1
+        what = "Passing over what was trained on before"
+        with self._reading(), Progress(what, self._unread, "batches") as shown:
+            while shown.done < self._unread and next(self._iterator, None) is not None:
+                shown.add()
                 self._call.skipped += 1
         # Of a call, there may be fewer, but not none.
-        if read <= self._unread - self._steps:
+        if shown.done <= self._unread - self._steps:
             raise too_few(self._unread)
 
 

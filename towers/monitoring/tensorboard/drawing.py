@@ -86,12 +86,13 @@ def areas(rows: Mapping[str, np.ndarray], caption: str) -> np.ndarray:
     return np.asarray(paper)
 
 
-def confusion(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def confusion(counts: np.ndarray, names: Sequence[str], note: str = "") -> np.ndarray:
     """Draws a confusion matrix: the darker, the more of a row's examples.
 
     Args:
         counts: How many of the class of a row were taken for that of a column, [N, N].
         names: Of the classes, [N], of ASCII.
+        note: What to write behind "predicted class".
 
     Returns:
         A picture, uint8 [H, W, 3]: blue where the two agree, else red; white for none.
@@ -124,7 +125,7 @@ def confusion(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
                 ink = _PAPER if dark else _INK
                 pen.text(at, f"{count:,}", ink, _font(), anchor="mm")
     bottom = (left + side // 2, paper.height)
-    pen.text(bottom, "predicted class", _INK, _font(), anchor="md")
+    pen.text(bottom, f"predicted class{note}", _INK, _font(), anchor="md")
     _upright(paper, "true class", (_LINE // 2, _GAP + side // 2), "middle")
     return np.asarray(paper)
 

@@ -1,5 +1,6 @@
 """Shows a model's examples and mistakes in TensorBoard."""
 
+import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,11 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from towers.monitoring.tensorboard import drawing
+from towers.program import progress
 
 # Of more examples than that, the first ones: it takes as long as their evaluation.
 _MOST_EXAMPLES = 10_000
 # Of more classes than that, nobody reads a table.
 _MOST_CLASSES = 20
+# A picture of all pairs of classes grows with the square of their number: of more
+# classes than that, it has those that are most confused, and the others as one.
+_MOST_DRAWN, _MOST_CONFUSED = 100, 30
+_OTHERS = "all others"
+_LOOKING = "Looking for mistakes"
 # To draw what devices do takes milliseconds.
 _TIMELINE_S = 30.0
 
@@ -81,8 +88,9 @@ def write_mistakes(
 ) -> None:
     """Writes what a model takes for what, all together and some of it as pictures.
 
-    Tags are `confusion` (a picture), `confusion_counts` (the same as a table, if there
-    are few classes), `misclassified` (one picture of some) and `misclassified_as`.
+    Tags are `confusion` (a picture; of many classes, of the most confused),
+    `confusion_counts` (a table, if there are few classes), `misclassified` (one picture
+    of some) and `misclassified_as`.
 
     Args:
         model: The model; it returns a value for each class.
@@ -91,28 +99,83 @@ def write_mistakes(
         classes: The names of the classes.
         most: How many examples to show.
     """
-    pictures, captions, lines, counts = [], [], [], None
-    for images, labels, outputs in _predicted(model.predict_on_batch, batches):
+    pictures, captions, lines, confusions = [], [], [], Confusions()
+    predicted = _predicted(model.predict_on_batch, batches)
+    for images, labels, outputs in progress.over(predicted, _LOOKING, None, "batches"):
         guesses = np.argmax(outputs, axis=-1)
-        if counts is None:
-            counts = np.zeros([outputs.shape[-1]] * 2, int)
-        np.add.at(counts, (labels, guesses), 1)
+        confusions.add(labels, guesses, outputs.shape[-1])
         for i in np.flatnonzero(guesses != labels)[: most - len(lines)]:
             if isinstance(images, tf.Tensor):  # columns are none
                 pictures.append(images[i])
             lines.append(f"{classes[labels[i]]}, taken for {classes[guesses[i]]}")
             names = (classes.drawn(each) for each in (labels[i], guesses[i]))
             captions.append("\ntaken for ".join(names))
-        if counts.sum() >= _MOST_EXAMPLES:
+        if confusions.examples >= _MOST_EXAMPLES:
             break
     if lines:
         if pictures and len(pictures[0].shape) == 3:
             _write_image("misclassified", drawing.sheet(np.stack(pictures), captions))
         _write_list("misclassified_as", lines)
-    names = [classes.drawn(label) for label in range(len(counts))]
-    _write_image("confusion", drawing.confusion(counts, names))
-    if len(counts) <= _MOST_CLASSES:
+    drawn = confusions.drawn()
+    counts = confusions.among(drawn)
+    names = [*map(classes.drawn, drawn), *[_OTHERS] * (len(counts) > len(drawn))]
+    note = ""
+    if len(drawn) < confusions.classes:
+        note = f", the {len(drawn)} most confused of {confusions.classes:,}"
+    _write_image("confusion", drawing.confusion(counts, names, note))
+    if confusions.classes <= _MOST_CLASSES:
         tf.summary.text("confusion_counts", table(counts, classes))
+
+
+class Confusions:
+    """How many examples of a class were taken for another, of the pairs that occur.
+
+    Attributes:
+        classes: How many classes there are.
+        examples: How many examples were counted.
+    """
+
+    def __init__(self):
+        self.classes = self.examples = 0
+        self._counts = collections.Counter()
+
+    def add(self, labels: np.ndarray, guesses: np.ndarray, classes: int) -> None:
+        """Counts examples.
+
+        Args:
+            labels: Their classes, [B].
+            guesses: What they were taken for, [B].
+            classes: How many classes there are.
+        """
+        self.classes, self.examples = classes, self.examples + len(labels)
+        self._counts.update(zip(labels.tolist(), guesses.tolist(), strict=True))
+
+    def drawn(self) -> list[int]:
+        """Returns the classes to draw, sorted: all, or of many the most confused."""
+        if self.classes <= _MOST_DRAWN:
+            return [*range(self.classes)]
+        confused = collections.Counter(dict.fromkeys(range(_MOST_CONFUSED), 0))
+        for pair, count in self._counts.items():
+            if pair[0] != pair[1]:
+                confused.update(dict.fromkeys(pair, count))
+        return sorted(label for label, _ in confused.most_common(_MOST_CONFUSED))
+
+    def among(self, drawn: Sequence[int]) -> np.ndarray:
+        """Returns a confusion matrix of some classes.
+
+        Args:
+            drawn: The classes.
+
+        Returns:
+            Counts [N, N], in that order; a row and a column more for all others, if
+            there are some.
+        """
+        place = {label: k for k, label in enumerate(drawn)}
+        others = len(drawn)
+        counts = np.zeros([others + (others < self.classes)] * 2, int)
+        for (label, guess), count in self._counts.items():
+            counts[place.get(label, others), place.get(guess, others)] += count
+        return counts
 
 
 def table(counts: np.ndarray, classes: Classes) -> str:

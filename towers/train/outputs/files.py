@@ -14,6 +14,7 @@ from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.program import locks, small_file, whole_file
+from towers.program.progress import Progress
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import links, model_files
@@ -119,7 +120,7 @@ def end(job: Job, summary: dict[str, Any]) -> None:
     Raises:
         SaveError: If they cannot be written.
     """
-    with _written(job):
+    with _written(job), Progress(f"Saving the model in {job.model_dir}"):
         _save_model(job, summary["model"])
         if (best := summary["best"]) is not None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):

@@ -12,6 +12,9 @@ from towers.train.outputs import files, model_size
 from towers.train.parts.task import described
 from towers.train.settings import OWN_NAMES, is_given
 
+# Of more groups of classes that may be meant for one, only their number is said.
+_MOST_ALIKE = 3
+
 
 def text(job: Job) -> str:
     """Says what will run where."""
@@ -73,8 +76,8 @@ def data_notes(job: Job) -> list[str]:
     notes += _alike_notes((target and target.class_names) or ())
     if job.data.held_out is None:
         notes.append(
-            "There is no validation data, so the training data is evaluated, and the "
-            f"best epoch has the {continued.best_text(job.settings)}; "
+            f"There is no validation data, so {_evaluated_text(job)} evaluated, and "
+            f"the best epoch has the {continued.best_text(job.settings)}; "
             + ("--eval_dataset names" if job.settings.dataset else "eval_data gives")
             + " validation data."
         )
@@ -83,19 +86,32 @@ def data_notes(job: Job) -> list[str]:
     return notes if job.settings.dataset is None else notes + _idle_notes(job)
 
 
+def _evaluated_text(job):
+    """Says how much of the training data is evaluated, up to the verb."""
+    batches = job.data.eval_batches
+    if batches is None:
+        return "the training data is"
+    most = words.count(batches * job.batch_size, "training example")
+    drawn = ", drawn at random," if job.settings.dataset is not None else ""
+    return f"{most} at most{drawn} are"
+
+
 def _alike_notes(names):
     """Says which names of classes may be meant for one."""
     by_form = collections.defaultdict(list)
     for name in names:
         form = unicodedata.normalize("NFC", " ".join(name.split()))
         by_form[form.casefold()].append(repr(name))
-    return [
+    alike = [some for some in by_form.values() if len(some) > 1]
+    lines = [
         f"The classes {', '.join(some[:-1])} and {some[-1]} differ only in upper and "
         "lower case, in spaces, or in how an accent is written; if they are one class, "
         "give it one name."
-        for some in by_form.values()
-        if len(some) > 1
+        for some in alike[:_MOST_ALIKE]
     ]
+    if more := len(alike) - len(lines):
+        lines.append(f"So do {words.count(more, 'more group')} of classes.")
+    return lines
 
 
 def _validation_notes(job, held_out, split):

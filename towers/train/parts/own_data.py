@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.targets import IGNORED, Target
 from towers.program import words
+from towers.train.parts import evaluated
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.task import TASKS, Task
@@ -55,7 +56,13 @@ class OwnData:
     def evaluation(self) -> tf.data.Dataset | keras.utils.PyDataset:
         """What to evaluate on: held out, else the training data."""
         data = self.training if self.held_out is None else self.held_out
-        return first(data, self.settings.eval_steps)
+        return evaluated.first(data, self.eval_batches)
+
+    @property
+    def eval_batches(self) -> int | None:
+        """How many batches are evaluated at most; `None` if all are."""
+        has_held_out = self.held_out is not None
+        return evaluated.most_batches(self.settings, self.examples, has_held_out)
 
     def steps_per_epoch(self) -> None:
         """An epoch is what the data have; see `Data.steps_per_epoch`."""
@@ -186,24 +193,6 @@ def _batched(settings, name, data, shuffled):
             size = int(tf.shape(keras.tree.flatten(first)[0])[0])
     known = count is not None and count >= 0
     return data, count * size if known else None, size
-
-
-def first(
-    data: tf.data.Dataset | keras.utils.PyDataset, steps: int | None
-) -> tf.data.Dataset | keras.utils.PyDataset:
-    """Returns the first batches of data to evaluate on, as --eval_steps says.
-
-    Raises:
-        ValueError: It is asked for of a PyDataset.
-    """
-    if steps is None:
-        return data
-    if isinstance(data, keras.utils.PyDataset):
-        raise ValueError(
-            f"Received --eval_steps={steps}, but eval_data is a PyDataset; expected a "
-            "tf.data.Dataset or arrays, so let the PyDataset have fewer batches."
-        )
-    return data.take(steps)
 
 
 def _of_arrays(settings, name, arrays, shuffled):

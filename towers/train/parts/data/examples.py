@@ -19,14 +19,17 @@ from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
 from towers.input_pipeline.sources.base import StreamSource
 from towers.program.commands import read_randaugment
+from towers.train.parts import evaluated, own_data
 from towers.train.parts import facts as facts_parts
-from towers.train.parts import own_data
 from towers.train.parts.data import scale
 from towers.train.parts.data.opening import choose_image_shape, open_sources
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.own_data import OwnData
 from towers.train.settings import Settings
+
+# Of records that are read from front to back, a sample is drawn from this much.
+_SAMPLE_MB = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +139,20 @@ class Data:
 
     @functools.cached_property
     def evaluation(self) -> tf.data.Dataset:
-        """What to evaluate on, in order."""
-        most = self.settings.eval_steps
-        return self._open(*self.evaluated, training=False, most_batches=most)
+        """What to evaluate on, in a fixed order."""
+        most = self.eval_batches
+        # The first ones of a sorted training set may all be of one class.
+        options = {}
+        if self.held_out is None and most is not None:
+            most_mb = min(self.settings.shuffle_mb, _SAMPLE_MB)
+            options = {"sampled": True, "shuffle_mb": most_mb}
+        return self._open(*self.evaluated, training=False, most_batches=most, **options)
+
+    @property
+    def eval_batches(self) -> int | None:
+        """How many batches are evaluated at most; `None` if all are."""
+        has_held_out = self.held_out is not None
+        return evaluated.most_batches(self.settings, self.examples, has_held_out)
 
     @property
     def advice(self) -> Mapping[str, str]:
@@ -253,12 +267,12 @@ def prepare_data(opened: Opened, known: Sequence[Quarantine] = ()) -> Data:
         split = "test" if "test" in held_out.splits else "train"
         source, found = _look_at_records(settings, source, ["train"], known)
         held_out, more = _look_at_records(settings, held_out, [split], known)
-        evaluated, found = (held_out, split), found + more
+        validation, found = (held_out, split), found + more
     else:
         source, found = _look_at_records(settings, source, list(source.splits), known)
-        evaluated = (source, "test") if "test" in source.splits else None
+        validation = (source, "test") if "test" in source.splits else None
     return Data(
-        *(settings, source, opened.facts, evaluated, opened.image_shape, found),
+        *(settings, source, opened.facts, validation, opened.image_shape, found),
         *_scaling(settings, source),
     )
 

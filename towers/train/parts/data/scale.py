@@ -5,6 +5,7 @@ import os
 from towers import input_pipeline
 from towers.input_pipeline import Scaling
 from towers.lifecycle.checkpoints import store
+from towers.program import words
 from towers.train.outputs import recorded
 from towers.train.settings import PREPROCESSING, Settings
 
@@ -118,9 +119,9 @@ def _as_before(settings, source):
     if scaling is not None and scaling.names != tuple(source.image_fields):
         raise ValueError(
             f"The run in {settings.absolute_model_dir} has the columns "
-            f"{', '.join(scaling.names)}, but {source.name} "
-            f"{', '.join(source.image_fields)}; expected the same, so choose them by "
-            "--feature_columns, or start over with --clean."
+            f"{words.listed(scaling.names)}, but {source.name} "
+            f"{words.listed(source.image_fields)}; expected the same, so choose them "
+            "by --feature_columns, or start over with --clean."
         )
     return scaling, _text(", as the run began.") if standard else ""
 

@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers import input_pipeline
+from towers.program import words
+from towers.program.progress import Progress
 from towers.train import checks
 from towers.train.parts.setup import Setup
 
@@ -105,7 +107,7 @@ def class_weight(setup: Setup, data: Any) -> dict[int, float] | None:
         if name not in names:
             raise ValueError(
                 f"Received {settings.as_flag('class_weight')}, but {setup.facts.name} "
-                f"has no class {name!r}; expected some of {', '.join(names)}."
+                f"has no class {name!r}; expected some of {words.listed(names)}."
             )
         weights[names[name]] = weight
     return weights
@@ -122,8 +124,14 @@ def _balanced(settings, data, size):
     labels = source.batches("train", _AT_ONCE).map(
         lambda numbers, records: source.parse(records)[1], tf.data.AUTOTUNE
     )
-    with input_pipeline.blame_records(source):
-        counts = sum(np.bincount(each, minlength=size) for each in labels)
+    counts = np.zeros(size, np.int64)
+    with (
+        input_pipeline.blame_records(source),
+        Progress("Counting the classes", source.splits["train"], "records") as shown,
+    ):
+        for some in labels:
+            counts += np.bincount(some, minlength=size)
+            shown.add(len(some))
     return {
         label: float(counts.sum() / (size * count)) if count else 1.0
         for label, count in enumerate(counts)
@@ -133,5 +141,5 @@ def _balanced(settings, data, size):
 def class_weight_text(setup: Setup, weights: dict[int, float]) -> str:
     """Says which weights the classes have."""
     names = setup.facts.class_names or [*map(str, weights)]
-    found = [f"{names[label]} {weight:.3g}" for label, weight in weights.items()]
-    return f"Class weights: {', '.join(found[:10])}{', ...' if found[10:] else ''}."
+    weighted = (f"{names[label]} {weight:.3g}" for label, weight in weights.items())
+    return f"Class weights: {words.listed(weighted)}."
