@@ -29,23 +29,32 @@ class Filling(Stages):
             batches: of rows, raw records, and anything else.
         """
 
+        @tf.autograph.experimental.do_not_convert
         def with_seed(rows, records, *beside):
+            # By the batch, as TensorFlow replaces a stage that decodes by a faster one
+            # only if it shares no variable with those behind it.
+            is_there = self.store.is_filled(rows)
             # Nothing is drawn.
-            return tf.constant(0, tf.int64), rows, records, rows, *beside
+            seed = tf.constant(0, tf.int64)
+            return seed, rows, records, rows, is_there, *beside
 
         return self.behind(batches.map(with_seed))[-1][1]
 
     def _one(self) -> Callable:
-        decode = super()._one() if self.decodes else self._load
+        if self.decodes:
+            decode = super()._one()
+        else:
+            # What lies far away is loaded by a stage of its own.
+            decode = (lambda *parts: parts) if self.source.is_far else self._load
 
         @tf.autograph.experimental.do_not_convert
-        def one(image, u, label, row, *beside):
+        def one(image, u, label, row, is_there, *beside):
             def new():
                 x, _, y = decode(image, u, label)
                 return self.store.as_kept(x, y)
 
-            x, y = tf.cond(self.store.is_filled(row), lambda: self.store.at(row), new)
-            return x, u, y, row, *beside
+            x, y = tf.cond(is_there, self.store.nothing, new)
+            return x, u, y, row, is_there, *beside
 
         return one
 
@@ -53,10 +62,14 @@ class Filling(Stages):
         finish = super()._many() if self.decodes else None
 
         @tf.autograph.experimental.do_not_convert
-        def put(images, u, labels, rows, *beside):
+        def put(images, u, labels, rows, is_there, *beside):
             if finish is not None:
                 images, labels, *_ = finish(images, u, labels)
-            rows = self.store.put(rows, images, labels)
+            new = tf.nest.map_structure(
+                lambda part: tf.boolean_mask(part, ~is_there), (rows, images, labels)
+            )
+            with tf.control_dependencies([self.store.put(*new)]):
+                rows = tf.identity(rows)
             return rows, rows, *beside
 
         return put

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.cache.filling import Filling
-from towers.input_pipeline.cache.store import Store
+from towers.input_pipeline.cache.store import Store, constant
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS
 from towers.input_pipeline.records.checks import ANOTHER_COUNT
@@ -48,12 +48,20 @@ class KeptSource(IndexedSource):
         note: str = "",
     ):
         self.name, self.note = origin.name, note
-        self._origin, self._numbers = origin, numbers
+        self._origin = origin
         self._take_target(origin.target)
         self.splits = {split: len(of_split) for split, of_split in numbers.items()}
         self.encoded = image_shape is None
         self.image_shape = tuple(image_shape or origin.image_shape)
         self._store = Store(origin, image_shape, sum(self.splits.values()))
+        # The numbers in the order of their rows, and sorted, with their rows.
+        every = np.concatenate([*numbers.values()])
+        self._numbers = constant(every)
+        self._sorted = {}
+        for split, of_split in numbers.items():
+            order = np.argsort(of_split)
+            rows = self._first(split) + order
+            self._sorted[split] = constant(of_split[order]), constant(rows)
         self._lock = threading.Lock()
 
     @property
@@ -98,12 +106,12 @@ class KeptSource(IndexedSource):
         check = tf.debugging.Assert(good, [f"{ANOTHER_COUNT} more records"])
         with tf.control_dependencies([check]):
             records = tf.identity(records)
-        x, y = self._store.at(records)
-        return records if self.encoded else x, y
+        x = records if self.encoded else self._store.x(records)
+        return x, self._store.y(records)
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
         """See ``Source.load``: copied just before it is decoded, which is faster."""
-        return self._store.at(image)[0]
+        return self._store.x(image)
 
     def fill(self, split: str) -> None:
         """Reads all of a split that is not in memory yet.
@@ -137,10 +145,9 @@ class KeptSource(IndexedSource):
 
     def _by_number(self, rows, split, seeds, batch_size):
         """Of batches of rows, makes what the origin has there: (rows, numbers, ...)."""
-        numbers = np.concatenate([*self._numbers.values()])
 
         def number(rows, _, *beside):
-            return tf.gather(numbers, rows), rows, *beside
+            return tf.gather(self._numbers, rows), rows, *beside
 
         def turn(numbers, rows, *beside):
             return rows, numbers, *beside
@@ -150,18 +157,15 @@ class KeptSource(IndexedSource):
 
     def _with_rows(self, batches, split):
         """Of an origin's (numbers, records, ...), makes (rows, records, ...)."""
-        numbers, first = self._numbers[split], self._first(split)
-        order = np.argsort(numbers)
-        ordered = numbers[order]
 
         def rows_of(numbers, records, *beside):
-            places = tf.searchsorted(ordered, numbers)
-            places = tf.minimum(places, len(ordered) - 1)
-            known = tf.reduce_all(tf.gather(ordered, places) == numbers)
-            check = tf.debugging.Assert(known, [f"{ANOTHER_COUNT} others"])
+            known, rows = map(tf.convert_to_tensor, self._sorted[split])
+            places = tf.minimum(tf.searchsorted(known, numbers), known.shape[0] - 1)
+            all_known = tf.reduce_all(tf.gather(known, places) == numbers)
+            check = tf.debugging.Assert(all_known, [f"{ANOTHER_COUNT} others"])
             with tf.control_dependencies([check]):
-                rows = first + tf.gather(order, places)
-            return rows, records, *beside
+                places = tf.identity(places)
+            return tf.gather(rows, places), records, *beside
 
         return batches.map(rows_of)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import Source
@@ -26,15 +27,25 @@ class Store:
             self._parts = tf.nest.map_structure(
                 lambda spec: _empty([size, *spec.shape], spec.dtype), specs
             )
-            self._is_there = tf.Variable(tf.zeros([size], tf.bool), trainable=False)
+        self._is_there = constant(np.zeros(size, bool))
 
     def is_filled(self, rows: tf.Tensor) -> tf.Tensor:
         """Tells which rows are there."""
         return tf.gather(self._is_there, rows)
 
-    def at(self, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """Returns examples and targets at rows that are there."""
-        return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts)
+    def x(self, rows: tf.Tensor) -> Any:
+        """Returns the examples at rows that are there."""
+        return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts[0])
+
+    def y(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the targets at rows that are there."""
+        return tf.gather(self._parts[1], rows)
+
+    def nothing(self) -> tuple[Any, tf.Tensor]:
+        """Returns what stands for an example that is not needed, and its target."""
+        return tf.nest.map_structure(
+            lambda part: tf.zeros(part.shape[1:], part.dtype), self._parts
+        )
 
     def as_kept(self, x: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
         """Returns an example and its target, or several, in the types that are kept."""
@@ -42,17 +53,21 @@ class Store:
             lambda part, value: tf.cast(value, part.dtype), self._parts, (x, y)
         )
 
-    def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Tensor:
-        """Writes examples and targets, and returns the rows once they are there."""
+    def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Operation:
+        """Writes examples and targets, and notes then that they are there."""
         parts, values = map(tf.nest.flatten, (self._parts, self.as_kept(x, y)))
         written = [
             _scatter(part, rows, value)
             for part, value in zip(parts, values, strict=True)
         ]
         with tf.control_dependencies(written):
-            there = _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
-        with tf.control_dependencies([there]):
-            return tf.identity(rows)
+            return _scatter(self._is_there, rows, tf.ones_like(rows, tf.bool))
+
+
+def constant(array: np.ndarray) -> tf.Variable:
+    """A variable, of which graphs have no copy as they would of a tensor."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return tf.Variable(array, trainable=False)
 
 
 def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, Any]:

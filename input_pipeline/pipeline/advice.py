@@ -21,7 +21,9 @@ _TEXTS = {
 }
 # The same of examples that are kept.
 _OF_KEPT = dict.fromkeys(
-    ("read", "parse"), "take a larger {batch_size}: the examples are at hand already"
+    ("read", "parse"),
+    "take a larger {batch_size}: after the first epoch, the examples are at hand "
+    "already",
 )
 
 _NAMES = "batch_size data_service ram_budget_mb randaugment recipe shuffle_mb".split()

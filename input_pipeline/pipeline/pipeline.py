@@ -247,11 +247,9 @@ class Pipeline:
             # Workers of a service would keep the threads of every epoch.
             room.limit(options, threads, EPOCHS_AT_ONCE if self.source.is_far else 0)
         # Where each example has operations of its own, these make it faster; but to try
-        # them, TensorFlow copies what the graph holds: rows that are in memory. And it
-        # cannot replace stages that share variables, as those of what is kept do.
+        # them, TensorFlow copies what the graph holds: rows that are in memory.
         faster = options.experimental_optimization
-        is_kept = self.source.origin is not self.source
-        faster.apply_default_optimizations = self.source.encoded and not is_kept
+        faster.apply_default_optimizations = self.source.origin.encoded
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20
         return options

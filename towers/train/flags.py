@@ -103,7 +103,8 @@ HELPS = {
             "is enough, else in --cache_dir if it is given; with --deterministic, in "
             "memory up to 1 GB. Images are kept as pixels if they have one size, or if "
             "--recipe=none or cifar resizes them to one (in memory for more than one "
-            "epoch only). Other images are kept as encoded files, in memory."
+            "epoch only). Other images are kept as encoded files, in memory. The "
+            "memory is filled while the first epoch is read; disk is written before."
         ),
         "cache_dir": "Folder for the files of --cache=disk.",
         **store_flags.HELPS,

@@ -104,9 +104,8 @@ class ParquetImages(ParquetSource):
                 fault = f"nothing in the column {self._image!r}, expected a value"
                 read.faults.setdefault(place, {}).setdefault(int(row), fault)
 
-    def in_memory(self, note: str = "") -> None:
+    def in_memory(self) -> None:
         """See ``Source.in_memory``: its images are not."""
-        del note
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""

@@ -16,9 +16,7 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.input_pipeline import ArraySource, make_dataset
-from towers.input_pipeline.sources.arrays import RowSource
-from towers.input_pipeline.sources.targets import Target
+from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.loop.timers import Totals
 from towers.monitoring.bottleneck import tfdata_stats
 from towers.monitoring.bottleneck.starvation import Starvation
@@ -379,12 +377,11 @@ def test_our_own_stages_have_their_names(repeat):
 
 
 def test_encoded_images_are_decoded(tmp_path):
-    picture = tf.io.encode_png(np.zeros([4, 4, 1], np.uint8))
-    images = tf.fill([64], picture)
-    labels = np.zeros(64, np.int64)
-    source = RowSource(
-        "r", images, labels, {"train": 64}, Target("class", 2), (4, 4, 1)
-    )
+    picture = tf.io.encode_png(np.zeros([4, 4, 1], np.uint8)).numpy()
+    (tmp_path / "a").mkdir()
+    for number in range(64):
+        (tmp_path / "a" / f"{number}.png").write_bytes(picture)
+    source = open_source(f"folder:{tmp_path}")
     data = make_dataset(
         *(source, "train"), batch_size=4, image_shape=(4, 4, 1), training=True
     )
