@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ def check_different(where: str, columns: Sequence[str]) -> None:
     Raises:
         ValueError: two have the same.
     """
-    if twice := [name for k, name in enumerate(columns) if name in columns[:k]]:
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
         raise ValueError(
             f"{where} has two columns {twice[0]!r}: expected different names, so "
             "rename one"
@@ -264,16 +266,17 @@ def ids_note(names: Sequence[str], taken: Sequence[str]) -> str:
     )
 
 
-def index_note(name: str, values: Sequence[float], others: Sequence[str]) -> str:
+def index_note(name: str, values: Sequence[float], taken: Sequence[str]) -> str:
     """Says that a column counts the rows; empty if it does not.
 
     Args:
         name: of the column.
         values: in it, of the first rows.
-        others: names of the other columns of features.
+        taken: names of all columns of features.
     """
     if not counts_rows(values):
         return ""
+    others = [other for other in taken if other != name]
     return (
         f"The column {name!r} counts the rows, from {values[0]:g}, and the model "
         f"learns from it; {_FEATURES}={_listed(others)} (in Python, feature_columns) "

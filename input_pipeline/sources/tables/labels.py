@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from towers.input_pipeline.sources.tables import columns, table_targets, values
+from towers.input_pipeline.sources.tables.table_targets import number_of
 from towers.input_pipeline.sources.targets import Target, TargetKind
 
 # Of fewer classes, some may well have no record.
@@ -46,6 +47,10 @@ class Labels:
         """
         self._blocks.append(block)
         self._bad.append(bad)
+
+    def let_go(self) -> None:
+        """Lets go of the columns: later blocks are given to `targets`."""
+        self._blocks, self._bad = [], []
 
     def decide(
         self,
@@ -128,7 +133,7 @@ class Labels:
                 return f"nothing in the column {name!r}, expected {expected}"
             if "\ufffd" in str(cell):
                 return f"{name} is {cell[:60]!r}, expected {expected} in UTF-8"
-            value = _number(cell)
+            value = number_of(cell)
             if self._labels is None and (
                 value is None or (self._of_class and value % 1)
             ):
@@ -179,7 +184,7 @@ class Labels:
             size = num_classes or len(names)
             fits = names is not None and len(names) == size
             return Target("class", size, tuple(names) if fits else None)
-        numbers = (_number(value) for value in found)
+        numbers = (number_of(value) for value in found)
         used = np.array([n for n in numbers if n is not None and n >= 0 and n % 1 == 0])
         size = int(used.max(initial=-1)) + 1
         if size > max(_MANY, rows):
@@ -199,13 +204,6 @@ _ADVICE = (
 )
 
 
-def _number(value: str | float) -> float | None:
-    try:
-        return float(value)
-    except ValueError:
-        return None
-
-
 def _numbers(column: Any) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return column
@@ -213,7 +211,7 @@ def _numbers(column: Any) -> np.ndarray:
 
 
 def _number_or_nan(text: str) -> float:
-    number = _number(text)
+    number = number_of(text)
     return np.nan if number is None else number
 
 

@@ -109,9 +109,13 @@ class ParquetImages(ParquetSource):
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""
-        paths = self.files(split)
+        paths = {*self.files(split)}
         tables = [table for table in self._tables if table.path in paths]
-        rows = sum(located.rows for located in self._blocks)
+        rows = sum(
+            located.rows
+            for located in self._blocks
+            if self._paths[located.file] in paths
+        )
         return sum(table.size for table in tables) / max(rows, 1)
 
     def parse(self, records: tuple) -> tuple[tf.Tensor, tf.Tensor]:

@@ -94,15 +94,11 @@ class RowGroups:
         group = self._footers[path].row_group(group)
         for place in range(group.num_columns):
             column = group.column(place)
-            # Of structs, the field of bytes.
-            if column.path_in_schema.split(".")[0] == name:
-                told = column.statistics
-                if (
-                    told is not None
-                    and told.has_null_count
-                    and "." not in (column.path_in_schema)
-                ):
-                    return told.null_count
+            # A struct of bytes and a path has no bytes where it is missing itself.
+            if column.path_in_schema in (name, f"{name}.bytes"):
+                known = column.statistics
+                if known is not None and known.has_null_count:
+                    return known.null_count
         return None
 
 

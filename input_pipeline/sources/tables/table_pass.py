@@ -1,6 +1,7 @@
 """One pass over all rows of a table: what must be known, and the rows if they fit."""
 
 import dataclasses
+import functools
 import json
 import os
 import zipfile
@@ -22,8 +23,10 @@ from towers.program.progress import EARLY_S, Progress
 
 # A column of text is a category if each text stands in so many rows, on average.
 _ROWS_OF_A_TEXT = 5
-# Of a column with more texts, which nobody has asked for, no more are collected.
+# A column with more texts is no category, unless somebody has asked for it.
 _MOST_TEXTS = 100_000
+# Of the file of what was found: a number that changes with what is found.
+_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +51,33 @@ class Texts:
     """The texts of a column, as the training rows have them.
 
     Attributes:
-        texts: the different ones, without the empty one.
+        asked: whether somebody has asked for the column, however many texts it has.
+        texts: the different ones, without the empty one; none if they are too many.
         rows: how many rows have one of them.
+        too_many: whether there are too many texts for a category.
     """
 
+    asked: bool = False
     texts: set[str] = dataclasses.field(default_factory=set)
     rows: int = 0
+    too_many: bool = False
 
     def add(self, column: Any, training: np.ndarray) -> None:
         """Adds an encoded column of a block, of which some rows are for training."""
         codes = column.indices.to_numpy(zero_copy_only=False)[training]
-        if self.repeat or len(self.texts) < _MOST_TEXTS:
+        if not self.too_many:
             texts = column.dictionary.take(np.unique(codes)).to_pylist()
             self.texts.update({*texts} - {""})
+            self.too_many = not self.asked and len(self.texts) > _MOST_TEXTS
+        if self.too_many:
+            self.texts.clear()
         empty = column.dictionary.index("").as_py()
         self.rows += int((codes != empty).sum())
 
     @property
     def repeat(self) -> bool:
         """Whether each text stands in several rows, on average."""
-        return len(self.texts) * _ROWS_OF_A_TEXT <= self.rows
+        return not self.too_many and len(self.texts) * _ROWS_OF_A_TEXT <= self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +106,7 @@ class TablePass:
         labels: is given the columns of the targets.
         is_training: tells which rows are for training, bool [N], of the place of a file
             and the numbers of rows in it.
+        asked: whether somebody has asked for the columns of text.
         path: a file for what was found of rows that do not fit in memory. If it is
             there, and of the same files, these are not read again. None: there is none.
         stamp: changes with whatever changes what is found.
@@ -118,6 +129,7 @@ class TablePass:
         wanted: Wanted,
         labels: Labels,
         is_training: Callable[[int, np.ndarray], np.ndarray],
+        asked: bool,
         path: str | None = None,
         stamp: str = "",
     ):
@@ -128,7 +140,7 @@ class TablePass:
         self.block_faults: dict[int, str] = {}
         self.first = np.zeros([0, len(wanted.numbers)])
         self.moments = Moments.of_nothing(len(wanted.numbers))
-        self.texts = {name: Texts() for name in wanted.texts}
+        self.texts = {name: Texts(asked) for name in wanted.texts}
         # Numbers and texts of each block, until they take too much memory.
         self._parts: list[tuple[np.ndarray, list[Any]]] | None = []
         self._targets: list[Sequence[Any]] = []
@@ -140,9 +152,17 @@ class TablePass:
         for place, targets in enumerate(self._targets):
             labels.add(targets, self._bad(place))
 
+    @functools.cached_property
+    def _of_file(self) -> dict[int, list[int]]:
+        """Places of the blocks of each file that has some."""
+        places = {}
+        for place, located in enumerate(self.blocks):
+            places.setdefault(located.file, []).append(place)
+        return places
+
     def rows(self, file: int) -> int:
         """How many rows a file has."""
-        return sum(located.rows for located in self.blocks if located.file == file)
+        return sum(self.blocks[place].rows for place in self._of_file.get(file, ()))
 
     def _read(self) -> None:
         """Reads the files, and keeps the rows while there is room."""
@@ -155,11 +175,19 @@ class TablePass:
             for file, part in reading.read_parts(self._tables, self.wanted):
                 self._add(Located(file, part.block, firsts[file], part.rows), part)
                 firsts[file] += part.rows
-                taken += part.numbers.nbytes + 4 * part.rows * len(part.texts)
+                texts = [
+                    None if of_column.too_many else column
+                    for of_column, column in zip(
+                        self.texts.values(), part.texts, strict=True
+                    )
+                ]
+                taken += part.numbers.nbytes
+                # Codes become ids of 8 bytes.
+                taken += sum(4 * part.rows + text.nbytes for text in texts if text)
                 if taken > room:
                     self._parts = None
                 if self._parts is not None:
-                    self._parts.append((part.numbers, part.texts))
+                    self._parts.append((part.numbers, texts))
                 seen += self._tables[file].bytes_of(part.block)
                 progress.add(part.rows)
                 if seen:
@@ -184,12 +212,15 @@ class TablePass:
     def _write(self, path: str, stamp: str) -> None:
         """Writes what was found: JSON, and arrays without objects."""
         about = {
-            "stamp": stamp,
+            "stamp": [_VERSION, stamp],
             "paths": [table.path for table in self._tables],
             "faults": _listed(self.faults),
             "lines": _listed(self.lines),
             "block_faults": [*self.block_faults.items()],
-            "texts": [[sorted(some.texts), some.rows] for some in self.texts.values()],
+            "texts": [
+                [sorted(some.texts), some.rows, some.too_many]
+                for some in self.texts.values()
+            ],
             "dictionaries": [],
         }
         arrays = {
@@ -219,37 +250,42 @@ class TablePass:
 
     def _restore(self, path: str, stamp: str) -> bool:
         """Takes over what an earlier run has found; returns whether there is some."""
+        if not os.path.isfile(path) or os.path.islink(path):
+            return False
         try:
-            if not os.path.isfile(path) or os.path.islink(path):
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            about = json.loads(arrays["about"].tobytes())
+            if about["stamp"] != [_VERSION, stamp]:
                 return False
-            with np.load(path, allow_pickle=False) as arrays:
-                about = json.loads(arrays["about"].tobytes())
-                if about["stamp"] != stamp:
-                    return False
-                blocks = [
-                    _located(row, self._tables) for row in arrays["blocks"].tolist()
-                ]
-                rows = sum(located.rows for located in blocks)
-                row_bytes = 8 * len(self.wanted.numbers) + 4 * len(self.wanted.texts)
-                if rows * row_bytes <= _room():
-                    return False  # Now they may fit.
-                self.first = arrays["first"]
-                self.moments = Moments(*arrays["moments"])
-                self.faults = _by_place(about["faults"])
-                self.lines = _by_place(about["lines"])
-                self.block_faults = dict(about["block_faults"])
-                for some, (texts, count) in zip(
-                    self.texts.values(), about["texts"], strict=True
-                ):
-                    some.texts, some.rows = {*texts}, count
-                columns = [
-                    _column(arrays[f"target_{place}"], dictionary)
-                    for place, dictionary in enumerate(about["dictionaries"])
-                ]
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            blocks = [_located(row, self._tables) for row in arrays["blocks"].tolist()]
+            columns = [
+                _column(arrays[f"target_{place}"], dictionary)
+                for place, dictionary in enumerate(about["dictionaries"])
+            ]
+            texts = {
+                name: Texts(some.asked, {*known}, rows, too_many)
+                for (name, some), (known, rows, too_many) in zip(
+                    self.texts.items(), about["texts"], strict=True
+                )
+            }
+            moments = Moments(*arrays["moments"])
+            first, block_faults = arrays["first"], dict(about["block_faults"])
+            faults, lines = _by_place(about["faults"]), _by_place(about["lines"])
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             voice.warn(f"{path} cannot be read ({error}): all rows are read again.")
             return False
-        self.blocks, self._parts, begin = blocks, None, 0
+        rows = sum(located.rows for located in blocks)
+        if rows * 8 * (len(self.wanted.numbers) + len(self.wanted.texts)) <= _room():
+            return False  # Now they may fit.
+        self.blocks, self.texts, self.moments, self.first = (
+            blocks,
+            texts,
+            moments,
+            first,
+        )
+        self.faults, self.lines, self.block_faults = faults, lines, block_faults
+        self._parts, begin = None, 0
         for located in blocks:
             end = begin + located.rows
             self._targets.append([column[begin:end] for column in columns])
@@ -304,7 +340,8 @@ class TablePass:
         """
         if self._parts is None:
             return None
-        chosen = [self.wanted.numbers.index(name) for name in wanted.numbers]
+        place_of = {name: place for place, name in enumerate(self.wanted.numbers)}
+        chosen = [place_of[name] for name in wanted.numbers]
         texts = [self.wanted.texts.index(name) for name in wanted.texts]
         id_of = {
             name: {text: place + 1 for place, text in enumerate(vocabularies[name])}
@@ -358,9 +395,8 @@ class TablePass:
     def good_rows(self, file: int) -> np.ndarray:
         """Returns the numbers of the rows of a file that can be used."""
         parts = [
-            located.first + self._good(place)
-            for place, located in enumerate(self.blocks)
-            if located.file == file
+            self.blocks[place].first + self._good(place)
+            for place in self._of_file.get(file, ())
         ]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,14 +104,14 @@ class TableSource(FileSource, StreamSource):
         wanted = self._choose_columns(names, feature_columns)
         self._check_same_columns(wanted)
         labels = Labels(self.name, names, wanted.types)
-        stamp = repr((wanted, self._fraction, self._paths, self._stamps))
+        asked = feature_columns is not None
+        stamp = repr((wanted, asked, self._fraction, self._paths, self._stamps))
         read = TablePass(
-            self._tables, wanted, labels, self._is_training, findings, stamp
+            self._tables, wanted, labels, self._is_training, asked, findings, stamp
         )
         if read.was_known:
             self._note(f"What {self.name} holds is known from an earlier run.")
         self._count(read)
-        asked = feature_columns is not None
         self._take_columns(read, asked, vocabularies)
         labels.decide(
             target,
@@ -123,9 +124,13 @@ class TableSource(FileSource, StreamSource):
         self._labels = labels
         self._take_target(labels.target)
         self.faults = self._find_faults(read)
-        self._note(*label_notes.notes(labels.target, read.targets(labels)))
+        targets = read.targets(labels)
+        if "train" not in self._files:
+            targets = {"test": targets["train"]}
+        self._note(*label_notes.notes(labels.target, targets))
         self._hold_out()
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
+        labels.let_go()
         self._blocks, self._unreadable = read.blocks, {*read.block_faults}
         self._id_of = {
             name: {text: place + 1 for place, text in enumerate(texts)}
@@ -224,13 +229,16 @@ class TableSource(FileSource, StreamSource):
         ]
         if len(ids) == len(wanted.numbers) and not chosen:
             ids = []
-        numbers = [name for name in wanted.numbers if name not in ids]
+        filled = dict(zip(wanted.numbers, read.moments.count > 0, strict=True))
+        unused = {*ids, *(name for name in filled if not (filled[name] or asked))}
+        numbers = [name for name in wanted.numbers if name not in unused]
         self._wanted = dataclasses.replace(wanted, numbers=numbers, texts=chosen)
         every = columns.find_features(
             self._paths[0], self._tables[0].names, wanted.labels, None
         )
         taken, types = [*numbers, *chosen], self._tables[0].types
-        left_out = [] if asked else [name for name in every if name not in taken]
+        used = {*taken}
+        left_out = [] if asked else [name for name in every if name not in used]
         pictures = [
             name
             for name, texts in read.texts.items()
@@ -244,11 +252,12 @@ class TableSource(FileSource, StreamSource):
         if chosen and not asked:
             self._note(columns.categories_note(chosen, numbers))
         self.image_fields, self.image_shape = numbers, (len(numbers),)
-        self.moments = read.moments.of([*map(wanted.numbers.index, numbers)])
-        for name in numbers:
-            rest = [other for other in taken if other != name]
-            if rest and not values.is_date(types[name]):
-                self._note(columns.index_note(name, firsts[name], rest))
+        self.moments = read.moments.of(
+            [place for place, name in enumerate(wanted.numbers) if name in used]
+        )
+        for name in numbers if len(taken) > 1 else ():
+            if not values.is_date(types[name]):
+                self._note(columns.index_note(name, firsts[name], taken))
         missing = zip(numbers, self.moments.missing, strict=True)
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
@@ -273,8 +282,14 @@ class TableSource(FileSource, StreamSource):
             pictures: those that name pictures.
         """
         texts = [name for name, kind in types.items() if values.is_text(kind)]
-        empty = [name for name, kind in types.items() if str(kind) == "null"]
-        others = {n: types[n] for n in types if n not in (*texts, *empty, *ids)}
+        unknown = [name for name, kind in types.items() if str(kind) == "null"]
+        numbers = [name for name, kind in types.items() if values.is_number(kind)]
+        empty = [name for name in numbers if name not in (*ids, *unknown)]
+        known = {*texts, *numbers}
+        others = {name: types[name] for name in types if name not in known}
+        if unknown:
+            names = ", ".join(map(repr, unknown))
+            self._note(f"Left out, because their first cells are empty: {names}.")
         if empty:
             self._note(f"Left out, because empty: {', '.join(map(repr, empty))}.")
         if others:
@@ -295,8 +310,9 @@ class TableSource(FileSource, StreamSource):
                 if not count
             )
         )
+        rows_of = dict(zip(self._paths, rows, strict=True))
         for split, paths in self._files.items():
-            self._set_sizes(split, [rows[self._paths.index(path)] for path in paths])
+            self._set_sizes(split, [rows_of[path] for path in paths])
 
     def _find_faults(self, read: TablePass) -> Mapping[str, Sequence[Record]]:
         """Returns the bad records of each split, and counts the others.
@@ -360,15 +376,19 @@ class TableSource(FileSource, StreamSource):
                 "so no median is known: expected 'mean' or 'fail'"
             )
         rows = self._memory.numbers[: self._memory.training]
-        return np.nanmedian(rows, axis=0).tolist()
+        with warnings.catch_warnings():
+            # Of a column without any number, which is 0 then, as its mean is.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return np.nan_to_num(np.nanmedian(rows, axis=0)).tolist()
 
     def in_memory(self) -> RowSource | None:
         """Returns the good rows as a source in memory; `None` if they did not fit."""
         memory, self._memory = self._memory, None
         if memory is None:
             return None
-        others = len(memory.targets) - memory.training
-        sizes = {"train": memory.training, "test": others}
+        sizes = {"train": memory.training, "test": len(memory.targets)}
+        if "train" in self._files:
+            sizes["test"] -= memory.training
         numbers = memory.numbers if self.image_fields else None
         x = categories.examples(numbers, memory.ids)
         rows = RowSource(
@@ -408,7 +428,7 @@ class TableSource(FileSource, StreamSource):
         self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
     ) -> tf.data.Dataset:
         """What `read` makes of each block: its place, its first number, its rows."""
-        paths = self.files(split)
+        paths = {*self.files(split)}
         chosen = [
             (
                 place,

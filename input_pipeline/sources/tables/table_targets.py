@@ -52,8 +52,9 @@ class Column:
             values: of the first rows; or the different ones of all rows.
             rows: how many these are; None of the first ones.
         """
-        read = [(value, _number(value)) for value in values]
-        numbers = {number for _, number in read if number is not None}
+        read = [(value, number_of(value)) for value in values]
+        # NaN alone makes no column one of numbers.
+        numbers = {number for _, number in read if number == number} - {None}
         # A number in bytes that are no text is said of its row.
         if not numbers and any("\ufffd" not in text for text in values):
             return cls(name, "text", rows=rows or 0)
@@ -77,7 +78,13 @@ class Column:
         )
 
 
-def _number(value: str | float) -> float | None:
+def number_of(value: str | float) -> float | None:
+    """Returns the number that a text or a number is; `None` if it is none.
+
+    Python's own reading of 1_000 as a number is nobody else's.
+    """
+    if isinstance(value, str) and "_" in value:
+        return None
     try:
         return float(value)
     except ValueError:

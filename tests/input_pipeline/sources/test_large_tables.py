@@ -8,8 +8,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from towers.input_pipeline import cached, make_dataset, open_source
-from towers.input_pipeline.sources.tables import csv_file, reading
+from towers.input_pipeline import (
+    cached,
+    make_dataset,
+    measure_scaling,
+    open_source,
+)
+from towers.input_pipeline.sources import memory
+from towers.input_pipeline.sources.tables import csv_file, reading, table_pass
 from towers.machine import limits
 
 
@@ -177,3 +183,74 @@ def test_hosts_keep_rows_together_or_not_at_all(spec, no_room, monkeypatch):
 
     kept = cached(source, room=lambda *_: (0.0, 0.0), agree=another_host_cannot)
     assert kept is source and asked == [True]
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_a_table_that_is_all_for_evaluation(tmp_path, monkeypatch, room):
+    if room is not None:
+        monkeypatch.setattr(limits, "free_memory", lambda: float(room))
+        monkeypatch.setattr(limits, "SMALL", room)
+    csv.write_csv(table(), tmp_path / "val.csv")
+    source = open_source(f"csv:{tmp_path}/val.csv")
+    kept = cached(source, room=lambda *_: (0.0, 0.0)) if room == 0 else cached(source)
+    assert source.splits == kept.splits == {"test": 500}
+    assert len(read(kept, "test", training=False)) == 500
+
+
+def test_too_many_texts_are_no_category_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_pass, "_MOST_TEXTS", 50)
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 400)
+    names = [f"name {k % 60}" for k in range(900)]
+    rows = "".join(f"{k},{name},{k % 2}\n" for k, name in enumerate(names))
+    (tmp_path / "a.csv").write_text(f"x,name,label\n{rows}")
+    spec = f"csv:{tmp_path}/a.csv"
+    source = open_source(spec)
+    assert not source.vocabularies and source.image_fields == ["x"]
+    asked = open_source(spec, feature_columns=["x", "name"])
+    assert len(asked.vocabularies["name"]) == 60
+
+
+def test_findings_that_are_damaged_change_nothing(spec, no_room, tmp_path, capsys):
+    known = tmp_path / "findings.npz"
+    first = open_source(spec, findings=str(known))
+    content = dict(np.load(known))
+    del content["target_0"]
+    np.savez(known, **content)
+    second = open_source(spec, findings=str(known))
+    assert "findings.npz cannot be read" in capsys.readouterr().err
+    np.testing.assert_array_equal(second.moments.count, first.moments.count)
+    known.write_bytes(b"")
+    assert not is_known(open_source(spec, findings=str(known)))
+
+
+@pytest.mark.parametrize("missing", ["mean", "median"])
+def test_a_column_without_any_number_is_left_out(tmp_path, missing):
+    columns = {"x": [1.0, 2.0] * 10, "none": [None] * 20, "label": [0, 1] * 10}
+    types = [("x", pa.float64()), ("none", pa.float64()), ("label", pa.int64())]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table(columns, schema=pa.schema(types)), path)
+    source = open_source(f"parquet:{path}", missing=missing)
+    assert source.image_fields == ["x"]
+    assert "Left out, because empty: 'none'." in source.notes
+    asked = open_source(
+        f"parquet:{path}", missing=missing, feature_columns=["x", "none"]
+    )
+    assert measure_scaling(asked).fill[1] == 0
+
+
+def test_arrays_of_users_are_copied():
+    x = memory.zeros((4096, 64), np.float64)
+    own = np.array(x)
+    tensors = [*map(memory.as_tensor, (x, own))]
+    x[0, 0] = own[0, 0] = 7
+    assert [float(tensor[0, 0]) for tensor in tensors] == [7, 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [(["1_0", "1_1"], ("1_0", "1_1")), (["yes", "no", "nan"], ("nan", "no", "yes"))],
+)
+def test_what_only_python_takes_for_a_number_is_a_name(tmp_path, labels, names):
+    rows = "".join(f"{k},{labels[k % len(labels)]}\n" for k in range(60))
+    (tmp_path / "a.csv").write_text(f"x,label\n{rows}")
+    assert open_source(f"csv:{tmp_path}/a.csv").class_names == names

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from towers import input_pipeline
+from towers.collectives.hosts import this_host
 from towers.input_pipeline.specs import takes
 from towers.program import voice
 from towers.program.commands import read_image_size
@@ -95,7 +96,9 @@ def _findings(settings: Settings, spec: str) -> dict[str, str]:
     if settings.text_column is not None or not takes(spec, "findings"):
         return {}
     name = "train" if spec == settings.dataset else "eval"
-    path = os.path.join(settings.absolute_model_dir, f"{name}-findings.npz")
+    # Hosts of one folder have a file each.
+    host = f"-{this_host().index}" if this_host().index else ""
+    path = os.path.join(settings.absolute_model_dir, f"{name}-findings{host}.npz")
     return {"findings": path}
 
 
