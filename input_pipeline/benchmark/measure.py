@@ -18,7 +18,6 @@ import tensorflow as tf
 from towers.input_pipeline.images import augment, recipes
 from towers.input_pipeline.images.decode import Tricks, is_jpeg
 from towers.input_pipeline.pipeline import Pipeline
-from towers.input_pipeline.sources.base import StreamSource
 
 _SECONDS = 2
 # Of what is read for a figure; this much is read before, in each round.
@@ -243,7 +242,7 @@ def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
         variants["cache off"] = changed(source=pipeline.source.origin)
     if pipeline.repeat:
         variants["epochs without a gap off"] = changed(repeat=False)
-    if pipeline.training and isinstance(pipeline.source, StreamSource):
+    if pipeline.training and pipeline.source.has_buffer:
         variants["shuffle off"] = changed(shuffle_mb=0)
     last = pipeline.stages()[-1][1]
     ahead = last.prefetch(tf.data.AUTOTUNE)

@@ -54,15 +54,19 @@ class KeptSource(IndexedSource):
         self.encoded = image_shape is None
         self.image_shape = tuple(image_shape or origin.image_shape)
         self._store = Store(origin, image_shape, sum(self.splits.values()))
-        # The numbers in the order of their rows, and sorted, with their rows.
-        every = np.concatenate([*numbers.values()])
-        self._numbers = constant(every)
-        self._sorted = {}
-        for split, of_split in numbers.items():
-            order = np.argsort(of_split)
-            rows = self._first(split) + order
-            self._sorted[split] = constant(of_split[order]), constant(rows)
+        self.has_buffer = origin.has_buffer
+        if not isinstance(origin, IndexedSource):
+            self._known = {
+                split: self._sort(split, numbers[split]) for split in numbers
+            }
+        else:
+            self._numbers = constant(np.concatenate([*numbers.values()]))
         self._lock = threading.Lock()
+
+    def _sort(self, split, numbers):
+        """Sorted numbers of a stream's records, and the row of each."""
+        order = np.argsort(numbers)
+        return constant(numbers[order]), constant(self._first(split) + order)
 
     @property
     def origin(self) -> Source:
@@ -114,7 +118,7 @@ class KeptSource(IndexedSource):
         return self._store.x(image)
 
     def fill(self, split: str) -> None:
-        """Reads all of a split that is not in memory yet.
+        """Reads all of a stream's split that is not in memory yet.
 
         Raises:
             tf.errors.OpError: a record is bad; see ``find_bad_record``.
@@ -159,7 +163,7 @@ class KeptSource(IndexedSource):
         """Of an origin's (numbers, records, ...), makes (rows, records, ...)."""
 
         def rows_of(numbers, records, *beside):
-            known, rows = map(tf.convert_to_tensor, self._sorted[split])
+            known, rows = map(tf.convert_to_tensor, self._known[split])
             places = tf.minimum(tf.searchsorted(known, numbers), known.shape[0] - 1)
             all_known = tf.reduce_all(tf.gather(known, places) == numbers)
             check = tf.debugging.Assert(all_known, [f"{ANOTHER_COUNT} others"])

@@ -4,7 +4,6 @@ import hashlib
 from typing import Any
 
 from towers.input_pipeline.pipeline import room
-from towers.input_pipeline.sources.base import StreamSource
 
 
 def order(pipeline: Any) -> dict[str, Any]:
@@ -12,9 +11,7 @@ def order(pipeline: Any) -> dict[str, Any]:
     source, split = pipeline.source, pipeline.split
     files = source.origin.files_digest(split)
     has_files = not files.startswith("0 ")
-    target = source.target
-    # Of what is kept of a stream, too: the first epoch reads it.
-    stream = isinstance(source.origin, StreamSource)
+    buffer_mb, target = room.shuffle_mb(pipeline.shuffle_mb), source.target
     return {
         "dataset": source.name.partition(":")[0] if has_files else source.name,
         "files": files,
@@ -27,7 +24,7 @@ def order(pipeline: Any) -> dict[str, Any]:
         "seed": pipeline.seed,
         "classes": target.names or target.size,
         "kept in memory": source.origin is not source,
-        "shuffle_mb": room.shuffle_mb(pipeline.shuffle_mb) if stream else None,
+        "shuffle_mb": buffer_mb if source.has_buffer else None,
         "grouped by length": pipeline.group_by_length or None,
     }
 

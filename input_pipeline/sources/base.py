@@ -95,6 +95,8 @@ class Source(abc.ABC):
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
         epochs_alone: epochs to read to their ends before the next one begins.
+        has_buffer: whether records are shuffled in a buffer, in the first epoch at
+            least.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Source(abc.ABC):
     bytes_per_token: Mapping[str, float] = {}
     has_padding: bool = False
     epochs_alone: int = 0
+    has_buffer: bool = False
     faults: Mapping[str, Sequence[Record]] | None = None
     good: Mapping[str, int] = {}
     moments: Moments | None = None
@@ -397,6 +400,7 @@ class StreamSource(Source):
     """
 
     why_whole: str
+    has_buffer = True
 
     def reads_whole(self, split: str) -> str:
         """Why all records are read, in a clause; empty if it has their ``places``."""

@@ -367,3 +367,19 @@ def test_numbers_of_files_of_records(begin, tmp_path, encode, example, write_tfr
     source = open_source(f"tfrecord:{tmp_path}/*", num_classes=1)
     read = [int(number) for number, _ in source.records("train")]
     assert source.numbers("train").tolist() == read
+
+
+@pytest.mark.parametrize(("write", "has_buffer"), [(_folder, False), (_records, True)])
+def test_the_buffer_of_a_stream_decides_its_first_epoch(
+    write, has_buffer, tmp_path, encode, example, write_tfrecord
+):
+    spec = write(
+        tmp_path=tmp_path,
+        encode=encode,
+        example=example,
+        write_tfrecord=write_tfrecord,
+    )
+    kept = _keep(_prepared(spec))
+    assert kept.has_buffer == has_buffer
+    order = Pipeline(kept, "train", batch_size=7, shuffle_mb=3).order
+    assert order["shuffle_mb"] == (3 if has_buffer else None)

@@ -4,7 +4,6 @@ import collections
 import os
 import unicodedata
 
-from towers.input_pipeline.sources.base import StreamSource
 from towers.program import words
 from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
@@ -138,7 +137,7 @@ def _idle_notes(job):
     idle = []
     if not settings.uses_data_dir:
         idle.append(("data_dir", "only digits and tfds: keep files there"))
-    if not isinstance(source, StreamSource):
+    if not source.has_buffer:
         idle.append(("shuffle_mb", "the records are shuffled completely"))
     if settings.bad_records != "skip":
         idle.append(("max_bad_records", "no bad record is skipped"))

@@ -17,7 +17,6 @@ from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline.room import shuffle_note
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
-from towers.input_pipeline.sources.base import StreamSource
 from towers.program.commands import read_randaugment
 from towers.train.parts import evaluated, own_data
 from towers.train.parts import facts as facts_parts
@@ -103,8 +102,8 @@ class Data:
         """Says what was decided about the data without being asked for."""
         several = this_host().count > 1
         reading = self.training.pipeline.reads_whole if several else ""
-        streams = isinstance(self.source, StreamSource)
-        buffer = shuffle_note(self.settings.shuffle_mb) if streams else ""
+        has_buffer = self.source.has_buffer
+        buffer = shuffle_note(self.settings.shuffle_mb) if has_buffer else ""
         notes = self.scaling_note, reading, buffer
         return [*self.source.notes, *filter(None, notes)]
 
