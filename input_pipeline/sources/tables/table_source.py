@@ -229,8 +229,9 @@ class TableSource(FileSource, StreamSource):
         ]
         if len(ids) == len(wanted.numbers) and not chosen:
             ids = []
-        filled = dict(zip(wanted.numbers, read.moments.count > 0, strict=True))
-        unused = {*ids, *(name for name in filled if not (filled[name] or asked))}
+        nothing = (read.moments.count == 0) & (read.moments.missing > 0)
+        empty = [*itertools.compress(wanted.numbers, nothing)]
+        unused = {*ids, *([] if asked else empty)}
         numbers = [name for name in wanted.numbers if name not in unused]
         self._wanted = dataclasses.replace(wanted, numbers=numbers, texts=chosen)
         every = columns.find_features(

@@ -102,7 +102,7 @@ def test_pictures_beside_numbers_are_left_out_with_what_to_do(tmp_path):
 def test_an_empty_column_is_offered_to_no_model(tmp_path):
     table = {"x": [1, 2] * 10, "label": [0, 1] * 10, "": [""] * 20}
     (note,) = open_source(_csv(tmp_path, table), eval_fraction=0).notes
-    assert note == "Left out, because empty: ''."
+    assert note == "Left out, because their first cells are empty: ''."
 
 
 def test_a_number_beyond_float32_is_a_bad_record_without_a_warning(tmp_path):
