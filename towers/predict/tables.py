@@ -48,16 +48,18 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
     _check_columns(table, known.columns, "which the model was trained on")
     _check_columns(table, kept, "which --keep_columns names")
     wanted = _wanted(table, known)
+    seen = {name: {*known.vocabularies[name], ""} for name in wanted.texts}
     first = 1
     for block, data in table.blocks():
         part = reading.read_part(table, block, data, wanted)
         columns = dict(zip(wanted.numbers, part.numbers.T, strict=True))
         unseen = {}
         for name, column in zip(wanted.texts, part.texts, strict=True):
-            texts = np.array([*column.dictionary.to_pylist(), ""], object)
-            columns[name] = texts[column.indices.to_numpy(zero_copy_only=False)]
-            seen = {*known.vocabularies[name], ""}
-            unseen[name] = sum(text not in seen for text in columns[name])
+            texts = np.array(column.dictionary.to_pylist(), object)
+            codes = column.indices.to_numpy(zero_copy_only=False)
+            columns[name] = texts[codes]
+            is_new = np.array([text not in seen[name] for text in texts], bool)
+            unseen[name] = int(is_new[codes].sum())
         of_block = dict.fromkeys(range(part.rows), part.fault) if part.fault else {}
         faults = {**_bad_ids(known, columns), **part.faults, **of_block}
         good = np.delete(np.arange(part.rows), [*faults])
@@ -130,8 +132,8 @@ def _kept(
     table: TableFile, block: Block, data: bytes, names: Sequence[str], good: np.ndarray
 ) -> dict[str, list[Any]]:
     """Cells of columns that are only copied."""
-    if not names:
-        return {}
+    if not names or not len(good):
+        return {name: [] for name in names}
     read = table.parse(block, data, {name: table.text_type(name) for name in names})
     row_of = {place: row for row, place in enumerate(read.places.tolist())}
     rows = [row_of[place] for place in good.tolist()]
