@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from towers.input_pipeline.sources.tables import reading, values
+from towers.input_pipeline.sources.tables import kinds, reading, values
 from towers.input_pipeline.sources.tables.blocks import Block, TableFile
 from towers.input_pipeline.sources.tables.opened import SUFFIXES, open_table, text_rows
 from towers.input_pipeline.sources.tables.reading import Wanted
@@ -96,18 +96,20 @@ def as_text(value: Any) -> str:
 
 
 def _wanted(table: TableFile, known: Preprocessing) -> Wanted:
-    """The columns to read; a number where training had one, whatever the first rows."""
+    """The columns to read, as training had them, whatever the first rows have."""
     import pyarrow as pa
 
     texts = [name for name in known.columns if known.is_text(name)]
     numbers = [name for name in known.columns if name not in texts]
-    types = {name: table.types[name] for name in known.columns}
-    for name in numbers:
-        if not values.is_number(types[name]):
-            types[name] = pa.float64()
-    for name in texts:
-        if not values.is_text(types[name]):
-            types[name] = pa.string()
+    types = {}
+    for name in known.columns:
+        if name in known.column_kinds:
+            types[name] = kinds.read_as(table, name, known.column_kinds[name])
+        elif name in numbers:
+            types[name] = kinds.read_as(table, name, *kinds.NUMBERS)
+        else:
+            is_text = values.is_text(table.types[name])
+            types[name] = table.types[name] if is_text else pa.string()
     fills = known.scaling is not None and bool(known.scaling.fill)
     return Wanted(numbers, texts, [], types, may_be_missing=fills)
 

@@ -58,9 +58,9 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
         )
     if {*names} != {*vocabularies}:
         raise ValueError(
-            f"{where} has the columns of categories {', '.join(names)}, but there are "
-            f"vocabularies of {', '.join(vocabularies)}: expected the same columns, so "
-            "choose them by --feature_columns (in Python, feature_columns)"
+            f"{where} has the columns of categories {', '.join(names) or 'none'}, but "
+            f"there are vocabularies of {', '.join(vocabularies)}: expected the same "
+            "columns, so choose them by --feature_columns (in Python, feature_columns)"
         )
 
 
