@@ -50,6 +50,7 @@ _OF_TABLES = (
     "num_classes",
     "class_names",
     "vocabularies",
+    "column_kinds",
     "eval_fraction",
     "skip_bad",
     "local_store",
@@ -140,6 +141,9 @@ class SourceOptions(TypedDict, total=False):
         vocabularies: texts of the columns of categories of ``parquet:``, ``csv:`` and
             ``tfds:``, by their names; the first one has id 1. None: those of the
             training data, sorted.
+        column_kinds: what stands in columns of ``parquet:`` and ``csv:``, by their
+            names: "number", "date", "truth" or "text", as the training data have it.
+            None: what the files have, or what their first rows look like.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
         tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,
@@ -173,6 +177,7 @@ class SourceOptions(TypedDict, total=False):
     sequence_length: int | None
     packing: bool | None
     vocabularies: Mapping[str, Sequence[str]] | None
+    column_kinds: Mapping[str, str] | None
     cache_dir: str | None
     train_split: str | None
     eval_split: str | None

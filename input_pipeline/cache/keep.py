@@ -204,6 +204,7 @@ def _with_names(kept: RowSource | KeptSource, source: Source) -> RowSource | Kep
     kept.notes = source.notes
     kept.image_fields, kept.label_field = source.image_fields, source.label_field
     kept.table_sizes, kept.vocabularies = source.table_sizes, source.vocabularies
+    kept.column_kinds = source.column_kinds
     kept.missing, kept.missing_columns = source.missing, source.missing_columns
     kept.moments = source.moments
     return kept

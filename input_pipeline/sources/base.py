@@ -78,6 +78,8 @@ class Source(abc.ABC):
             there are any, examples are dicts of columns.
         vocabularies: texts of such columns, where they are of text: the id of one is
             its place there, from 1, and 0 of any other.
+        column_kinds: what stands in the columns of a table, by their names: "number",
+            "date", "truth" or "text".
         passed_over: bad records that are left out, for each split; see ``without``.
         note: what else is to be known, a phrase; may be empty.
         notes: what was decided without being asked for, such as which records are held
@@ -114,6 +116,7 @@ class Source(abc.ABC):
     label_field: str = "label"
     table_sizes: Mapping[str, int] = {}
     vocabularies: Mapping[str, Sequence[str]] = {}
+    column_kinds: Mapping[str, str] = {}
     passed_over: Mapping[str, Sequence[Record]] = {}
     note: str = ""
     notes: Sequence[str] = ()

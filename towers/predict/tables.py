@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from towers.input_pipeline.sources.tables import reading, values
+from towers.input_pipeline.sources.tables import kinds, reading, values
 from towers.input_pipeline.sources.tables.blocks import Block, TableFile
 from towers.input_pipeline.sources.tables.opened import SUFFIXES, open_table, text_rows
 from towers.input_pipeline.sources.tables.reading import Wanted
@@ -48,16 +48,18 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
     _check_columns(table, known.columns, "which the model was trained on")
     _check_columns(table, kept, "which --keep_columns names")
     wanted = _wanted(table, known)
+    seen = {name: {*known.vocabularies[name], ""} for name in wanted.texts}
     first = 1
     for block, data in table.blocks():
         part = reading.read_part(table, block, data, wanted)
         columns = dict(zip(wanted.numbers, part.numbers.T, strict=True))
         unseen = {}
         for name, column in zip(wanted.texts, part.texts, strict=True):
-            texts = np.array([*column.dictionary.to_pylist(), ""], object)
-            columns[name] = texts[column.indices.to_numpy(zero_copy_only=False)]
-            seen = {*known.vocabularies[name], ""}
-            unseen[name] = sum(text not in seen for text in columns[name])
+            texts = np.array(column.dictionary.to_pylist(), object)
+            codes = column.indices.to_numpy(zero_copy_only=False)
+            columns[name] = texts[codes]
+            is_new = np.array([text not in seen[name] for text in texts], bool)
+            unseen[name] = int(is_new[codes].sum())
         of_block = dict.fromkeys(range(part.rows), part.fault) if part.fault else {}
         faults = {**_bad_ids(known, columns), **part.faults, **of_block}
         good = np.delete(np.arange(part.rows), [*faults])
@@ -94,18 +96,20 @@ def as_text(value: Any) -> str:
 
 
 def _wanted(table: TableFile, known: Preprocessing) -> Wanted:
-    """The columns to read; a number where training had one, whatever the first rows."""
+    """The columns to read, as training had them, whatever the first rows have."""
     import pyarrow as pa
 
     texts = [name for name in known.columns if known.is_text(name)]
     numbers = [name for name in known.columns if name not in texts]
-    types = {name: table.types[name] for name in known.columns}
-    for name in numbers:
-        if not values.is_number(types[name]):
-            types[name] = pa.float64()
-    for name in texts:
-        if not values.is_text(types[name]):
-            types[name] = pa.string()
+    types = {}
+    for name in known.columns:
+        if name in known.column_kinds:
+            types[name] = kinds.read_as(table, name, known.column_kinds[name])
+        elif name in numbers:
+            types[name] = kinds.read_as(table, name, *kinds.NUMBERS)
+        else:
+            is_text = values.is_text(table.types[name])
+            types[name] = table.types[name] if is_text else pa.string()
     fills = known.scaling is not None and bool(known.scaling.fill)
     return Wanted(numbers, texts, [], types, may_be_missing=fills)
 
@@ -130,8 +134,8 @@ def _kept(
     table: TableFile, block: Block, data: bytes, names: Sequence[str], good: np.ndarray
 ) -> dict[str, list[Any]]:
     """Cells of columns that are only copied."""
-    if not names:
-        return {}
+    if not names or not len(good):
+        return {name: [] for name in names}
     read = table.parse(block, data, {name: table.text_type(name) for name in names})
     row_of = {place: row for row, place in enumerate(read.places.tolist())}
     rows = [row_of[place] for place in good.tolist()]

@@ -76,8 +76,10 @@ class TableFile(Protocol):
         names: of the columns.
         types: of the columns by their names, as pyarrow has them.
         size: bytes of the file.
+        has_types: whether these are written in the file, and not guessed.
     """
 
+    has_types: bool
     path: str
     names: Sequence[str]
     types: Mapping[str, Any]

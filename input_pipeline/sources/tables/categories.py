@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.input_pipeline.sources.tables import columns
+from towers.input_pipeline.sources.tables import columns, values
 
 # What the columns of numbers are called, all together, beside categories.
 _NUMBERS = "dense"
-# What TensorFlow strips from texts.
-_SPACES = " \t\n\v\f\r"
 
 
 def read_vocabularies(
@@ -37,7 +35,7 @@ def read_vocabularies(
 
 def ordered(texts: Iterable[str]) -> tuple[str, ...]:
     """The vocabulary of texts: each once, sorted, without the empty one."""
-    return tuple(sorted({text.strip(_SPACES) for text in texts} - {""}))
+    return tuple(sorted({text.strip(values.SPACES) for text in texts} - {""}))
 
 
 def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None:
@@ -60,9 +58,9 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
         )
     if {*names} != {*vocabularies}:
         raise ValueError(
-            f"{where} has the columns of categories {', '.join(names)}, but there are "
-            f"vocabularies of {', '.join(vocabularies)}: expected the same columns, so "
-            "choose them by --feature_columns (in Python, feature_columns)"
+            f"{where} has the columns of categories {', '.join(names) or 'none'}, but "
+            f"there are vocabularies of {', '.join(vocabularies)}: expected the same "
+            "columns, so choose them by --feature_columns (in Python, feature_columns)"
         )
 
 

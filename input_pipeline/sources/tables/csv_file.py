@@ -78,6 +78,8 @@ class CSVFile:
         ValueError: the file has no header in UTF-8, or two columns of one name.
     """
 
+    has_types = False
+
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path, self._stored = path, stored
         head = self._head()

@@ -32,6 +32,6 @@ def open_parquet(
     image = image_column(pattern, image_key, feature_columns)
     if image is None:
         return ParquetSource(pattern, feature_columns=feature_columns, **options)
-    for name in ("vocabularies", "missing"):
+    for name in ("vocabularies", "column_kinds", "missing"):
         options.pop(name, None)
     return ParquetImages(pattern, image_key=image, **options)

@@ -22,6 +22,8 @@ class ParquetFile:
         ValueError: it is no whole Parquet file, or two columns have one name.
     """
 
+    has_types = True
+
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path = path
         self.groups = RowGroups([path], stored)

@@ -18,6 +18,7 @@ from towers.input_pipeline.sources.files.record import CHANGED, BadRecordError, 
 from towers.input_pipeline.sources.tables import (
     categories,
     columns,
+    kinds,
     reading,
     table_targets,
     values,
@@ -56,6 +57,7 @@ class TableSource(FileSource, StreamSource):
         class_names: see ``columns.order_classes``.
         num_classes: see ``FileSource``.
         vocabularies: see ``Source``; None for what the training data have.
+        column_kinds: see ``Source``; None for what each file's first rows have.
         missing: what stands for a number that is missing: the "mean" or "median" of its
             column; "fail" makes its row a bad record.
         findings: a file for what the pass finds where rows do not fit in memory, which
@@ -87,12 +89,13 @@ class TableSource(FileSource, StreamSource):
         class_names: Sequence[str] | None = None,
         num_classes: int | None = None,
         vocabularies: Mapping[str, Sequence[str]] | None = None,
+        column_kinds: Mapping[str, str] | None = None,
         missing: str = "mean",
         findings: str | None = None,
         **options: Any,
     ):
         super().__init__(pattern, num_classes, **options)
-        self.missing = missing
+        self.missing, self.column_kinds = missing, column_kinds or {}
         self._paths = self._all_files()
         self._stamps = [size_and_time(path) for path in self._paths]
         self._tables = [self._open(path) for path in self._paths]
@@ -137,7 +140,7 @@ class TableSource(FileSource, StreamSource):
             for name, texts in self.vocabularies.items()
         }
         self.reads = (self.label_field, *self._wanted.numbers, self._fraction, missing)
-        self.reads += (*self.vocabularies.items(),)
+        self.reads += (*self.vocabularies.items(), *self.column_kinds.items())
 
     def _open(self, path: str) -> TableFile:
         """Opens a file."""
@@ -161,13 +164,13 @@ class TableSource(FileSource, StreamSource):
         """Decides by types which columns are numbers, and which may be categories."""
         first, asked = self._tables[0], feature_columns is not None
         names = columns.find_features(first.path, first.names, labels, feature_columns)
-        types = {name: first.types[name] for name in names}
+        types = {name: self._type_of(name, asked) for name in names}
         types |= {name: self._type_of_label(first.types[name]) for name in labels}
         wrong = {
             name: kind
             for name, kind in types.items()
             if not (values.is_number(kind) or values.is_text(kind))
-            or (str(kind) == "null" and not asked)
+            or str(kind) == "null"
         }
         if bad := [name for name in (*labels, *names * asked) if name in wrong]:
             raise ValueError(
@@ -180,6 +183,13 @@ class TableSource(FileSource, StreamSource):
         texts = [name for name in names if name not in numbers]
         types = {name: types[name] for name in (*names, *labels)}
         return Wanted(numbers, texts, labels, types, self.missing != "fail")
+
+    def _type_of(self, name: str, asked: bool) -> Any:
+        """Returns the type as which a column to learn from is read."""
+        first, kind = self._tables[0], self.column_kinds.get(name)
+        if kind is None and str(first.types[name]) == "null" and asked:
+            kind = "number"
+        return kinds.read_as(first, name, kind) if kind else first.types[name]
 
     def _check_same_columns(self, wanted: Wanted) -> None:
         first, *others = self._tables
@@ -237,7 +247,7 @@ class TableSource(FileSource, StreamSource):
         every = columns.find_features(
             self._paths[0], self._tables[0].names, wanted.labels, None
         )
-        taken, types = [*numbers, *chosen], self._tables[0].types
+        taken, types = [*numbers, *chosen], self._tables[0].types | wanted.types
         used = {*taken}
         left_out = [] if asked else [name for name in every if name not in used]
         pictures = [
@@ -263,7 +273,8 @@ class TableSource(FileSource, StreamSource):
         self.missing_columns = tuple(name for name, count in missing if count)
         own = {name: categories.ordered(read.texts[name].texts) for name in chosen}
         self.vocabularies = own if vocabularies is None else dict(vocabularies)
-        if own:
+        self.column_kinds = {name: kinds.kind_of(wanted.types[name]) for name in taken}
+        if own or self.vocabularies:
             categories.check(self.name, own, self.vocabularies)
             self.table_sizes = categories.table_sizes(self.vocabularies)
 

@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute, types
 
+# What TensorFlow strips from texts, in training as in an exported graph.
+SPACES = " \t\n\v\f\r"
 # Microseconds of a day, in which dates are counted.
 _DAY_US = 86_400_000_000
 
@@ -57,7 +59,11 @@ def as_numbers(column: Any) -> np.ndarray:
         return np.full(len(column), np.nan)
     if is_date(kind):
         # Moments of a time zone are counted from the same moment.
-        moments = column.cast(pa.timestamp("us", getattr(kind, "tz", None)))
+        moments = pa.timestamp("us", getattr(kind, "tz", None))
+        # What pandas has counted in nanoseconds may lose a fraction.
+        moments = column.cast(
+            options=compute.CastOptions(moments, allow_time_truncate=True)
+        )
         return as_numbers(moments.cast(pa.int64())) / _DAY_US
     if types.is_temporal(kind):
         column = column.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
@@ -71,14 +77,14 @@ def as_numbers(column: Any) -> np.ndarray:
 def as_categories(column: Any) -> Any:
     """Encodes a column that `is_text` with a dictionary of its texts.
 
-    Spaces around a text do not count. Where nothing stands, the text is empty.
+    `SPACES` around a text do not count. Where nothing stands, the text is empty.
     """
     if types.is_dictionary(column.type):
         texts = column.dictionary.cast(pa.string())
         column = pa.DictionaryArray.from_arrays(column.indices, texts)
         column = column.cast(pa.string())
-    texts = compute.utf8_trim_whitespace(column.cast(pa.string()).fill_null(""))
-    return texts.dictionary_encode()
+    texts = column.cast(pa.string()).fill_null("")
+    return compute.ascii_trim(texts, characters=SPACES).dictionary_encode()
 
 
 def joined(parts: Sequence[Any]) -> tuple[np.ndarray, list[str]]:

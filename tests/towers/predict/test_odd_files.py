@@ -1,5 +1,6 @@
 """towers.predict and towers.export, where files and folders are not as expected."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ from pyarrow import parquet
 from tests.towers.predict.runs import finished, predicted
 from tests.towers.train.runs import heard
 from towers.export import saved_model
-from towers.input_pipeline import text
+from towers.input_pipeline import open_source, text
+from towers.input_pipeline.sources.tables import categories
 from towers.predict import __main__ as predict
 from towers.predict import arguments, inputs, output, sentences, tables
 from towers.predict.examples import as_tensors
@@ -63,6 +65,50 @@ def test_columns_of_one_name(tmp_path):
     parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"has two columns 'a': expected different"):
         next(tables.blocks(ROWS, str(tmp_path / "x.parquet")))
+
+
+def test_columns_are_kept_of_no_good_row(tmp_path):
+    (tmp_path / "x.csv").write_text('a,b,id\n"1,2,3\n')
+    (rows,) = tables.blocks(ROWS, str(tmp_path / "x.csv"), ["id"])
+    assert rows.kept == {"id": []} and "opens quotes" in rows.faults[1]
+    path = tmp_path / "x.parquet"
+    ids = [f"{'no' * 99}{k}" for k in range(3)]
+    parquet.write_table(pa.table({"a": [0.0, 1, 2], "b": [1, 2, 3], "id": ids}), path)
+    path.write_bytes(b"PAR1" + b"\xff" * 300 + path.read_bytes()[304:])
+    (rows,) = tables.blocks(ROWS, str(path), ["id"])
+    assert rows.kept == {"id": []} and "cannot be read" in rows.faults[3]
+    of_text = Preprocessing("text_classification", True, "tokens", (6,), None)
+    of_text = dataclasses.replace(of_text, features=("id",))
+    for _, fault, copied in tables.texts(of_text, str(path), ["a"]):
+        assert "cannot be read" in fault and copied == [""]
+
+
+def test_spaces_around_a_text_are_those_that_tensorflow_strips(tmp_path):
+    texts = ["Paris\u00a0", "\u3000Paris", " Paris\t", "Rome"]
+    path = tmp_path / "x.parquet"
+    table = pa.table({"city": texts * 9, "label": [0, 1, 0, 1] * 9})
+    parquet.write_table(table, path)
+    source = open_source(f"parquet:{path}", feature_columns=["city"], eval_fraction=0)
+    (vocabulary,) = source.vocabularies.values()
+    assert vocabulary == ("Paris", "Paris\u00a0", "Rome", "\u3000Paris")
+    served = categories.finders(source.vocabularies)["city"](tf.constant(texts))
+    x, _ = source.in_memory().parse(tf.range(4))
+    np.testing.assert_array_equal(served, x["city"])
+    known = Preprocessing(
+        *("classification", True, "columns", (0,)),
+        tables=source.table_sizes,
+        vocabularies=source.vocabularies | {"city": ("Paris",)},
+    )
+    (rows,) = tables.blocks(known, str(path))
+    assert [*rows.columns["city"][:4]] == [text.strip(" \t") for text in texts]
+    assert rows.unseen == {"city": 27}
+
+
+def test_fractions_of_a_microsecond_are_cut_off(tmp_path):
+    moments = np.array(["1970-01-02T00:00:00.000000123"], "datetime64[ns]")
+    parquet.write_table(pa.table({"a": moments, "b": [1]}), tmp_path / "x.parquet")
+    (rows,) = tables.blocks(ROWS, str(tmp_path / "x.parquet"))
+    assert rows.columns["a"] == [1.0]
 
 
 def of_texts(task, tokenizer, features=("t",)):

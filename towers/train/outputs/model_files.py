@@ -81,6 +81,7 @@ def _preprocessing(job):
         outputs=facts.target.names if numbers else None,
         scaling=data.scaling,
         vocabularies=dict(data.vocabularies),
+        column_kinds=dict(data.source.column_kinds) if named else {},
     )
 
 

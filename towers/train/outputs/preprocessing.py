@@ -41,6 +41,8 @@ class Preprocessing:
         scaling: What is done to them; `None` for nothing.
         vocabularies: Texts of the columns of categories, by their names: what the model
             gets is the place there, from 1, and 0 for any other.
+        column_kinds: What stood in the columns of a table, by their names; see
+            ``Source``. Of runs of before, nothing.
     """
 
     task: str | None
@@ -59,6 +61,7 @@ class Preprocessing:
     outputs: tuple[str, ...] | None = None
     scaling: input_pipeline.Scaling | None = None
     vocabularies: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    column_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def known_task(self) -> Task | None:

@@ -48,7 +48,7 @@ def open_source(
     """
     options = {name: getattr(settings, name) for name in DATA_FLAGS}
     options["num_classes"] = num_classes
-    options["vocabularies"] = scale.read_vocabularies(settings)
+    options["vocabularies"], options["column_kinds"] = scale.read_columns(settings)
     options["target"] = settings.task and TASKS[settings.task].kind
     if like is not None:
         target = like.target
@@ -63,6 +63,7 @@ def open_source(
         if columns and named:
             options["feature_columns"] = [*like.image_fields, *like.vocabularies]
             options["vocabularies"] = like.vocabularies or None
+            options["column_kinds"] = like.column_kinds or None
     if spec != settings.dataset:
         # All of it is for evaluation.
         options |= {"train_split": None, "eval_fraction": 0}

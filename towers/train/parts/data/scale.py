@@ -58,7 +58,7 @@ def shape(settings: Settings, source: input_pipeline.Source) -> tuple[int | None
         return source.image_shape
     marked = source.missing_columns
     if _goes_on(settings):
-        before, _ = _read(settings.absolute_model_dir)
+        before, *_ = _read(settings.absolute_model_dir)
         marked = before.marked if before else ()
     return (source.image_shape[0] + len(marked),)
 
@@ -107,7 +107,7 @@ def _of_missing(source):
 
 def _as_before(settings, source):
     """The scaling of a run that goes on, or is evaluated."""
-    scaling, _ = _read(settings.absolute_model_dir)
+    scaling, *_ = _read(settings.absolute_model_dir)
     standard = scaling and (any(scaling.mean) or {*scaling.std} != {1.0})
     before = "standard" if standard else "none"
     if settings.scale not in (None, before):
@@ -130,12 +130,14 @@ def _text(end):
     return f"Each column is scaled to mean 0 and standard deviation 1{end}"
 
 
-def read_vocabularies(settings: Settings) -> dict[str, list[str]] | None:
-    """Reads the ids that a run has given to texts; `None` if it begins now."""
+def read_columns(
+    settings: Settings,
+) -> tuple[dict[str, list[str]] | None, dict[str, str] | None]:
+    """Reads the texts and the kinds of a run's columns; `None` if it begins now."""
     if not _goes_on(settings):
-        return None
-    _, vocabularies = _read(settings.absolute_model_dir)
-    return vocabularies or None
+        return None, None
+    _, vocabularies, kinds = _read(settings.absolute_model_dir)
+    return vocabularies or None, kinds or None
 
 
 def _goes_on(settings):
@@ -145,11 +147,11 @@ def _goes_on(settings):
 
 
 def _read(model_dir):
-    """The scaling of a run, `None` if it has none, and its vocabularies."""
+    """The scaling of a run if it has one, and its columns' vocabularies and kinds."""
     try:
         return recorded.read(model_dir, _parse)
     except FileNotFoundError:
-        return None, None  # a run of before
+        return None, None, None  # a run of before
     except recorded.FAULTS as error:
         path = os.path.join(model_dir, PREPROCESSING)
         raise ValueError(
@@ -160,4 +162,5 @@ def _read(model_dir):
 
 def _parse(found):
     scaling = found.get("scaling")
-    return scaling and Scaling.from_json(scaling), found.get("vocabularies")
+    scaling = scaling and Scaling.from_json(scaling)
+    return scaling, found.get("vocabularies"), found.get("column_kinds")
