@@ -1,5 +1,6 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
+import collections
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -67,7 +68,8 @@ def check_different(where: str, columns: Sequence[str]) -> None:
     Raises:
         ValueError: two have the same.
     """
-    if twice := [name for k, name in enumerate(columns) if name in columns[:k]]:
+    counts = collections.Counter(columns)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             f"{where} has two columns {twice[0]!r}: expected different names, so "
             "rename one"

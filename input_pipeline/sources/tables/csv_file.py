@@ -18,7 +18,6 @@ from pyarrow import csv as arrow_csv
 from pyarrow import types
 
 from towers.input_pipeline.local_store.store import StoredFiles
-from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
@@ -27,8 +26,10 @@ from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
-# Bytes that tell separators and types.
+# Bytes that tell separators and types, if they have rows enough.
 _HEAD_BYTES = 2**18
+# Bytes of a row, at most.
+_LONGEST_ROW = 2**26
 _SEPARATORS = ",;\t|"
 _CODECS = {
     b"\x1f\x8b": "gzip",
@@ -44,6 +45,9 @@ _DATE = re.compile(r"\s*\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?Z?)?\s*
 # Of pyarrow, which strips no spaces off these; cell by cell, it takes 30 times as long.
 _MISSING_CELLS = [f"{space}{cell}" for cell in MISSING for space in ("", " ", "  ")]
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+
+# Of the whole process, as Python has it: several threads read at the same time.
+csv.field_size_limit(sys.maxsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +84,19 @@ class CSVFile:
 
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path, self._stored = path, stored
-        head = self._head()
-        text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+        for head, is_cut in self._heads():
+            text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+            separator = _separator(path, text)
+            rows = _rows(text, separator, is_cut)
+            if len(rows) > columns.SAMPLE:
+                break
+        if is_cut and not rows:
+            raise ValueError(
+                f"line 1 of {path} does not end within {words.size(_LONGEST_ROW)}: "
+                "expected a header, so look for quotes that do not end"
+            )
         # Some spreadsheets end lines by a carriage return alone.
         self._newline = b"\r" if "\n" not in text and "\r" in text else b"\n"
-        separator = _separator(path, text)
-        rows = _rows(path, text, separator)
         self.names = _header(path, text, rows)
         self._samples = [row for row in rows[1:] if len(row) == len(self.names)]
         begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
@@ -217,18 +228,17 @@ class CSVFile:
         return Columns(block, read, rows + len(short), sorted(short), faults)
 
     def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
-        """Finds the first lines of some rows of a block, counted from 1 in the file."""
+        """Finds the first lines of some rows of a block, counted from 0 in the file."""
         text = data.decode(errors="replace")
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=self._separator)
         wanted, lines, row = {*rows}, {}, 0
-        with _any_length():
-            begin = 0
-            for fields in reader:
-                if len(fields) > 1 or "".join(fields).strip():
-                    if row in wanted:
-                        lines[row] = block.line + begin
-                    row += 1
-                begin = reader.line_num
+        begin = 0
+        for fields in reader:
+            if len(fields) > 1 or "".join(fields).strip():
+                if row in wanted:
+                    lines[row] = block.line + begin
+                row += 1
+            begin = reader.line_num
         return lines
 
     @property
@@ -292,13 +302,16 @@ class CSVFile:
             begin = file.read(4)
         return next((c for mark, c in _CODECS.items() if begin.startswith(mark)), None)
 
-    def _head(self) -> bytes:
-        try:
-            with self._opened() as file:
-                return file.read(_HEAD_BYTES)
-        except tf.errors.OpError as error:
-            reason = fault_of(error).removeprefix(f"{self.path}; ")
-            raise BadRecordError(f"{self.path} cannot be read: {reason}") from error
+    def _heads(self) -> Iterator[tuple[bytes, bool]]:
+        """Yields the beginning of the file, longer each time, and whether it is cut."""
+        with self._opened() as file:
+            head = file.read(_HEAD_BYTES)
+            while more := file.read(len(head)):
+                yield head, True
+                if len(head) >= _LONGEST_ROW:
+                    return
+                head += more
+            yield head, False
 
     def _end_of_header(self, data: bytes) -> int:
         """Returns where the first row ends; 0 if it does not."""
@@ -374,27 +387,18 @@ def _separator(path: str, text: str) -> str:
     return max(by_name + _SEPARATORS, key=header.count)
 
 
-@contextlib.contextmanager
-def _any_length():
-    """Inside, fields may be longer than Python's module expects."""
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
-
-
-def _rows(path: str, text: str, separator: str) -> list[list[str]]:
+def _rows(text: str, separator: str, is_cut: bool) -> list[list[str]]:
     """Returns the first rows with their header, without one that the head cuts off."""
     rows = []
-    with _any_length():
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-        for row in reader:
-            if row or not rows:
-                rows.append(row)
-            if len(rows) > columns.SAMPLE:
-                return rows
-    return rows[:-1] if len(text) >= _HEAD_BYTES and len(rows) > 1 else rows
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    for row in reader:
+        if row or not rows:
+            rows.append(row)
+        if len(rows) > columns.SAMPLE + 1:
+            break
+    else:
+        rows = rows[:-1] if is_cut else rows
+    return rows[: columns.SAMPLE + 1]
 
 
 def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:

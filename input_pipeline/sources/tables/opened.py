@@ -56,7 +56,7 @@ def text_rows(table: TableFile, names: Sequence[str]) -> Iterator[TextRow]:
         for row in range(read.rows):
             place = f"line {lines[row] + 1}" if row in lines else f"row {first + row}"
             if row in left_out:
-                yield TextRow(place, (), read.faults[row])
+                yield TextRow(place, (), read.faults.get(row, read.fault))
                 continue
             values = [cells[name][column] for name in names]
             column += 1

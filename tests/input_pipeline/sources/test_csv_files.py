@@ -5,15 +5,18 @@ import csv
 import gzip
 import io
 import random
+import sys
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from towers.input_pipeline import make_dataset, measure_scaling, open_source
 from towers.input_pipeline.sources.tables import csv_file
+from towers.input_pipeline.sources.tables.columns import SAMPLE
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
-from towers.input_pipeline.sources.tables.opened import text_rows
+from towers.input_pipeline.sources.tables.opened import open_table, text_rows
 
 
 def _rows(path, names=None):
@@ -144,3 +147,58 @@ def test_missing_numbers_are_filled_and_marked(tmp_path, missing):
 def test_missing_numbers_may_be_bad_records(tmp_path):
     with pytest.raises(ValueError, match=r"line 2: nothing in the column 'age': write"):
         _mixed(tmp_path, missing="fail")
+
+
+def test_long_fields_are_read_whatever_other_threads_do(tmp_path):
+    (tmp_path / "a.csv").write_text(f"a,b\n{'x' * 200_000},1\n")
+    _rows(tmp_path / "a.csv")
+    assert csv.field_size_limit() == sys.maxsize
+
+
+def _wide(cells):
+    return ",".join(cells) + "\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _wide(f"column_{k:07}" for k in range(20_000)) + _wide(["1.5"] * 20_000) * 3,
+        _wide("abcdefgh") + _wide(["1." + "5" * 2**16] * 8) * 3,
+        _wide("abé") + _wide(["1", "2", "é" * 2**17]) * 3,
+    ],
+    ids=["header", "rows", "signs of two bytes"],
+)
+def test_rows_of_any_length_tell_the_types(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert table.names == text.partition("\n")[0].split(",")
+    assert [*table.types.values()][:2] == [pa.float64()] * 2
+    assert pa.null() not in table.types.values()
+    for row in text_rows(table, table.names[:1]):
+        assert not row.fault
+
+
+def test_the_last_of_the_first_rows_is_not_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_HEAD_BYTES", 2 * (SAMPLE + 1) + 2)
+    (tmp_path / "a.csv").write_text("a\n" + "1\n" * (SAMPLE - 1) + "12345,6\n" * 9)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert len(table._samples) == SAMPLE - 1
+
+
+def test_a_header_that_does_not_end_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_HEAD_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text('a,"b\n' + "1,2\n" * 99)
+    with pytest.raises(ValueError, match=r"line 1 of .* does not end within 64 bytes"):
+        CSVFile(str(tmp_path / "a.csv"))
+
+
+def test_a_row_group_that_cannot_be_read_is_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"a": ["x" * 99] * 9}), path, compression="gzip")
+    data = bytearray(path.read_bytes())
+    data[20:60] = b"\0" * 40
+    path.write_bytes(data)
+    rows = [*text_rows(open_table(str(path)), ["a"])]
+    assert len(rows) == 9
+    assert all(row.fault.startswith("cannot be read: ") for row in rows)
