@@ -8,6 +8,7 @@ import functools
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -18,6 +19,11 @@ from pyarrow import csv as arrow_csv
 from pyarrow import types
 
 from towers.input_pipeline.local_store.store import StoredFiles
+from towers.input_pipeline.sources.files.record import (
+    CHANGED,
+    BadRecordError,
+    fault_of,
+)
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
@@ -30,6 +36,10 @@ _BLOCK_BYTES = 2**22
 _HEAD_BYTES = 2**18
 # Bytes of a row, at most.
 _LONGEST_ROW = 2**26
+# Bytes that are skipped in a compressed file before a line says that this is slow.
+_LONG_TO_UNPACK = 2**26
+# Compressed files that stay open.
+_MOST_OPEN = 8
 _SEPARATORS = ",;\t|"
 _CODECS = {
     b"\x1f\x8b": "gzip",
@@ -84,6 +94,7 @@ class CSVFile:
 
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path, self._stored = path, stored
+        self._lock = threading.Lock()
         for head, is_cut in self._heads():
             text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
             separator = _separator(path, text)
@@ -139,11 +150,15 @@ class CSVFile:
                 rest += piece
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
-                # Rows of nothing wait for rows behind them.
-                if end := self._end_of_filled(rest[:end]):
+                is_long = len(rest) >= _LONGEST_ROW
+                # Rows of nothing wait for rows behind them, unless there are too many.
+                if end := self._end_of_filled(rest[:end]) or end * is_long:
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(self._newline)
                     rest = rest[end:]
+                elif is_long:
+                    yield Block(self.path, at, len(rest), line, False), rest
+                    return
             end, is_open = self._end_of_rows(rest)
             if not is_open:
                 end = self._end_of_filled(rest)
@@ -190,15 +205,39 @@ class CSVFile:
         return block.size if self.dialect.codec is None else 0
 
     def load(self, block: Block) -> bytes:
-        """Reads the bytes of a block; of a compressed file, all before them as well."""
-        with self._opened() as file:
-            if self.dialect.codec is None:
+        """Reads the bytes of a block.
+
+        A compressed file is read from where the last block ended, or all before them.
+
+        Raises:
+            BadRecordError: the file cannot be read, or is shorter than it was.
+        """
+        if self.dialect.codec is None:
+            with self._opened() as file:
                 file.seek(block.begin)
-            else:
-                left = block.begin
-                while left:
-                    left -= len(file.read(min(left, _BLOCK_BYTES)))
-            return file.read(block.size)
+                data = file.read(block.size)
+        else:
+            with self._lock, self._reading():
+                data = self._unpack(block)
+        if len(data) < block.size:
+            raise BadRecordError(f"{self.path} {CHANGED}")
+        return data
+
+    def _unpack(self, block: Block) -> bytes:
+        at, file = _UNPACKING.pop(self, (0, None))
+        if file is None or at > block.begin:
+            at, file = 0, self._open()
+        if block.begin - at > _LONG_TO_UNPACK:
+            _say_slow()
+        while piece := file.read(min(block.begin - at, _BLOCK_BYTES)):
+            at += len(piece)
+        data = file.read(block.size)
+        _UNPACKING[self] = at + len(data), file
+        # Only as many files stay open. One that is dropped is closed.
+        with _UNPACKING_LOCK:
+            if len(_UNPACKING) > _MOST_OPEN:
+                _UNPACKING.pop(next(iter(_UNPACKING)))
+        return data
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
         """Makes columns of the bytes of a block.
@@ -212,7 +251,10 @@ class CSVFile:
             The columns. Rows of another length and cells of another type are faults.
         """
         if not block.is_whole:
-            fault = "opens quotes that do not end, so nothing behind it can be read"
+            fault = "opens quotes that do not end"
+            if len(data) >= _LONGEST_ROW:
+                fault = f"does not end within {words.size(_LONGEST_ROW)}"
+            fault += ", so nothing behind it can be read"
             return Columns(block, {}, 1, [0], {0: fault})
         short, read = self._parsed(data, types)
         faults = {row: self._length_fault(count) for row, count in short.items()}
@@ -287,7 +329,23 @@ class CSVFile:
         counted = words.count(count, "field")
         return f"has {counted}, expected {len(self.names)} as the header"
 
-    def _opened(self) -> BinaryIO:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        with self._reading(), self._open() as file:
+            yield file
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Makes one sentence of what goes wrong inside."""
+        try:
+            yield
+        except (tf.errors.OpError, OSError, pa.ArrowException) as error:
+            is_of_tensorflow = isinstance(error, tf.errors.OpError)
+            reason = fault_of(error) if is_of_tensorflow else str(error)
+            reason = reason.removeprefix(f"{self.path}; ")
+            raise BadRecordError(f"{self.path} cannot be read: {reason}") from error
+
+    def _open(self) -> BinaryIO:
         if self._stored is None:
             file = tf.io.gfile.GFile(self.path, "rb")
         else:
@@ -366,6 +424,20 @@ class _Closable(io.RawIOBase):
     def close(self):
         self._file.close()
         super().close()
+
+
+# How far compressed files are unpacked, and what goes on there; the latest is last.
+_UNPACKING: dict[CSVFile, tuple[int, BinaryIO]] = {}
+_UNPACKING_LOCK = threading.Lock()
+
+
+@functools.cache
+def _say_slow() -> None:
+    say(
+        "Blocks of compressed CSV files are read out of order, and all before them are "
+        "unpacked each time, which is slow: unpack the files, or convert them to "
+        "Parquet."
+    )
 
 
 def _decoded(path: str, head: bytes) -> str:

@@ -1,6 +1,7 @@
 """CSV files as people have them: separators, quotes, compression, what is missing."""
 
 import bz2
+import concurrent.futures
 import csv
 import gzip
 import io
@@ -13,6 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from towers.input_pipeline import make_dataset, measure_scaling, open_source
+from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.tables import csv_file
 from towers.input_pipeline.sources.tables.columns import SAMPLE
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
@@ -202,3 +204,103 @@ def test_a_row_group_that_cannot_be_read_is_no_text(tmp_path):
     rows = [*text_rows(open_table(str(path)), ["a"])]
     assert len(rows) == 9
     assert all(row.fault.startswith("cannot be read: ") for row in rows)
+
+
+@pytest.mark.parametrize("row", ['"' + "x,1\n" * 99, "x" * 500], ids=["quotes", "line"])
+def test_a_row_that_is_too_long_ends_the_reading(tmp_path, monkeypatch, row):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n" + row)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert sum(len(data) for _, data in table.blocks()) < 100
+    fault = "does not end within 64 bytes, so nothing behind it can be read"
+    assert _rows(tmp_path / "a.csv") == [("line 2", "1", "2"), ("line 3", fault)]
+
+
+def test_rows_of_nothing_do_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n" + ",\n" * 99 + "3,4\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    blocks = [data for _, data in table.blocks()]
+    assert max(map(len, blocks)) <= 80
+    assert b"".join(blocks) == b"1,2\n" + b",\n" * 99 + b"3,4\n"
+
+
+class _Counted(io.BytesIO):
+    """Counts what is read."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        _Counted.count += len(data)
+        return data
+
+
+def _packed(folder, monkeypatch, rows=200):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 64)
+    text = "a,label\n" + "".join(f"{k:06},{k % 2}\n" for k in range(rows))
+    (folder / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    return CSVFile(str(folder / "a.csv.gz")), text.encode()
+
+
+def test_blocks_of_a_compressed_file_are_unpacked_once(tmp_path, monkeypatch):
+    table, text = _packed(tmp_path, monkeypatch)
+    blocks = [block for block, _ in table.blocks()]
+    assert len(blocks) > 20
+    monkeypatch.setattr(table, "_open", lambda: _Counted(text))
+    _Counted.count = 0
+    for block in blocks:
+        assert table.load(block) == text[block.begin :][: block.size]
+    assert _Counted.count == len(text)
+
+
+def test_blocks_of_a_compressed_file_are_read_in_any_order(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(csv_file, "_LONG_TO_UNPACK", 100)
+    csv_file._say_slow.cache_clear()
+    caplog.set_level("INFO")
+    table, text = _packed(tmp_path, monkeypatch)
+    blocks = [block for block, _ in table.blocks()] * 3
+    random.Random(0).shuffle(blocks)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for block, data in zip(blocks, pool.map(table.load, blocks), strict=True):
+            assert data == text[block.begin :][: block.size]
+    (line,) = [line for line in caplog.messages if "out of order" in line]
+    assert line.endswith("unpack the files, or convert them to Parquet.")
+
+
+def test_few_compressed_files_stay_open(tmp_path, monkeypatch):
+    for place in range(20):
+        (tmp_path / str(place)).mkdir()
+        table, _ = _packed(tmp_path / str(place), monkeypatch)
+        table.load(next(table.blocks())[0])
+    assert len(csv_file._UNPACKING) == csv_file._MOST_OPEN
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_file_that_is_shorter_than_it_was_has_changed(tmp_path, pack):
+    path, text = tmp_path / "a.csv", b"a,label\n" + b"1,2\n" * 9
+    path.write_bytes(pack(text))
+    table = CSVFile(str(path))
+    ((block, _),) = table.blocks()
+    path.write_bytes(pack(text[:12]))
+    with pytest.raises(BadRecordError, match=r"a\.csv has changed since"):
+        table.load(block)
+    path.write_bytes(pack(text[:4]))
+    with pytest.raises(BadRecordError, match=r"a\.csv (has changed|cannot be read)"):
+        table.load(block)
+
+
+@pytest.mark.parametrize("size", [100, 2**19], ids=["head", "rows"])
+def test_a_compressed_file_that_is_cut_is_one_sentence(tmp_path, size):
+    draw = random.Random(0)
+    text = "a,label\n" + "".join(f"{draw.random()},{k % 2}\n" for k in range(60_000))
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(text.encode(), 1)[:size])
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: \w"):
+        open_source(f"csv:{path}")
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: \w"):
+        _rows(path, ["a"])
