@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import random
+import re
 import sys
 
 import numpy as np
@@ -304,3 +305,96 @@ def test_a_compressed_file_that_is_cut_is_one_sentence(tmp_path, size):
         open_source(f"csv:{path}")
     with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: \w"):
         _rows(path, ["a"])
+
+
+_NUMBERS = [
+    "1",
+    " +1.5 ",
+    "-.5",
+    "1.",
+    "1e5",
+    "2E-3",
+    "inf",
+    "-Infinity",
+    "+INF",
+    "NA ",
+]
+_DATES = ["2024-02-29", "2024-01-01T10:00", "2024-01-01 10:00:01.25 ", "n/a"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "expected"),
+    [
+        (pa.float64(), _NUMBERS, ["abc", "1_0", "0x1", "1,5", "--1"], "a number"),
+        (
+            pa.timestamp("us"),
+            [*_DATES, "2024-01-01T10:00Z"],
+            ["2023-02-29", "0000-00-00", "2024-01-01 25:00", "abc"],
+            "a date such as 2024-05-31",
+        ),
+        (
+            pa.timestamp("us", "UTC"),
+            _DATES,
+            ["2024-13-01"],
+            "a date such as 2024-05-31",
+        ),
+        (pa.bool_(), ["true", " False", "TRUE", "?"], ["1", "yes"], "true or false"),
+        (pa.null(), ["", " NA"], ["5"], "nothing, as in the first rows"),
+    ],
+    ids=str,
+)
+def test_only_bad_cells_of_a_block_are_faults(tmp_path, kind, good, bad, expected):
+    cells = [cell for k, cell in enumerate(good) for cell in (cell, *bad[k : k + 1])]
+    cells += bad[len(good) :]
+    # A row of another length stands first: rows are counted with it.
+    text = "a;b\n1\n" + "".join(f"{cell};1\n" for cell in cells)
+    (tmp_path / "a.csv").write_text(text)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": kind, "b": pa.float64()})
+    assert read.faults == {0: "has 1 field, expected 2 as the header"} | {
+        row: f"a is {cell!r}, expected {expected}"
+        for row, cell in enumerate(cells, 1)
+        if cell in bad
+    }
+    assert read.values["b"].to_pylist() == [1] * len(cells)
+    missing = {place for place, cell in enumerate(cells) if cell in ("NA ", "n/a", "?")}
+    missing |= {place for place, cell in enumerate(cells) if cell in bad}
+    if kind != pa.null():
+        nulls = read.values["a"].is_null().to_numpy(zero_copy_only=False)
+        assert {*np.flatnonzero(nulls)} == missing
+
+
+def test_numbers_beside_a_bad_cell_are_what_python_reads(tmp_path):
+    (tmp_path / "a.csv").write_text("a\nabc\n" + "\n".join(_NUMBERS[:-1]) + "\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": pa.float64()})
+    assert read.values["a"].to_pylist()[1:] == [*map(float, _NUMBERS[:-1])]
+
+
+def test_one_bad_cell_makes_no_column_python(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("a,b\n" + "1.5,2\n" * 5000 + "abc,2\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    compiled, compile_pattern = [], re.compile
+    types = table.types
+    monkeypatch.setattr(
+        re, "compile", lambda *a: compiled.append(a) or compile_pattern(*a)
+    )
+    ((block, data),) = table.blocks()
+    compiled.clear()
+    read = table.parse(block, data, types)
+    assert len(compiled) < 10
+    assert read.faults == {5000: "a is 'abc', expected a number"}
+
+
+def test_cells_that_are_not_utf8_are_faults_of_their_rows(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"a,b\n1,x\n2,\xe9\n\xff,y\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": pa.float64(), "b": pa.string()})
+    assert read.faults == {
+        1: "b is '\ufffd', expected text in UTF-8",
+        2: "a is '\ufffd', expected a number in UTF-8",
+    }
+    assert read.values["b"].to_pylist() == ["x", None, "y"]
