@@ -54,7 +54,7 @@ ALLOWED = {
     "input_pipeline/local_store/packs.py": "a pack has checksums, and may be lost",
     "input_pipeline/sources/texts/tokens.py": _WHOLE,
     "input_pipeline/sources/tables/table_pass.py": _OPENED,
-    "input_pipeline/sources/array_files/numpy_files.py": "a user's file, mapped to read",
+    "input_pipeline/sources/array_files/numpy_files.py": "maps a file to read",
 }
 
 

@@ -1,8 +1,8 @@
 """Columns of a table: which hold the numbers, and which the labels."""
 
+import collections
 import difflib
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -68,8 +68,8 @@ def check_different(where: str, columns: Sequence[str]) -> None:
     Raises:
         ValueError: two have the same.
     """
-    twice = [name for name, count in Counter(columns).items() if count > 1]
-    if twice:
+    counts = collections.Counter(columns)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             f"{where} has two columns {twice[0]!r}: expected different names, so "
             "rename one"

@@ -8,17 +8,22 @@ import functools
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from pyarrow import compute, types
 from pyarrow import csv as arrow_csv
-from pyarrow import types
 
 from towers.input_pipeline.local_store.store import StoredFiles
-from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
+from towers.input_pipeline.sources.files.record import (
+    CHANGED,
+    BadRecordError,
+    fault_of,
+)
 from towers.input_pipeline.sources.files.stored import StoredFile
 from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.blocks import MISSING, Block, Columns
@@ -27,8 +32,14 @@ from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
-# Bytes that tell separators and types.
+# Bytes that tell separators and types, if they have rows enough.
 _HEAD_BYTES = 2**18
+# Bytes of a row, at most.
+_LONGEST_ROW = 2**26
+# Bytes that are skipped in a compressed file before a line says that this is slow.
+_LONG_TO_UNPACK = 2**26
+# Compressed files that stay open.
+_MOST_OPEN = 8
 _SEPARATORS = ",;\t|"
 _CODECS = {
     b"\x1f\x8b": "gzip",
@@ -37,13 +48,17 @@ _CODECS = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 # As people write numbers, with a decimal comma where the separator is none.
-_NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*|\s*[+-]?(inf|infinity)\s*"
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|infinity)"
 _WITH_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*")
 _WITH_POINT = re.compile(r"\s*[+-]?\d*\.\d+\s*")
-_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?Z?)?\s*")
+_TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?Z?"
+_DATE = rf"\d{{4}}-\d\d-\d\d([T ]{_TIME})?"
 # Of pyarrow, which strips no spaces off these; cell by cell, it takes 30 times as long.
 _MISSING_CELLS = [f"{space}{cell}" for cell in MISSING for space in ("", " ", "  ")]
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+
+# Of the whole process, as Python has it: several threads read at the same time.
+csv.field_size_limit(sys.maxsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +97,20 @@ class CSVFile:
 
     def __init__(self, path: str, stored: StoredFiles | None = None):
         self.path, self._stored = path, stored
-        head = self._head()
-        text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+        self._lock = threading.Lock()
+        for head, is_cut in self._heads():
+            text = _decoded(path, head.removeprefix(codecs.BOM_UTF8))
+            separator = _separator(path, text)
+            rows = _rows(text, separator, is_cut)
+            if len(rows) > columns.SAMPLE:
+                break
+        if is_cut and not rows:
+            raise ValueError(
+                f"line 1 of {path} does not end within {words.size(_LONGEST_ROW)}: "
+                "expected a header, so look for quotes that do not end"
+            )
         # Some spreadsheets end lines by a carriage return alone.
         self._newline = b"\r" if "\n" not in text and "\r" in text else b"\n"
-        separator = _separator(path, text)
-        rows = _rows(path, text, separator)
         self.names = _header(path, text, rows)
         self._samples = [row for row in rows[1:] if len(row) == len(self.names)]
         begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
@@ -130,11 +153,15 @@ class CSVFile:
                 rest += piece
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
-                # Rows of nothing wait for rows behind them.
-                if end := self._end_of_filled(rest[:end]):
+                is_long = len(rest) >= _LONGEST_ROW
+                # Rows of nothing wait for rows behind them, unless there are too many.
+                if end := self._end_of_filled(rest[:end]) or end * is_long:
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(self._newline)
                     rest = rest[end:]
+                elif is_long:
+                    yield Block(self.path, at, len(rest), line, False), rest
+                    return
             end, is_open = self._end_of_rows(rest)
             if not is_open:
                 end = self._end_of_filled(rest)
@@ -181,15 +208,39 @@ class CSVFile:
         return block.size if self.dialect.codec is None else 0
 
     def load(self, block: Block) -> bytes:
-        """Reads the bytes of a block; of a compressed file, all before them as well."""
-        with self._opened() as file:
-            if self.dialect.codec is None:
+        """Reads the bytes of a block.
+
+        A compressed file is read from where the last block ended, or all before them.
+
+        Raises:
+            BadRecordError: the file cannot be read, or is shorter than it was.
+        """
+        if self.dialect.codec is None:
+            with self._opened() as file:
                 file.seek(block.begin)
-            else:
-                left = block.begin
-                while left:
-                    left -= len(file.read(min(left, _BLOCK_BYTES)))
-            return file.read(block.size)
+                data = file.read(block.size)
+        else:
+            with self._lock, self._reading():
+                data = self._unpack(block)
+        if len(data) < block.size:
+            raise BadRecordError(f"{self.path} {CHANGED}")
+        return data
+
+    def _unpack(self, block: Block) -> bytes:
+        at, file = _UNPACKING.pop(self, (0, None))
+        if file is None or at > block.begin:
+            at, file = 0, self._open()
+        if block.begin - at > _LONG_TO_UNPACK:
+            _say_slow()
+        while piece := file.read(min(block.begin - at, _BLOCK_BYTES)):
+            at += len(piece)
+        data = file.read(block.size)
+        _UNPACKING[self] = at + len(data), file
+        # Only as many files stay open. One that is dropped is closed.
+        with _UNPACKING_LOCK:
+            if len(_UNPACKING) > _MOST_OPEN:
+                _UNPACKING.pop(next(iter(_UNPACKING)))
+        return data
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
         """Makes columns of the bytes of a block.
@@ -203,34 +254,44 @@ class CSVFile:
             The columns. Rows of another length and cells of another type are faults.
         """
         if not block.is_whole:
-            fault = "opens quotes that do not end, so nothing behind it can be read"
+            fault = "opens quotes that do not end"
+            if len(data) >= _LONGEST_ROW:
+                fault = f"does not end within {words.size(_LONGEST_ROW)}"
+            fault += ", so nothing behind it can be read"
             return Columns(block, {}, 1, [0], {0: fault})
         short, read = self._parsed(data, types)
         faults = {row: self._length_fault(count) for row, count in short.items()}
         if read is None:
-            # One by one: which cells are of another type, or no text, is to be said.
+            # Which cells are of another type, or no text, is to be said.
             _, raw = self._parsed(data, dict.fromkeys(types, pa.binary()))
-            read = {}
-            for name, kind in types.items():
-                read[name], wrong = _converted(raw[name], kind, self.dialect.decimal)
-                for row, fault in wrong.items():
-                    faults.setdefault(_behind(row, short), f"{name} is {fault}")
+            return self._converted(block, raw, types, faults)
         rows = len(next(iter(read.values()))) if read else 0
         return Columns(block, read, rows + len(short), sorted(short), faults)
 
+    def _converted(self, block, raw, types, faults):
+        """Converts columns of bytes; `faults` are those of rows that are left out."""
+        rows = len(next(iter(raw.values()))) + len(faults)
+        read = Columns(block, {}, rows, sorted(faults), faults)
+        places = read.places
+        for name, kind in types.items():
+            column, wrong = _converted(raw[name], kind, self.dialect.decimal)
+            read.values[name] = column
+            for row, fault in wrong.items():
+                faults.setdefault(int(places[row]), f"{name} is {fault}")
+        return read
+
     def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
-        """Finds the first lines of some rows of a block, counted from 1 in the file."""
+        """Finds the first lines of some rows of a block, counted from 0 in the file."""
         text = data.decode(errors="replace")
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=self._separator)
         wanted, lines, row = {*rows}, {}, 0
-        with _any_length():
-            begin = 0
-            for fields in reader:
-                if len(fields) > 1 or "".join(fields).strip():
-                    if row in wanted:
-                        lines[row] = block.line + begin
-                    row += 1
-                begin = reader.line_num
+        begin = 0
+        for fields in reader:
+            if len(fields) > 1 or "".join(fields).strip():
+                if row in wanted:
+                    lines[row] = block.line + begin
+                row += 1
+            begin = reader.line_num
         return lines
 
     @property
@@ -279,7 +340,23 @@ class CSVFile:
         counted = words.count(count, "field")
         return f"has {counted}, expected {len(self.names)} as the header"
 
-    def _opened(self) -> BinaryIO:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        with self._reading(), self._open() as file:
+            yield file
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Makes one sentence of what goes wrong inside."""
+        try:
+            yield
+        except (tf.errors.OpError, OSError, pa.ArrowException) as error:
+            is_of_tensorflow = isinstance(error, tf.errors.OpError)
+            reason = fault_of(error) if is_of_tensorflow else str(error)
+            reason = reason.removeprefix(f"{self.path}; ")
+            raise BadRecordError(f"{self.path} cannot be read: {reason}") from error
+
+    def _open(self) -> BinaryIO:
         if self._stored is None:
             file = tf.io.gfile.GFile(self.path, "rb")
         else:
@@ -294,13 +371,16 @@ class CSVFile:
             begin = file.read(4)
         return next((c for mark, c in _CODECS.items() if begin.startswith(mark)), None)
 
-    def _head(self) -> bytes:
-        try:
-            with self._opened() as file:
-                return file.read(_HEAD_BYTES)
-        except tf.errors.OpError as error:
-            reason = fault_of(error).removeprefix(f"{self.path}; ")
-            raise BadRecordError(f"{self.path} cannot be read: {reason}") from error
+    def _heads(self) -> Iterator[tuple[bytes, bool]]:
+        """Yields the beginning of the file, longer each time, and whether it is cut."""
+        with self._opened() as file:
+            head = file.read(_HEAD_BYTES)
+            while more := file.read(len(head)):
+                yield head, True
+                if len(head) >= _LONGEST_ROW:
+                    return
+                head += more
+            yield head, False
 
     def _end_of_header(self, data: bytes) -> int:
         """Returns where the first row ends; 0 if it does not."""
@@ -357,6 +437,20 @@ class _Closable(io.RawIOBase):
         super().close()
 
 
+# How far compressed files are unpacked, and what goes on there; the latest is last.
+_UNPACKING: dict[CSVFile, tuple[int, BinaryIO]] = {}
+_UNPACKING_LOCK = threading.Lock()
+
+
+@functools.cache
+def _say_slow() -> None:
+    say(
+        "Blocks of compressed CSV files are read out of order, and all before them are "
+        "unpacked each time, which is slow: unpack the files, or convert them to "
+        "Parquet."
+    )
+
+
 def _decoded(path: str, head: bytes) -> str:
     line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
     try:
@@ -376,27 +470,18 @@ def _separator(path: str, text: str) -> str:
     return max(by_name + _SEPARATORS, key=header.count)
 
 
-@contextlib.contextmanager
-def _any_length():
-    """Inside, fields may be longer than Python's module expects."""
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
-
-
-def _rows(path: str, text: str, separator: str) -> list[list[str]]:
+def _rows(text: str, separator: str, is_cut: bool) -> list[list[str]]:
     """Returns the first rows with their header, without one that the head cuts off."""
     rows = []
-    with _any_length():
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-        for row in reader:
-            if row or not rows:
-                rows.append(row)
-            if len(rows) > columns.SAMPLE:
-                return rows
-    return rows[:-1] if len(text) >= _HEAD_BYTES and len(rows) > 1 else rows
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    for row in reader:
+        if row or not rows:
+            rows.append(row)
+        if len(rows) > columns.SAMPLE + 1:
+            break
+    else:
+        rows = rows[:-1] if is_cut else rows
+    return rows[: columns.SAMPLE + 1]
 
 
 def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
@@ -420,16 +505,15 @@ def _decimal(separator: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _type(cells: Sequence[str], decimal: str) -> Any:
-    cells = [cell for cell in cells if cell.strip() not in MISSING]
+    cells = [cell for cell in map(str.strip, cells) if cell not in MISSING]
     if not cells:
         return pa.null()
-    number = re.compile(_NUMBER.replace(r"\.", re.escape(decimal)), re.IGNORECASE)
     truth = {*_TRUE, *_FALSE}
     # In pyarrow, moments of a time zone are of a type of their own.
-    zone = "UTC" if all(cell.rstrip().endswith("Z") for cell in cells) else None
+    zone = "UTC" if all(cell.endswith("Z") for cell in cells) else None
     for kind, fits in (
-        (pa.float64(), number.fullmatch),
-        (pa.timestamp("us", zone), _DATE.fullmatch),
+        (pa.float64(), re.compile(_number(decimal)).fullmatch),
+        (pa.timestamp("us", zone), re.compile(_DATE).fullmatch),
         (pa.bool_(), truth.__contains__),
     ):
         if sum(bool(fits(cell)) for cell in cells) > len(cells) / 2:
@@ -437,50 +521,78 @@ def _type(cells: Sequence[str], decimal: str) -> Any:
     return pa.string()
 
 
-def _behind(row: int, short: Mapping[int, int]) -> int:
-    """Returns a row's place among all rows, also those that have another length."""
-    for place in sorted(short):
-        row += place <= row
-    return row
+def _number(decimal: str) -> str:
+    return "(?i)" + _NUMBER.replace(r"\.", re.escape(decimal))
 
 
 def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
-    """Converts bytes to a type cell by cell.
+    """Converts a column of bytes to a type.
 
     Returns:
         The values, null where a cell is of another type, and the faults by row.
     """
-    values, faults = [], {}
-    for row, cell in enumerate(raw.to_pylist()):
-        text = (cell or b"").decode(errors="replace")
-        value, expected = _value(text, kind, decimal)
-        if "\ufffd" in text and cell != text.encode():
-            value, expected = None, f"{expected or 'text'} in UTF-8"
-        if expected:
-            faults[row] = f"{text[:60]!r}, expected {expected}"
-        values.append(value)
-    if types.is_timestamp(kind):
-        return pa.array(values, pa.timestamp("us")).cast(kind), faults
-    return pa.array(values, kind), faults
-
-
-def _value(text: str, kind: Any, decimal: str) -> tuple[Any, str]:
-    """Returns what a cell holds, or what was expected in it."""
-    text = text.strip()
-    if not types.is_string(kind) and text in MISSING:
-        return None, ""
+    texts, is_utf8 = _texts(raw)
+    cells = compute.utf8_trim_whitespace(texts)
+    is_missing = compute.is_in(cells, pa.array(MISSING))
+    kind_in_text = kind
     if types.is_floating(kind):
-        number = re.compile(_NUMBER.replace(r"\.", re.escape(decimal)), re.IGNORECASE)
-        if number.fullmatch(text):
-            return float(text.replace(decimal, ".")), ""
-        return None, "a number"
-    if types.is_timestamp(kind):
-        if _DATE.fullmatch(text):
-            with contextlib.suppress(ValueError):
-                return np.datetime64(text.rstrip("Z").replace(" ", "T"), "us"), ""
-        return None, "a date such as 2024-05-31"
-    if types.is_boolean(kind):
-        if text in (*_TRUE, *_FALSE):
-            return text in _TRUE, ""
-        return None, "true or false"
-    return text, ""
+        fits, expected = _matches(cells, _number(decimal)), "a number"
+        cells = compute.replace_substring(cells, decimal, ".")
+    elif types.is_timestamp(kind):
+        fits, expected = _are_dates(cells), "a date such as 2024-05-31"
+        cells, kind_in_text = compute.utf8_rtrim(cells, "Z"), pa.timestamp("us")
+    elif types.is_boolean(kind):
+        truth = pa.array([*_TRUE, *_FALSE])
+        fits, expected = compute.is_in(cells, truth), "true or false"
+    elif types.is_null(kind):
+        expected = "nothing, as in the first rows"
+        return pa.nulls(len(cells)), _faults(texts, is_missing, is_utf8, expected)
+    else:
+        fits, expected = is_utf8, "text"
+    fits = compute.and_(fits, is_utf8)
+    values = compute.if_else(fits, cells, None).cast(kind_in_text).cast(kind)
+    fits = compute.or_(fits, is_missing)
+    return values, _faults(texts, fits, is_utf8, expected)
+
+
+def _faults(texts: Any, fits: Any, is_utf8: Any, expected: str) -> dict[int, str]:
+    faults = {}
+    for row in np.flatnonzero(~fits.to_numpy(zero_copy_only=False)).tolist():
+        encoding = "" if is_utf8[row].as_py() else " in UTF-8"
+        faults[row] = f"{texts[row].as_py()[:60]!r}, expected {expected}{encoding}"
+    return faults
+
+
+def _texts(raw: Any) -> tuple[Any, Any]:
+    """Makes texts of bytes, and tells which of them are UTF-8."""
+    try:
+        return raw.cast(pa.string()), pa.repeat(True, len(raw))
+    except pa.ArrowInvalid:
+        cells = raw.to_pylist()
+        texts = [cell.decode(errors="replace") for cell in cells]
+        pairs = zip(texts, cells, strict=True)
+        return pa.array(texts), pa.array(
+            [text.encode() == cell for text, cell in pairs]
+        )
+
+
+def _matches(cells: Any, pattern: str) -> Any:
+    return compute.match_substring_regex(cells, f"^(?:{pattern})$")
+
+
+def _are_dates(cells: Any) -> Any:
+    """Tells which cells are dates that the calendar has."""
+    fits = _matches(cells, _DATE)
+    days = compute.utf8_slice_codeunits(cells, 0, 10)
+    real = [
+        day for day in compute.unique(days.filter(fits)).to_pylist() if _is_day(day)
+    ]
+    return compute.and_(fits, compute.is_in(days, pa.array(real, pa.string())))
+
+
+def _is_day(day: str) -> bool:
+    try:
+        np.datetime64(day)
+    except ValueError:
+        return False
+    return True

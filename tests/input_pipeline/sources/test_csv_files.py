@@ -1,19 +1,25 @@
 """CSV files as people have them: separators, quotes, compression, what is missing."""
 
 import bz2
+import concurrent.futures
 import csv
 import gzip
 import io
 import random
+import re
+import sys
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from towers.input_pipeline import make_dataset, measure_scaling, open_source
+from towers.input_pipeline.sources.files.record import BadRecordError
 from towers.input_pipeline.sources.tables import csv_file
+from towers.input_pipeline.sources.tables.columns import SAMPLE
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
-from towers.input_pipeline.sources.tables.opened import text_rows
+from towers.input_pipeline.sources.tables.opened import open_table, text_rows
 
 
 def _rows(path, names=None):
@@ -144,3 +150,251 @@ def test_missing_numbers_are_filled_and_marked(tmp_path, missing):
 def test_missing_numbers_may_be_bad_records(tmp_path):
     with pytest.raises(ValueError, match=r"line 2: nothing in the column 'age': write"):
         _mixed(tmp_path, missing="fail")
+
+
+def test_long_fields_are_read_whatever_other_threads_do(tmp_path):
+    (tmp_path / "a.csv").write_text(f"a,b\n{'x' * 200_000},1\n")
+    _rows(tmp_path / "a.csv")
+    assert csv.field_size_limit() == sys.maxsize
+
+
+def _wide(cells):
+    return ",".join(cells) + "\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _wide(f"column_{k:07}" for k in range(20_000)) + _wide(["1.5"] * 20_000) * 3,
+        _wide("abcdefgh") + _wide(["1." + "5" * 2**16] * 8) * 3,
+        _wide("abé") + _wide(["1", "2", "é" * 2**17]) * 3,
+    ],
+    ids=["header", "rows", "signs of two bytes"],
+)
+def test_rows_of_any_length_tell_the_types(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert table.names == text.partition("\n")[0].split(",")
+    assert [*table.types.values()][:2] == [pa.float64()] * 2
+    assert pa.null() not in table.types.values()
+    for row in text_rows(table, table.names[:1]):
+        assert not row.fault
+
+
+def test_the_last_of_the_first_rows_is_not_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_HEAD_BYTES", 2 * (SAMPLE + 1) + 2)
+    (tmp_path / "a.csv").write_text("a\n" + "1\n" * (SAMPLE - 1) + "12345,6\n" * 9)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert len(table._samples) == SAMPLE - 1
+
+
+def test_a_header_that_does_not_end_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_HEAD_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text('a,"b\n' + "1,2\n" * 99)
+    with pytest.raises(ValueError, match=r"line 1 of .* does not end within 64 bytes"):
+        CSVFile(str(tmp_path / "a.csv"))
+
+
+def test_a_row_group_that_cannot_be_read_is_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"a": ["x" * 99] * 9}), path, compression="gzip")
+    data = bytearray(path.read_bytes())
+    data[20:60] = b"\0" * 40
+    path.write_bytes(data)
+    rows = [*text_rows(open_table(str(path)), ["a"])]
+    assert len(rows) == 9
+    assert all(row.fault.startswith("cannot be read: ") for row in rows)
+
+
+@pytest.mark.parametrize("row", ['"' + "x,1\n" * 99, "x" * 500], ids=["quotes", "line"])
+def test_a_row_that_is_too_long_ends_the_reading(tmp_path, monkeypatch, row):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n" + row)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    assert sum(len(data) for _, data in table.blocks()) < 100
+    fault = "does not end within 64 bytes, so nothing behind it can be read"
+    assert _rows(tmp_path / "a.csv") == [("line 2", "1", "2"), ("line 3", fault)]
+
+
+def test_rows_of_nothing_do_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(csv_file, "_LONGEST_ROW", 64)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n" + ",\n" * 99 + "3,4\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    blocks = [data for _, data in table.blocks()]
+    assert max(map(len, blocks)) <= 80
+    assert b"".join(blocks) == b"1,2\n" + b",\n" * 99 + b"3,4\n"
+
+
+class _Counted(io.BytesIO):
+    """Counts what is read."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        _Counted.count += len(data)
+        return data
+
+
+def _packed(folder, monkeypatch, rows=200):
+    monkeypatch.setattr(csv_file, "_BLOCK_BYTES", 64)
+    text = "a,label\n" + "".join(f"{k:06},{k % 2}\n" for k in range(rows))
+    (folder / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    return CSVFile(str(folder / "a.csv.gz")), text.encode()
+
+
+def test_blocks_of_a_compressed_file_are_unpacked_once(tmp_path, monkeypatch):
+    table, text = _packed(tmp_path, monkeypatch)
+    blocks = [block for block, _ in table.blocks()]
+    assert len(blocks) > 20
+    monkeypatch.setattr(table, "_open", lambda: _Counted(text))
+    _Counted.count = 0
+    for block in blocks:
+        assert table.load(block) == text[block.begin :][: block.size]
+    assert _Counted.count == len(text)
+
+
+def test_blocks_of_a_compressed_file_are_read_in_any_order(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(csv_file, "_LONG_TO_UNPACK", 100)
+    csv_file._say_slow.cache_clear()
+    caplog.set_level("INFO")
+    table, text = _packed(tmp_path, monkeypatch)
+    blocks = [block for block, _ in table.blocks()] * 3
+    random.Random(0).shuffle(blocks)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for block, data in zip(blocks, pool.map(table.load, blocks), strict=True):
+            assert data == text[block.begin :][: block.size]
+    (line,) = [line for line in caplog.messages if "out of order" in line]
+    assert line.endswith("unpack the files, or convert them to Parquet.")
+
+
+def test_few_compressed_files_stay_open(tmp_path, monkeypatch):
+    for place in range(20):
+        (tmp_path / str(place)).mkdir()
+        table, _ = _packed(tmp_path / str(place), monkeypatch)
+        table.load(next(table.blocks())[0])
+    assert len(csv_file._UNPACKING) == csv_file._MOST_OPEN
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_file_that_is_shorter_than_it_was_has_changed(tmp_path, pack):
+    path, text = tmp_path / "a.csv", b"a,label\n" + b"1,2\n" * 9
+    path.write_bytes(pack(text))
+    table = CSVFile(str(path))
+    ((block, _),) = table.blocks()
+    path.write_bytes(pack(text[:12]))
+    with pytest.raises(BadRecordError, match=r"a\.csv has changed since"):
+        table.load(block)
+    path.write_bytes(pack(text[:4]))
+    with pytest.raises(BadRecordError, match=r"a\.csv (has changed|cannot be read)"):
+        table.load(block)
+
+
+@pytest.mark.parametrize("size", [100, 2**19], ids=["head", "rows"])
+def test_a_compressed_file_that_is_cut_is_one_sentence(tmp_path, size):
+    draw = random.Random(0)
+    text = "a,label\n" + "".join(f"{draw.random()},{k % 2}\n" for k in range(60_000))
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(text.encode(), 1)[:size])
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: \w"):
+        open_source(f"csv:{path}")
+    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: \w"):
+        _rows(path, ["a"])
+
+
+_NUMBERS = [
+    "1",
+    " +1.5 ",
+    "-.5",
+    "1.",
+    "1e5",
+    "2E-3",
+    "inf",
+    "-Infinity",
+    "+INF",
+    "NA ",
+]
+_DATES = ["2024-02-29", "2024-01-01T10:00", "2024-01-01 10:00:01.25 ", "n/a"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "expected"),
+    [
+        (pa.float64(), _NUMBERS, ["abc", "1_0", "0x1", "1,5", "--1"], "a number"),
+        (
+            pa.timestamp("us"),
+            [*_DATES, "2024-01-01T10:00Z"],
+            ["2023-02-29", "0000-00-00", "2024-01-01 25:00", "abc"],
+            "a date such as 2024-05-31",
+        ),
+        (
+            pa.timestamp("us", "UTC"),
+            _DATES,
+            ["2024-13-01"],
+            "a date such as 2024-05-31",
+        ),
+        (pa.bool_(), ["true", " False", "TRUE", "?"], ["1", "yes"], "true or false"),
+        (pa.null(), ["", " NA"], ["5"], "nothing, as in the first rows"),
+    ],
+    ids=str,
+)
+def test_only_bad_cells_of_a_block_are_faults(tmp_path, kind, good, bad, expected):
+    cells = [cell for k, cell in enumerate(good) for cell in (cell, *bad[k : k + 1])]
+    cells += bad[len(good) :]
+    # A row of another length stands first: rows are counted with it.
+    text = "a;b\n1\n" + "".join(f"{cell};1\n" for cell in cells)
+    (tmp_path / "a.csv").write_text(text)
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": kind, "b": pa.float64()})
+    assert read.faults == {0: "has 1 field, expected 2 as the header"} | {
+        row: f"a is {cell!r}, expected {expected}"
+        for row, cell in enumerate(cells, 1)
+        if cell in bad
+    }
+    assert read.values["b"].to_pylist() == [1] * len(cells)
+    missing = {place for place, cell in enumerate(cells) if cell in ("NA ", "n/a", "?")}
+    missing |= {place for place, cell in enumerate(cells) if cell in bad}
+    if kind != pa.null():
+        nulls = read.values["a"].is_null().to_numpy(zero_copy_only=False)
+        assert {*np.flatnonzero(nulls)} == missing
+
+
+def test_numbers_beside_a_bad_cell_are_what_python_reads(tmp_path):
+    (tmp_path / "a.csv").write_text("a\nabc\n" + "\n".join(_NUMBERS[:-1]) + "\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": pa.float64()})
+    assert read.values["a"].to_pylist()[1:] == [*map(float, _NUMBERS[:-1])]
+
+
+def test_one_bad_cell_makes_no_column_python(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("a,b\n" + "1.5,2\n" * 5000 + "abc,2\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    compiled, compile_pattern = [], re.compile
+    types = table.types
+    monkeypatch.setattr(
+        re, "compile", lambda *a: compiled.append(a) or compile_pattern(*a)
+    )
+    ((block, data),) = table.blocks()
+    compiled.clear()
+    read = table.parse(block, data, types)
+    assert len(compiled) < 10
+    assert read.faults == {5000: "a is 'abc', expected a number"}
+
+
+def test_cells_that_are_not_utf8_are_faults_of_their_rows(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"a,b\n1,x\n2,\xe9\n\xff,y\n")
+    table = CSVFile(str(tmp_path / "a.csv"))
+    ((block, data),) = table.blocks()
+    read = table.parse(block, data, {"a": pa.float64(), "b": pa.string()})
+    assert read.faults == {
+        1: "b is '\ufffd', expected text in UTF-8",
+        2: "a is '\ufffd', expected a number in UTF-8",
+    }
+    assert read.values["b"].to_pylist() == ["x", None, "y"]
