@@ -76,7 +76,10 @@ def test_all_rows_may_be_empty(tmp_path, suffix, kind):
     assert len(rows.faults) == (0 if kind == "text" else 120)
     texts = {"a": ["02134"]} if kind == "text" else {}
     source = open_source(
-        f"{suffix}:{path}", column_kinds={"a": kind}, vocabularies=texts
+        f"{suffix}:{path}",
+        feature_columns=["a", "b"],
+        column_kinds={"a": kind},
+        vocabularies=texts,
     )
     assert source.column_kinds == {"a": kind, "b": "number"}
 
