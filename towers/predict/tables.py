@@ -23,7 +23,8 @@ class Rows(NamedTuple):
         numbers: Of the rows in the file, from 1.
         kept: Columns that are only copied, by their names, as they are written.
         faults: What is wrong with other rows, by their numbers.
-        unseen: How many texts of each column of categories training has not seen.
+        unseen: How many of the rows have a text that training has not seen, by the
+            columns of categories.
     """
 
     columns: dict[str, np.ndarray]
@@ -53,13 +54,13 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
     for block, data in table.blocks():
         part = reading.read_part(table, block, data, wanted)
         columns = dict(zip(wanted.numbers, part.numbers.T, strict=True))
-        unseen = {}
+        is_new = {}
         for name, column in zip(wanted.texts, part.texts, strict=True):
             texts = np.array(column.dictionary.to_pylist(), object)
             codes = column.indices.to_numpy(zero_copy_only=False)
             columns[name] = texts[codes]
-            is_new = np.array([text not in seen[name] for text in texts], bool)
-            unseen[name] = int(is_new[codes].sum())
+            unknown = np.array([text not in seen[name] for text in texts], bool)
+            is_new[name] = unknown[codes]
         of_block = dict.fromkeys(range(part.rows), part.fault) if part.fault else {}
         faults = {**_bad_ids(known, columns), **part.faults, **of_block}
         good = np.delete(np.arange(part.rows), [*faults])
@@ -68,7 +69,7 @@ def blocks(known: Preprocessing, file: str, kept: Sequence[str] = ()) -> Iterato
             first + good,
             _kept(table, block, data, kept, good),
             {first + row: fault for row, fault in sorted(faults.items())},
-            unseen,
+            {name: int(new[good].sum()) for name, new in is_new.items()},
         )
         first += part.rows
 

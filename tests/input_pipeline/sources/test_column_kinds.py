@@ -10,7 +10,7 @@ from tests.towers.train.runs import read_settings
 from towers.input_pipeline import open_source
 from towers.predict import tables
 from towers.train.outputs.preprocessing import Preprocessing
-from towers.train.parts.data import open_sources
+from towers.train.parts.data import open_sources, scale
 
 DAY, YEAR = datetime.date(2024, 5, 31), 2024
 # What training had, what the file has in the first 100 rows, and in the next.
@@ -134,3 +134,12 @@ def test_texts_of_digits_are_no_numbers_in_evaluation(tmp_path):
 def test_kinds_are_kept_beside_the_model(tmp_path):
     known("date").save(str(tmp_path))
     assert Preprocessing.load(str(tmp_path)).column_kinds == {"a": "date"}
+
+
+def test_a_run_goes_on_with_its_kinds(tmp_path, monkeypatch):
+    known("date").save(str(tmp_path))
+    monkeypatch.setattr(scale, "_goes_on", lambda settings: True)
+    path = write(tmp_path, "csv", YEAR, YEAR)
+    settings = read_settings(f"--dataset=csv:{path}", f"--model_dir={tmp_path}")
+    with pytest.raises(ValueError, match="expected a date such as"):
+        open_sources(settings)
