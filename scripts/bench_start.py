@@ -88,17 +88,17 @@ def command(contender: str, path: pathlib.Path, work: pathlib.Path) -> list[str]
     kind = path.name.partition("_")[0]
     spec = {"records": "tfrecord", "folder": "folder"}.get(kind, kind)
     pattern = f"{path}/*" if kind == "records" else path
-    pictures = ["--recipe=none"] if kind in ("records", "folder") else []
+    pictures = ["--recipe=none", f"--image_size={SIZE}"]
+    more = pictures if kind in ("records", "folder") else []
+    # Files of records have nothing held out unless their names say so.
+    more += ["--eval_fraction=0"] * (kind != "records")
+    more += [f"--{flag}" for flag in FLAGS.towers_flags]
     return [
         *(sys.executable, "-m", "towers.train", f"--dataset={spec}:{pattern}"),
         *("--model=mlp", "--variable_update=parameter_server", "--num_gpus=2"),
         *(f"--batch_size={BATCH}", f"--model_dir={work / 'run'}", "--clean"),
         "--train_epochs=1" if FLAGS.epoch else "--max_train_steps=120",
-        *(
-            "--eval_fraction=0",
-            *pictures,
-            *(f"--{flag}" for flag in FLAGS.towers_flags),
-        ),
+        *more,
     ]
 
 
