@@ -548,7 +548,8 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
         expected = "nothing, as in the first rows"
         return pa.nulls(len(cells)), _faults(texts, is_missing, is_utf8, expected)
     else:
-        fits, expected = is_utf8, "text"
+        # As they are written, as where no cell of the block is bad.
+        cells, fits, expected = texts, is_utf8, "text"
     fits = compute.and_(fits, is_utf8)
     values = compute.if_else(fits, cells, None).cast(kind_in_text).cast(kind)
     fits = compute.or_(fits, is_missing)

@@ -254,3 +254,15 @@ def test_what_only_python_takes_for_a_number_is_a_name(tmp_path, labels, names):
     rows = "".join(f"{k},{labels[k % len(labels)]}\n" for k in range(60))
     (tmp_path / "a.csv").write_text(f"x,label\n{rows}")
     assert open_source(f"csv:{tmp_path}/a.csv").class_names == names
+
+
+def test_a_bad_cell_changes_no_text_of_its_block(tmp_path):
+    rows = ["a\u00a0,1,0", " a,2,1"] * 20
+    for name, more in (("good", []), ("bad", ["b,x,1"])):
+        text = "\n".join(["name,x,label", *rows, *more])
+        (tmp_path / f"{name}.csv").write_text(text)
+    good, bad = (
+        open_source(f"csv:{tmp_path}/{name}.csv", skip_bad=True)
+        for name in ("good", "bad")
+    )
+    assert bad.faults and bad.vocabularies["name"] == good.vocabularies["name"]
