@@ -12,7 +12,6 @@ from towers.program.extras import install_command
     [
         ("array_record", "array-record"),
         ("gpu", "tensorflow[and-cuda]"),
-        ("parquet", "pyarrow"),
         ("plots", "matplotlib"),
         ("ray", "ray[default,train]"),
         ("report", "jinja2"),
