@@ -14,9 +14,8 @@ HELPS = {
         "labels."
     ),
     "eval_fraction": (
-        "Fraction of the records of csv:, parquet:, npz:, npy:, folder: and text: to "
-        "hold out for validation, unless a file, folder or array is held out by its "
-        "name, such as test. "
+        "Fraction of csv:, parquet:, npz:, npy:, folder: and text: to hold out for "
+        "validation, unless a file, folder or array is named test or the like. "
         "Default: 0.1."
     ),
     "feature_columns": (

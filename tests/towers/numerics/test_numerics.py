@@ -646,9 +646,9 @@ def test_the_program_stops_and_says_so(tmp_path):
 
 def test_the_program_names_file_and_record_of_a_number_that_is_none(tmp_path):
     rows = ["1,0", "2,1"] * 20
-    rows[30] = "nan,0"
+    rows[30] = "inf,0"
     path = tmp_path / "train.csv"
     path.write_text("\n".join(["a,label", *rows, ""]))
     flags = f"--dataset=csv:{path}", "--model=mlp", f"--model_dir={tmp_path / 'run'}"
     _, (said,) = run(*flags, code=1)
-    assert f"{path}" in said and "a is nan, expected a number" in said
+    assert f"{path}" in said and "a is inf, expected a number" in said

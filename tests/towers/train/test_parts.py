@@ -243,7 +243,7 @@ def test_flags_of_the_data_reach_it(tmp_path):
     spec = f"csv:{tmp_path}/b.csv"
     held_out = data_parts.open_source(Settings(dataset="digits"), spec, 2, like)
     assert (held_out.num_classes, held_out.class_names) == (2, ("cat", "owl"))
-    assert held_out.splits == {"train": None}
+    assert held_out.splits == {"train": 1}
 
 
 def test_what_was_decided_is_said(tmp_path):

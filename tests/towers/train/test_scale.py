@@ -54,9 +54,9 @@ def test_a_run_that_goes_on_scales_as_it_began(tmp_path, table):
     asked = Settings(dataset=table, model_dir=run)
     scaling, note = scale.choose(asked, source)
     assert scaling.mean == (1.0, 2.0) and "as the run began" in note
-    assert scale.read_vocabularies(asked) == {"c": ["x"]}
+    assert scale.read_columns(asked) == ({"c": ["x"]}, None)
     assert scale.choose(asked.but(clean=True), source)[0] == began
-    assert scale.read_vocabularies(asked.but(clean=True)) is None
+    assert scale.read_columns(asked.but(clean=True)) == (None, None)
     with pytest.raises(ValueError, match=r"--scale=none, but .* began with standard"):
         scale.choose(asked.but(scale="none"), source)
     others = open_source(table, feature_columns=["a"])
