@@ -12,6 +12,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # oneDNN makes kernels anew for each graph, a tenth of the tests' time; GPUs have none.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+# What is said of slow work depends on how busy the machine is.
+os.environ.setdefault("TOWERS_PROGRESS", "0")
 
 import pytest
 

@@ -37,6 +37,11 @@ class _Time:
         return False
 
 
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch):
+    monkeypatch.setenv(progress.SWITCH, "1")
+
+
 def _shown(work, what="Reading labels", total=1000, **options):
     """Has a progress show itself while that much is added after each wait."""
     shown = []
@@ -136,3 +141,12 @@ def test_an_error_ends_it():
 
 def test_what_is_iterated_over():
     assert [*progress.over(iter("abc"), "Reading", 3, "letters")] == ["a", "b", "c"]
+
+
+def test_the_environment_can_switch_it_off(monkeypatch, capsys):
+    monkeypatch.setenv(progress.SWITCH, "0")
+    asked = []
+    with Progress("Reading", wait=lambda *_: asked.append("a while")) as shown:
+        shown.add(3)
+    assert shown.done == 3 and not asked
+    assert not capsys.readouterr().err
