@@ -457,8 +457,13 @@ def test_garbage_is_collected_again(environ):
 @pytest.mark.slow
 def test_only_what_is_asked_for_is_said(tmp_path):
     """Real ones: behind the devices, there are no such pictures."""
-    command = "-m", "towers.train", f"--dataset=folder:{tmp_path}"
-    runs = start(*command), start(*command, "--verbosity=0")
+    (tmp_path / "none").mkdir()
+    command = "-m", "towers.train", f"--dataset=folder:{tmp_path}/none"
+    # At the same time, so in folders of their own.
+    runs = (
+        start(*command, f"--model_dir={tmp_path}/quiet"),
+        start(*command, f"--model_dir={tmp_path}/loud", "--verbosity=0"),
+    )
     quiet, loud = (process.communicate(timeout=TIMEOUT_S)[1] for process in runs)
     assert [process.returncode for process in runs] == [1, 1]
     assert re.fullmatch(r"towers\.train: .* has no class folders.*\n", quiet)

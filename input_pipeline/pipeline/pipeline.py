@@ -247,9 +247,11 @@ class Pipeline:
             # Workers of a service would keep the threads of every epoch.
             room.limit(options, threads, EPOCHS_AT_ONCE if self.source.is_far else 0)
         # Where each example has operations of its own, these make it faster; but to try
-        # them, TensorFlow copies what the graph holds: rows that are in memory.
+        # them, TensorFlow copies what the graph holds: rows that are in memory. Of an
+        # epoch that comes into memory, its MapAndBatch loses the size of the batch.
         faster = options.experimental_optimization
-        faster.apply_default_optimizations = self.source.origin.encoded
+        is_kept = self.source.origin is not self.source
+        faster.apply_default_optimizations = self.source.encoded and not is_kept
         if self.ram_budget_mb is not None:
             options.autotune.ram_budget = self.ram_budget_mb * 2**20
         return options
