@@ -1,6 +1,6 @@
-"""Reads a source once and keeps it, as pixels or as it is encoded, where it fits.
+"""Keeps the examples of a source, as pixels or as they are encoded, where they fit.
 
-Pixels are kept in memory or on the disk, encoded images in memory.
+The first epoch fills the memory; files of pixels on the disk are written before it.
 """
 
 from towers.input_pipeline.cache.keep import cached

@@ -31,8 +31,7 @@ class Filling(Stages):
 
         @tf.autograph.experimental.do_not_convert
         def with_seed(rows, records, *beside):
-            # By the batch, as TensorFlow replaces a stage that decodes by a faster one
-            # only if it shares no variable with those behind it.
+            # Asked by the batch: to start an operation for each image takes longer.
             is_there = self.store.is_filled(rows)
             # Nothing is drawn.
             seed = tf.constant(0, tf.int64)

@@ -272,12 +272,17 @@ class Source(abc.ABC):
 
     def bytes_of(self, split: str) -> int:
         """Size of one split's files, by a sample where there are many."""
-        if split not in (known := vars(self).setdefault("_bytes_of", {})):
+        if split not in self._bytes:
             paths = self.files(split)
             some = paths[:: max(len(paths) // _SAMPLE, 1)]
             sizes = [size_and_time(path)[0] for path in some]
-            known[split] = sum(sizes) * len(paths) // max(len(some), 1)
-        return known[split]
+            self._bytes[split] = sum(sizes) * len(paths) // max(len(some), 1)
+        return self._bytes[split]
+
+    @functools.cached_property
+    def _bytes(self) -> dict[str, int]:
+        """Results of `bytes_of`, by split: files may lie far away."""
+        return {}
 
     def files_digest(self, split: str) -> str:
         """Says how many files a split has, with a digest of their names.
@@ -293,7 +298,7 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def _digests(self) -> dict[str, str]:
-        """What `files_digest` says of each split: there may be a million files."""
+        """Results of `files_digest`, by split: there may be a million files."""
         return {}
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
