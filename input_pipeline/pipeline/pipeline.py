@@ -158,11 +158,12 @@ class Pipeline:
     @property
     def reads_whole(self) -> str:
         """Says why each of several hosts reads all records, in a sentence or not."""
-        source, why = self.source, ""
-        if isinstance(source, StreamSource):
+        source = self.source
+        if self.data_service and isinstance(source, StreamSource):
             # Sources run Python to read some rows only.
-            service = "workers of a data service cannot read some rows only"
-            why = service if self.data_service else source.reads_whole(self.split)
+            why = "workers of a data service cannot read some rows only"
+        else:
+            why = source.reads_whole(self.split)
         return why and f"Each host reads all of {source.name}, as {why}."
 
     @property

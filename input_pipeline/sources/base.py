@@ -360,6 +360,11 @@ class Source(abc.ABC):
         """Examples of a split, those that are passed over among them."""
         return getattr(self, "all_splits", self.splits).get(split)
 
+    def reads_whole(self, split: str) -> str:
+        """Why all records are read where some are taken, in a clause; empty if not."""
+        del split
+        return ""
+
     def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
         """Leaves what is bad out of a dataset of numbers and anything else."""
         bad = self.passed_over.get(split, ())
@@ -411,7 +416,7 @@ class StreamSource(Source):
     has_buffer = True
 
     def reads_whole(self, split: str) -> str:
-        """Why all records are read, in a clause; empty if it has their ``places``."""
+        """See ``Source``: it has the records' ``places``, or reads all of them."""
         del split
         return self.why_whole
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ def _write(archive, folder):
         archive.write_out(folder, verbose=False)
         return
     folder = os.path.abspath(folder)
-    unfinished = f"{folder}.{os.getpid()}.unfinished"
+    unfinished = f"{folder}.{threading.get_native_id()}.unfinished"
     try:
         archive.write_out(unfinished, verbose=False)
         whole_file.flush_all(unfinished)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import forks, keras_settings, pools, sieve, words
+from towers.program import forks, keras_settings, pools, progress, sieve, words
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def begin(
     --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
     TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
     in files, nor on a terminal where NO_COLOR is set. No garbage is collected until
-    `end`.
+    `end`. A line, or a bar on a terminal, says so while TensorFlow is imported.
 
     Args:
         program: Its name, such as "towers.train".
@@ -122,7 +122,10 @@ def _address_space_notes() -> list[str]:
 
 def _import_tensorflow(program: str) -> None:
     try:
-        with quiet():
+        with (
+            quiet(),
+            progress.Progress("Importing TensorFlow", silent_s=progress.EARLY_S),
+        ):
             keras_settings.override()
             import tensorflow as tf
 

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -19,9 +20,9 @@ def opened(
     """Opens a file to write to.
 
     Whoever reads it sees all of it, or what was there before, also where the machine
-    loses its power. Processes of a machine that write to the same one use different
-    names, and the last one to end wins. If writing fails, nothing is left; a process
-    that is killed leaves PATH.PID.unfinished.
+    loses its power. Threads and processes of a machine that write the same file use
+    different names until then, and the last one to end wins. If writing fails, nothing
+    is left; a process that is killed leaves PATH.ID.unfinished, with its thread's ID.
 
     Args:
         path: Its name, in any file system. The folder has to be there.
@@ -37,7 +38,7 @@ def opened(
     remote = _is_remote(path)
     if follows_link and not remote:
         path = os.path.realpath(path)
-    unfinished = f"{path}.{os.getpid()}.unfinished"
+    unfinished = f"{path}.{threading.get_native_id()}.unfinished"
     try:
         with (
             _gfile().GFile(unfinished, mode)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,32 +11,33 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.arrays import RowSource
-from towers.input_pipeline.sources.base import StreamSource, size_and_time
+from towers.input_pipeline.sources.base import size_and_time
 from towers.input_pipeline.sources.files import in_python, splits
-from towers.input_pipeline.sources.files.file_source import FileSource, shuffle_all
+from towers.input_pipeline.sources.files.file_source import FileSource
 from towers.input_pipeline.sources.files.record import CHANGED, BadRecordError, Record
 from towers.input_pipeline.sources.tables import (
     categories,
     columns,
     kinds,
     reading,
+    shuffling,
     table_targets,
     values,
 )
-from towers.input_pipeline.sources.tables.blocks import TableFile
+from towers.input_pipeline.sources.tables.blocks import TableFile, read_in_order
 from towers.input_pipeline.sources.tables.labels import Labels
 from towers.input_pipeline.sources.tables.reading import Wanted
 from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
 from towers.input_pipeline.sources.targets import TargetKind
 from towers.program import words
 
-_CYCLE_LENGTH = 4
-_BLOCK_LENGTH = 64
+# Blocks whose rows are shuffled together, however large they are.
+_LEAST_BLOCKS = 4
 # Rows behind a bad one that tell whether it is one among good ones.
 _LOOK_ON, _FEW = 20, 0.25
 
 
-class TableSource(FileSource, StreamSource):
+class TableSource(FileSource):
     """Files of columns, with the same columns in each.
 
     One pass over all files finds what the columns hold: classes, categories, means, and
@@ -76,7 +77,7 @@ class TableSource(FileSource, StreamSource):
 
     encoded = False
     in_graph = False
-    why_whole = "rows are read by the block"
+    has_buffer = True
     labels_need_checking = False
 
     def __init__(
@@ -415,67 +416,115 @@ class TableSource(FileSource, StreamSource):
         rows.note = f"{words.size(rows.memory_bytes)} of numbers kept in memory"
         return rows
 
-    def records(
-        self, split: str, shuffle_seed: tf.Tensor | None = None
-    ) -> tf.data.Dataset:
-        """See ``StreamSource.records``."""
+    def reads_whole(self, split: str) -> str:
+        """See ``Source.reads_whole``."""
+        del split
+        return "rows are read by the block"
 
-        def read(block):
-            rows = self._read_in_graph(block[0])
-            numbers = block[1] + tf.range(tf.shape(rows[-1], tf.int64)[0])
-            return tf.data.Dataset.from_tensor_slices((numbers, rows))
+    def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
+        """See ``Source.batches``: some blocks at a time, whose rows are shuffled."""
+        blocks = self._blocks_of(split)
+        at_once = self._blocks_at_once(blocks, buffer_mb) if seeds is not None else 1
+        groups = -(-len(blocks) // at_once)
+        # Python takes no `None`.
+        seeds = tf.zeros([0], tf.int64) if seeds is None else seeds
 
-        return self._interleaved(split, read, shuffle_seed)
+        def begin(seeds, start):
+            rows = [
+                sum(len(self._numbers_of(place, split)) for place in group)
+                for group in shuffling.groups(blocks, at_once, seeds)
+            ]
+            return shuffling.begin(rows, int(start))
 
-    def _numbered(self, split: str) -> tf.data.Dataset:
-        """See ``StreamSource``: the rows of the blocks are counted."""
+        def read(group, skipped, seeds):
+            places = shuffling.groups(blocks, at_once, seeds)[int(group)]
+            return [part[skipped:] for part in self._read_rows(places, split, seeds)]
 
-        def count(block):
-            numbers = tf.data.Dataset.range(block[1], block[1] + block[2])
-            return numbers.map(lambda number: (number,))
+        first, skipped = in_python.call(begin, [seeds, start], [tf.int64, tf.int64])
+        first, skipped = tf.ensure_shape(first, []), tf.ensure_shape(skipped, [])
 
-        return self._interleaved(split, count, None)
-
-    def _interleaved(
-        self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
-    ) -> tf.data.Dataset:
-        """What `read` makes of each block: its place, its first number, its rows."""
-        paths = {*self.files(split)}
-        chosen = [
-            (
-                place,
-                self._first_number(self._paths[located.file]) + located.first,
-                located.rows,
+        def read_in_graph(group):
+            here = tf.where(group == first, skipped, 0)
+            types = [tf.int64, *(dtype for dtype, _ in self._parts)]
+            numbers, *parts = in_python.call(read, [group, here, seeds], types)
+            parts = tuple(
+                tf.ensure_shape(part, [None, *shape])
+                for part, (_, shape) in zip(parts, self._parts, strict=True)
             )
+            return tf.ensure_shape(numbers, [None]), parts
+
+        # Two groups are in memory: the next one is read meanwhile.
+        rows = tf.data.Dataset.range(first, groups).map(read_in_graph).prefetch(1)
+        batches = rows.rebatch(batch_size)
+        return batches if take is None else batches.map(take)
+
+    def _blocks_at_once(self, blocks: Sequence[int], buffer_mb: int) -> int:
+        """How many blocks a buffer holds, half of it each time; at least a few."""
+        rows = sum(self._blocks[place].rows for place in blocks) / max(len(blocks), 1)
+        block_bytes = (
+            max(rows, 1) * 8 * (len(self.image_fields) + len(self.vocabularies) + 2)
+        )
+        return max(int(buffer_mb * 2**20 / 2 / block_bytes), _LEAST_BLOCKS)
+
+    def _blocks_of(self, split: str) -> list[int]:
+        """Places of the blocks of a split's files."""
+        paths = {*self.files(split)}
+        return [
+            place
             for place, located in enumerate(self._blocks)
             if self._paths[located.file] in paths
         ]
-        blocks = tf.data.Dataset.from_tensor_slices(
-            tf.reshape(tf.constant(chosen, tf.int64), [-1, 3])
-        )
-        blocks = shuffle_all(blocks, len(chosen), shuffle_seed)
-        # In their fixed order, rows come as the files have them.
-        mixed = 1 if shuffle_seed is None else _CYCLE_LENGTH
-        records = blocks.interleave(
-            read,
-            cycle_length=min(max(len(chosen), 1), mixed),
-            block_length=_BLOCK_LENGTH,
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        return self._of_split(records, split)
 
-    def _read_in_graph(self, block: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Returns the parts of a block's raw records, in a graph."""
-        parts = self._parts
-        read = in_python.call(
-            lambda block: self._read_block(self._blocks[int(block)]),
-            [block],
-            [dtype for dtype, _ in parts],
-        )
-        return tuple(
-            tf.ensure_shape(part, [None, *shape])
-            for part, (_, shape) in zip(read, parts, strict=True)
-        )
+    def _numbers_of(self, place: int, split: str) -> np.ndarray:
+        """Numbers of the good records of a split in a block: int64 [N]."""
+        located = self._blocks[place]
+        first = self._first_number(self._paths[located.file]) + located.first
+        numbers = np.arange(first, first + located.rows)
+        has = np.full(located.rows, True)
+        has &= self._has(split, numbers)
+        for bad in self.passed_over.get(split, ()):
+            has[max(bad.number - first, 0) : max(bad.last_number + 1 - first, 0)] = (
+                False
+            )
+        return numbers[has]
+
+    def numbers(self, split: str) -> np.ndarray:
+        """See ``Source.numbers``."""
+        parts = [self._numbers_of(place, split) for place in self._blocks_of(split)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _read_rows(
+        self, places: Sequence[int], split: str, seeds: np.ndarray
+    ) -> list[np.ndarray]:
+        """Reads a split's rows of some blocks: their numbers, and `_parts` of them.
+
+        Args:
+            places: of the blocks.
+            split: of the rows.
+            seeds: of their order; empty for that of the files.
+        """
+        numbers = {place: self._numbers_of(place, split) for place in places}
+        count = sum(map(len, numbers.values()))
+        to = shuffling.order(count, seeds, *places[:1])
+        shapes = [(tf.int64, ()), *self._parts]
+        joined = [
+            np.empty([count, *shape], dtype.as_numpy_dtype) for dtype, shape in shapes
+        ]
+
+        def read(place):
+            located = self._blocks[place]
+            first = self._first_number(self._paths[located.file]) + located.first
+            rows = numbers[place] - first
+            return numbers[place], *(part[rows] for part in self._read_block(located))
+
+        begin = 0
+        readable = [place for place in places if len(numbers[place])]
+        for block in read_in_order(readable, read):
+            end = begin + len(block[0])
+            for part, of_block in zip(joined, block, strict=True):
+                part[to[begin:end]] = of_block
+            begin = end
+        return joined
 
     @property
     def _parts(self) -> list[tuple[tf.DType, tuple[int, ...]]]:
@@ -512,11 +561,6 @@ class TableSource(FileSource, StreamSource):
         ]
         numbers = [part.numbers] * bool(self._wanted.numbers)
         return [*numbers, *([np.stack(ids, axis=1)] if ids else ()), y]
-
-    def record_bytes(self, split: str) -> float:
-        """See ``StreamSource.record_bytes``."""
-        del split
-        return 8.0 * (len(self.image_fields) + len(self.vocabularies) + 2)
 
     def parse(self, records: tuple) -> tuple[Any, tf.Tensor]:
         """See ``Source.parse``."""

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pyarrow as pa
 import pytest
+import tensorflow as tf
 from pyarrow import csv, parquet
 
 from towers.input_pipeline import (
@@ -96,6 +97,60 @@ def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
     assert sorted(shuffled) == sorted(read(near, seed=1))
     # From any position, as a run goes on that was killed.
     assert read(far, seed=1, start_record=100) == shuffled[100:]
+
+
+@pytest.mark.parametrize(("buffer_mb", "at_once"), [(0, 4), (1, 500)])
+def test_rows_are_mixed_within_some_blocks(
+    spec, no_room, monkeypatch, buffer_mb, at_once
+):
+    """As many as the buffer has room for, and at least four."""
+    source = open_source(spec, eval_fraction=0)
+    blocks = source.numbers("train")
+    assert [*blocks] == [*range(500)]
+    seeds = tf.constant([1, 2], tf.int64)
+
+    def numbers(**options):
+        batches = source.batches("train", 7, buffer_mb=buffer_mb, **options)
+        return [int(number) for some, _ in batches for number in some]
+
+    assert numbers() == [*range(500)]
+    shuffled = numbers(seeds=seeds)
+    assert sorted(shuffled) == [*range(500)]
+    firsts = [located.first for located in source._blocks]
+    block_of = np.searchsorted(firsts, shuffled, side="right")
+    assert len({*block_of[:200]}) == min(at_once, len(firsts))
+    steps = np.diff(shuffled)
+    assert (steps != 1).mean() > 0.9
+    for start in (1, 63, 200, 499, 500):
+        assert numbers(seeds=seeds, start=start) == shuffled[start:]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_rows_that_are_passed_over_are_in_no_batch(no_room, tmp_path, skip):
+    path = tmp_path / "rows.csv"
+    write_csv(path)
+    lines = path.read_text().splitlines()
+    lines[40] = lines[290] = "1e400,red,owl"
+    path.write_text("\n".join(lines))
+    source = open_source(f"csv:{path}", skip_bad=True)
+    whole = {split: {*source.numbers(split)} for split in ("train", "test")}
+    counts = {split: len(source.faults.get(split, ())) for split in whole}
+    splits = {split: len(whole[split]) - counts[split] for split in whole}
+    good = source.without(source.faults, splits)
+    bad = {record.number for some in source.faults.values() for record in some}
+    assert len(bad) == 2
+    for split, numbers in whole.items():
+        expected = sorted(numbers - bad)
+        assert [*good.numbers(split)] == expected
+        seeds = tf.constant([5, 6], tf.int64)
+        read = [
+            int(number)
+            for some, _ in good.batches(split, 32, seeds=seeds, buffer_mb=1)
+            for number in some
+        ]
+        assert sorted(read) == expected
+        later = good.batches(split, 32, seeds=seeds, buffer_mb=1, start=33)
+        assert [int(number) for some, _ in later for number in some] == read[33:]
 
 
 def test_a_pass_that_was_made_is_not_made_again(spec, no_room, tmp_path, monkeypatch):

@@ -38,6 +38,23 @@ def _read(source, split, seeds=None):
     return [(image, int(label)) for image, label in decoded]
 
 
+def test_short_records_take_their_places_in_the_buffer_too(
+    tmp_path, example, write_tfrecord, encode
+):
+    """However short they are: TensorFlow makes the places before it has a record."""
+    count, places = 2**20 // 256 + 1000, 2**20 // 256
+    dot = encode(np.zeros([1, 1, 3], np.uint8))
+    record = example(image__encoded=dot, image__class__label=0)
+    path = write_tfrecord(tmp_path / "a.tfrecord", [record] * count)
+    source = open_source(f"tfrecord:{path}", num_classes=1)
+    assert source.record_bytes("train") < 256
+    seeds = tf.constant([1, 2], tf.int64)
+    ((numbers, _),) = source.batches("train", count, seeds=seeds, buffer_mb=1)
+    # The k-th record that is drawn is one of the first ones that had a place.
+    assert (numbers.numpy() - np.arange(count) < places).all()
+    assert (numbers.numpy() != np.arange(count)).mean() > 0.9
+
+
 def _labels(source, split, seeds=None):
     return [label for _, label in _read(source, split, seeds)]
 

@@ -338,20 +338,6 @@ def test_labels_that_are_no_classes(tmp_path):
     )
 
 
-def test_short_rows_take_their_places_in_the_buffer_too(tmp_path):
-    """However short they are: TensorFlow makes the places before it has a row."""
-    count, places = 2**20 // 256 + 1000, 2**20 // 256
-    spec = _write(tmp_path, "csv", {"a": range(count), "label": [0] * count})
-    source = open_source(spec, num_classes=1, eval_fraction=0)
-    batches = source.batches(
-        "train", count, seeds=tf.constant([1, 2], tf.int64), buffer_mb=1
-    )
-    ((numbers, _),) = batches
-    # The k-th row that is drawn is one of the first ones that there was a place for.
-    assert (numbers.numpy() - np.arange(count) < places).all()
-    assert (numbers.numpy() != np.arange(count)).mean() > 0.9
-
-
 @pytest.mark.parametrize(
     ("last", "said"),
     [

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from unittest import mock
 
 import keras
@@ -186,7 +187,7 @@ def test_the_output(tmp_path):
         with output.opened(str(tmp_path / name)) as file:
             file.write("whole")
             (unfinished,) = tmp_path.rglob("*.unfinished")
-            assert str(os.getpid()) in unfinished.name
+            assert str(threading.get_native_id()) in unfinished.name
         assert (tmp_path / name).read_text() == "whole"
     assert (tmp_path / "link.csv").is_symlink()
     # A pipe stays what it is.

@@ -1,10 +1,12 @@
 """A file gets its name once it is whole, and the disk has it."""
 
+import concurrent.futures
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -33,6 +35,26 @@ def test_a_link_stays_only_where_it_is_followed(tmp_path, follows):
     assert target.read_text() == ("after" if follows else "before")
     assert link.read_text() == "after"
     assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_threads_that_write_one_file_at_a_time_leave_the_last(tmp_path):
+    path, opened, ended = tmp_path / "file", threading.Event(), threading.Event()
+
+    def write():
+        with whole_file.opened(str(path)) as file:
+            file.write("first")
+            opened.set()
+            assert ended.wait(60)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(write)
+        assert opened.wait(60)
+        whole_file.write_text(str(path), "second")
+        assert path.read_text() == "second"
+        ended.set()
+        first.result()
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -118,7 +140,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_flushed(tmp_path):
 def test_what_has_the_unfinished_name_is_not_written_to(tmp_path, make):
     other, path = tmp_path / "other", tmp_path / "file"
     other.write_text("of somebody")
-    make(other, f"{path}.{os.getpid()}.unfinished")
+    make(other, f"{path}.{threading.get_native_id()}.unfinished")
     whole_file.write_text(str(path), "after")
     assert path.read_text() == "after"
     assert other.read_text() == "of somebody"
