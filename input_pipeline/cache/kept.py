@@ -36,9 +36,8 @@ class KeptSource(IndexedSource):
 
     # Workers of a service have no part in the memory.
     in_graph = False
-    # Otherwise the next epochs would read what this one is about to. One that is begun
-    # in its middle leaves something to the second one.
-    epochs_alone = 2
+    # Otherwise the next epoch would read what this one is about to.
+    epochs_alone = True
 
     def __init__(
         self,

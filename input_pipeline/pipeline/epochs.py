@@ -18,7 +18,7 @@ def in_turn(
     start_record: int,
     training: bool,
     repeat: bool,
-    alone: int = 0,
+    alone: bool = False,
 ) -> tf.data.Dataset:
     """A dataset that is the next epoch at each iteration.
 
@@ -33,7 +33,7 @@ def in_turn(
         start_record: records that the first one passes over.
         training: False gives epoch 0 each time.
         repeat: whether an iteration goes on with the next epoch, without a gap.
-        alone: how many epochs are read to their ends before the next one begins.
+        alone: whether the next one begins once one has been read to its end.
     """
     epochs = itertools.count(start_epoch)
 
@@ -58,14 +58,10 @@ def in_turn(
         return build(seeds, start)
 
     dataset = tf.data.Dataset.from_tensors(0)
-    if not repeat:
-        return dataset.map(count).flat_map(epoch)
+    dataset = (dataset.repeat() if repeat else dataset).map(count)
+    if alone or not repeat:
+        return dataset.flat_map(epoch)
     # In parallel, it begins the next epochs while one is still read.
-    others = (
-        dataset.repeat()
-        .map(count)
-        .interleave(epoch, cycle_length=1, num_parallel_calls=1, deterministic=True)
+    return dataset.interleave(
+        epoch, cycle_length=1, num_parallel_calls=1, deterministic=True
     )
-    if not alone:
-        return others
-    return dataset.repeat(alone).map(count).flat_map(epoch).concatenate(others)

@@ -96,7 +96,7 @@ class Source(abc.ABC):
         missing_columns: columns in which some training row has no number.
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
-        epochs_alone: epochs to read to their ends before the next one begins.
+        epochs_alone: whether the next epoch begins once one has been read to its end.
         has_buffer: whether records are shuffled in a buffer, in the first epoch at
             least.
     """
@@ -123,7 +123,7 @@ class Source(abc.ABC):
     tokenizer: Tokenizer | None = None
     bytes_per_token: Mapping[str, float] = {}
     has_padding: bool = False
-    epochs_alone: int = 0
+    epochs_alone: bool = False
     has_buffer: bool = False
     faults: Mapping[str, Sequence[Record]] | None = None
     good: Mapping[str, int] = {}
@@ -162,6 +162,8 @@ class Source(abc.ABC):
             ValueError: the files cannot be downloaded or written.
         """
 
+    # AutoGraph would take a second to find that there is nothing to convert.
+    @tf.autograph.experimental.do_not_convert
     def batches(
         self,
         split: str,
