@@ -54,9 +54,9 @@ def main(argv: list[str]) -> None:
         return train_by_keras(pathlib.Path(FLAGS.keras_reads))
     work = pathlib.Path(FLAGS.work_dir)
     work.mkdir(parents=True, exist_ok=True)
-    end = "end of the epoch" if FLAGS.epoch else "step 100"
-    print(f"| data | who | first line, s | step 100, s | {end}, s | peak MB |")
-    print("|---|---|---|---|---|---|")
+    ends = ["first line, s", "step 100, s", *["end of the epoch, s"] * FLAGS.epoch]
+    columns = ["data", "who", *ends, "peak MB"]
+    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     for name in FLAGS.data:
         path = make(work, name)
         runs = {contender: [] for contender in FLAGS.contenders}
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
                 some.append(timed(command(contender, path, work)))
         for contender, some in runs.items():
             result = {key: statistics.median(run[key] for run in some) for key in KEYS}
-            cells = (f"{result[key]:.1f}" for key in KEYS[:3])
+            cells = [f"{result[key]:.1f}" for key in KEYS[: len(ends)]]
             print(
                 f"| {name} | {contender} | {' | '.join(cells)} | {result['mb']:.0f} |"
             )
@@ -120,7 +120,8 @@ def timed(argv: list[str]) -> dict[str, float]:
         times.setdefault("first_line", now)
         if "step 100" in line or "step: 100" in line:
             times.setdefault("step_100", now)
-        if re.search(r"epoch 1\b.*loss", line) and ("step 100:" not in line):
+        # Lines in between name a step as well.
+        if re.search(r"epoch 1(/1)?:.*loss", line):
             times.setdefault("end", now)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

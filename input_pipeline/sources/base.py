@@ -380,6 +380,12 @@ class Source(abc.ABC):
 
         return dataset.filter(is_good)
 
+    def _good(self, numbers: np.ndarray, split: str) -> np.ndarray:
+        """Leaves numbers of records that are passed over out."""
+        for bad in self.passed_over.get(split, ()):
+            numbers = numbers[(numbers < bad.number) | (numbers > bad.last_number)]
+        return numbers
+
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
         """Targets of one file, in batches of B rows, without decoding an image.
 
@@ -536,9 +542,7 @@ class IndexedSource(Source):
     def numbers(self, split: str) -> np.ndarray:
         """See ``Source.numbers``."""
         numbers = self._first(split) + np.arange(self.size_of_all(split))
-        for bad in self.passed_over.get(split, ()):
-            numbers = numbers[(numbers < bad.number) | (numbers > bad.last_number)]
-        return numbers
+        return self._good(numbers, split)
 
     def _first(self, split: str) -> int:
         return 0 if split == "train" else self.size_of_all("train") or 0

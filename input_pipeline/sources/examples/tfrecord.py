@@ -157,25 +157,23 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         read = self._around(split, whole, pieces)
         return Places(functools.partial(self._interleaved, split, read), index.read)
 
-    def _numbered(self, split: str) -> tf.data.Dataset | None:
-        """See ``StreamSource``: their lengths tell."""
+    def numbers(self, split: str) -> np.ndarray:
+        """See ``Source.numbers``: the lengths of records tell."""
         paths = self.files(split)
         if self._stored or self._compressed or any("://" in path for path in paths):
-            return None
-        # Of a damaged file, `_around` knows what can be read.
-        gaps = {record.path for record in self.passed_over.get(split, ()) if record.gap}
-        sizes = [0 if path in gaps else framing.count(path) for path in paths]
-        counts = tf.constant(sizes, tf.int64)
-
-        def whole(file, _):
-            first = file * FILE
-            return tf.data.Dataset.range(first, first + counts[file]).map(_alone)
-
-        def pieces(_file, _path, rows):
-            return tf.data.Dataset.from_tensor_slices(rows[:, 0]).map(_alone)
-
-        read = self._around(split, whole, pieces)
-        return self._interleaved(split, read, None)
+            return super().numbers(split)
+        gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
+        _, ends, rows = self._damaged(split, gaps)
+        damaged = {gap.path for gap in gaps}
+        of_files = [
+            rows[ends[file] : ends[file + 1], 0]
+            if path in damaged
+            else file * FILE + np.arange(framing.count(path))
+            for file, path in enumerate(paths)
+        ]
+        numbers = self._in_turns(of_files)
+        has = np.broadcast_to(self._has(split, numbers), numbers.shape)
+        return self._good(numbers[has], split)
 
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
         """Reads damaged files around what cannot be read.
@@ -189,7 +187,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
         if not gaps:
             return read_whole
-        counts, ends, table = self._damaged(split, gaps)
+        counts, ends, table = map(tf.constant, self._damaged(split, gaps))
 
         def read(file, path):
             rows = table[ends[file] : ends[file + 1]]
@@ -198,7 +196,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
         return read
 
-    def _damaged(self, split: str, gaps: Sequence[Record]) -> list[tf.Tensor]:
+    def _damaged(self, split: str, gaps: Sequence[Record]) -> list[np.ndarray]:
         """What can be read of damaged files.
 
         Returns:
@@ -222,7 +220,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
                 rows += [(first + number, *place) for number, *place in found]
             ends.append(len(rows))
         table = np.array(rows, np.int64).reshape(-1, 3)
-        return [tf.constant(part, tf.int64) for part in (counts, ends, table)]
+        return [np.array(counts, np.int64), np.array(ends, np.int64), table]
 
     def _take_over(self, info: dict[str, Any], num_classes: int | None) -> None:
         """Believes what the converter has written."""
@@ -235,10 +233,6 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         for split, paths in self._files.items():
             known = [info["files"][os.path.basename(path)] for path in paths]
             self.splits[split] = sum(file["examples"] for file in known)
-
-
-def _alone(number: tf.Tensor) -> tuple[tf.Tensor]:
-    return (number,)
 
 
 def _read_info(paths: list[str]) -> dict[str, Any] | None:

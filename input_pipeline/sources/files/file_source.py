@@ -1,6 +1,7 @@
 """Files of records, which their names sort into splits."""
 
 import abc
+import collections
 import concurrent.futures
 import contextlib
 import functools
@@ -8,7 +9,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,7 @@ class StreamFiles(FileSource, StreamSource):
         files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))
         files = shuffle_all(files, len(paths), shuffle_seed)
 
+        # In the same order as `_in_turns` has it.
         records = files.interleave(
             read,
             cycle_length=min(len(paths), _CYCLE_LENGTH),
@@ -270,6 +272,12 @@ class StreamFiles(FileSource, StreamSource):
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         return self._of_split(records, split)
+
+    def _in_turns(self, files: Sequence[np.ndarray]) -> np.ndarray:
+        """What `_interleaved` makes of files in their fixed order, but of arrays."""
+        counts, cycle = [*map(len, files)], min(len(files), _CYCLE_LENGTH)
+        turns = interleaved(counts, cycle, _BLOCK_LENGTH)
+        return np.concatenate([files[file][begin:end] for file, begin, end in turns])
 
     def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         """Makes numbers and raw records of a file's place in a split and its path."""
@@ -286,6 +294,37 @@ class StreamFiles(FileSource, StreamSource):
                 with contextlib.suppress(StopIteration, *FAULTS):
                     lengths.append(len(next(first)[1].numpy()))
         return sum(lengths) / max(len(lengths), 1)
+
+
+def interleaved(
+    counts: Sequence[int], cycle_length: int, block_length: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields the order of ``tf.data.Dataset.interleave``, without reading anything.
+
+    Args:
+        counts: how many records each file has.
+        cycle_length: files that are open at the same time.
+        block_length: records that are read of a file before the next one has its turn.
+
+    Yields:
+        The place of a file, and the bounds of its records that are read in one turn.
+    """
+    left, waiting = [*counts], collections.deque(range(len(counts)))
+    open_files: list[int | None] = [None] * cycle_length
+    while waiting or any(file is not None for file in open_files):
+        for turn in range(cycle_length):
+            if open_files[turn] is None and waiting:
+                open_files[turn] = waiting.popleft()
+            file = open_files[turn]
+            if file is None:
+                continue
+            begin, count = counts[file] - left[file], min(left[file], block_length)
+            yield file, begin, begin + count
+            left[file] -= count
+            # A file that ends with a whole block is only found to have ended, and
+            # another one opened, in its next turns.
+            if count < block_length:
+                open_files[turn] = None
 
 
 def numbered(file: tf.Tensor, records: tf.data.Dataset) -> tf.data.Dataset:

@@ -480,13 +480,8 @@ class TableSource(FileSource):
         located = self._blocks[place]
         first = self._first_number(self._paths[located.file]) + located.first
         numbers = np.arange(first, first + located.rows)
-        has = np.full(located.rows, True)
-        has &= self._has(split, numbers)
-        for bad in self.passed_over.get(split, ()):
-            has[max(bad.number - first, 0) : max(bad.last_number + 1 - first, 0)] = (
-                False
-            )
-        return numbers[has]
+        has = np.broadcast_to(self._has(split, numbers), numbers.shape)
+        return self._good(numbers[has], split)
 
     def numbers(self, split: str) -> np.ndarray:
         """See ``Source.numbers``."""

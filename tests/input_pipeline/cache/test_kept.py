@@ -15,6 +15,7 @@ from towers.input_pipeline.cache.kept import KeptSource
 from towers.input_pipeline.pipeline import Pipeline
 from towers.input_pipeline.pipeline.rows import Rows
 from towers.input_pipeline.sources.base import StreamSource
+from towers.input_pipeline.sources.files.file_source import interleaved
 from towers.input_pipeline.sources.files.record import Record
 
 COUNT, SHAPE = 40, (8, 8, 3)
@@ -356,6 +357,24 @@ def test_numbers_of_records_are_those_that_come(source):
         read = [int(number) for number, _ in source.records(split)]
         assert source.numbers(split).tolist() == read
         assert len(read) == size
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_files_are_interleaved_as_by_tensorflow(seed):
+    rng = np.random.default_rng(seed)
+    # Some of whole blocks, some empty, and more than are open at the same time.
+    counts = rng.integers(0, 5, 12) * rng.choice([1, 4], 12)
+    for cycle_length in (1, 3, 12):
+        files = tf.data.Dataset.from_tensor_slices((np.arange(12) * 100, counts))
+        expected = files.interleave(
+            lambda first, count: tf.data.Dataset.range(first, first + count),
+            cycle_length=cycle_length,
+            block_length=4,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        turns = interleaved(counts.tolist(), cycle_length, 4)
+        found = [100 * file + at for file, a, b in turns for at in range(a, b)]
+        assert found == [*expected.as_numpy_iterator()]
 
 
 @pytest.mark.parametrize("begin", [0, 1])
