@@ -120,8 +120,8 @@ def timed(argv: list[str]) -> dict[str, float]:
         times.setdefault("first_line", now)
         if "step 100" in line or "step: 100" in line:
             times.setdefault("step_100", now)
-        # Lines in between name a step as well.
-        if re.search(r"epoch 1(/1)?:.*loss", line):
+        # Lines in between name a step only.
+        if re.search(r"epoch 1(/1 done,|:).*loss", line):
             times.setdefault("end", now)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
