@@ -1,5 +1,6 @@
 """One pass over a dataset is one epoch, with seeds of its own."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,28 +10,11 @@ from towers.input_pipeline.images import draws
 from towers.program.python_calls import until_exit
 
 
-class Epochs:
-    """Numbers of epochs, which are counted as they begin.
-
-    Attributes:
-        first: number of the first one.
-        next: number of the one that begins next.
-    """
-
-    def __init__(self, first: int):
-        self.first = self.next = first
-
-    def begin(self) -> int:
-        """Returns the number of an epoch that begins now."""
-        self.next += 1
-        return self.next - 1
-
-
 def in_turn(
     build: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset],
-    epochs: Epochs,
     *,
     seed: int,
+    start_epoch: int,
     start_record: int,
     training: bool,
     repeat: bool,
@@ -44,19 +28,19 @@ def in_turn(
     Args:
         build: makes an epoch's dataset of its seeds (int64 [4]: two of the order, one
             of the augmentation, the epoch's number) and of the record to start at.
-        epochs: counts them.
         seed: of all epochs.
+        start_epoch: number of the first one.
         start_record: records that the first one passes over.
         training: False gives epoch 0 each time.
         repeat: whether an iteration goes on with the next epoch, without a gap.
-        alone: whether the next one begins once one has been read to its end.
+        alone: whether one begins only once the one before has been read to its end.
     """
+    epochs = itertools.count(start_epoch)
 
     @until_exit
     def next_epoch():
-        begun = epochs.begin()
-        epoch = begun if training else 0
-        start = start_record if epoch == epochs.first else 0
+        epoch = next(epochs) if training else 0
+        start = start_record if epoch == start_epoch else 0
         seeds = [*draws.epoch_seeds(seed, epoch), epoch]
         return np.array(seeds, np.int64), np.int64(start)
 

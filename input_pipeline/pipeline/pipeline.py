@@ -16,10 +16,9 @@ from absl import logging
 from towers.input_pipeline.images import recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
 from towers.input_pipeline.local_store.ahead import EPOCHS_AT_ONCE
-from towers.input_pipeline.pipeline import facts, lengths, room
+from towers.input_pipeline.pipeline import epochs, facts, lengths, room
 from towers.input_pipeline.pipeline.advice import stage_advice
 from towers.input_pipeline.pipeline.checks import check
-from towers.input_pipeline.pipeline.epochs import Epochs, in_turn
 from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
@@ -145,35 +144,16 @@ class Pipeline:
             the source's `target` says in the place of labels. Masks and tags have
             sample weights behind them, 0 where there is no class. Its cardinality is
             known if the source knows its size and the dataset starts at the beginning
-            of an epoch. Its attribute ``pipeline`` is this object, and ``epochs``
-            counts those that were begun. A run that continues uses `begun_at` to make
-            a dataset that starts elsewhere.
+            of an epoch. Its attribute ``pipeline`` is this object. A run that continues
+            uses it to make a dataset that starts elsewhere.
         """
-        epochs = Epochs(self.start_epoch)
-        dataset = self._with_length(self._all(epochs))
+        dataset = self._with_length(self._all())
         if self.most_batches is not None:
             dataset = dataset.take(self.most_batches)
-        dataset.pipeline, dataset.epochs = self, epochs
+        dataset.pipeline = self
         if self.share is not None and self.reads_whole:
             logging.info(self.reads_whole)
         return dataset
-
-    def begun_at(
-        self, dataset: tf.data.Dataset, epoch: int, record: int = 0
-    ) -> tf.data.Dataset:
-        """Returns a dataset that begins at a place.
-
-        Args:
-            dataset: what this pipeline has built. It is returned, rather than built
-                again, if it begins there and nothing was read of it.
-            epoch: number of the epoch.
-            record: records of that epoch to pass over.
-        """
-        begins = self.start_epoch, self.start_record
-        if begins == (epoch, record) and dataset.epochs.next == dataset.epochs.first:
-            return dataset
-        moved = dataclasses.replace(self, start_epoch=epoch, start_record=record)
-        return moved.dataset()
 
     @property
     def reads_whole(self) -> str:
@@ -199,13 +179,13 @@ class Pipeline:
         """What decides what becomes of a record; hosts have to have the same."""
         return facts.makes(self)
 
-    def _all(self, epochs):
+    def _all(self):
         if self.data_service is not None:
-            dataset = self._epochs(self._on_workers, epochs)
+            dataset = self._epochs(self._on_workers)
         elif self.repeat:
-            dataset = self._epochs(self._whole, epochs)
+            dataset = self._epochs(self._whole)
         else:
-            dataset = self._behind(self._epochs(self._raw, epochs))[-1][1]
+            dataset = self.stages()[-1][1]
         if self.group_by_length:
             # Here, as batches are made of what several workers send.
             of_each = self.source.target.kind in ("tags", "tokens")
@@ -245,7 +225,7 @@ class Pipeline:
 
     def stages(self) -> list[tuple[str, tf.data.Dataset]]:
         """The names of the stages, in order, and the datasets that end behind each."""
-        return self._behind(self._epochs(self._raw, Epochs(self.start_epoch)))
+        return self._behind(self._epochs(self._raw))
 
     def finish(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Adds what is not a stage: prefetching, and options for speed."""
@@ -365,11 +345,11 @@ class Pipeline:
         # Each worker's last batch may be short.
         return dataset.rebatch(self._rows_given)
 
-    def _epochs(self, build: Callable, epochs: Epochs) -> tf.data.Dataset:
-        return in_turn(
+    def _epochs(self, build: Callable) -> tf.data.Dataset:
+        return epochs.in_turn(
             build,
-            epochs,
             seed=self.seed,
+            start_epoch=self.start_epoch,
             start_record=self.start_record,
             training=self.training,
             repeat=self.repeat,

@@ -96,7 +96,7 @@ class Source(abc.ABC):
         missing_columns: columns in which some training row has no number.
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
-        epochs_alone: whether the next epoch begins once one has been read to its end.
+        epochs_alone: whether an epoch begins only once the one before has been read.
         has_buffer: whether records are shuffled in a buffer, in the first epoch at
             least.
     """
@@ -380,11 +380,16 @@ class Source(abc.ABC):
 
         return dataset.filter(is_good)
 
-    def _good(self, numbers: np.ndarray, split: str) -> np.ndarray:
-        """Leaves numbers of records that are passed over out."""
-        for bad in self.passed_over.get(split, ()):
-            numbers = numbers[(numbers < bad.number) | (numbers > bad.last_number)]
-        return numbers
+    def _without_bad(self, numbers: np.ndarray, split: str) -> np.ndarray:
+        """Returns the numbers without those of records that are passed over."""
+        bad = self.passed_over.get(split, ())
+        if not bad:
+            return numbers
+        bounds = sorted((record.number, record.last_number) for record in bad)
+        first, last = np.array(bounds).T
+        place = np.searchsorted(first, numbers, side="right") - 1
+        is_bad = (place >= 0) & (numbers <= np.maximum.accumulate(last)[place])
+        return numbers[~is_bad]
 
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
         """Targets of one file, in batches of B rows, without decoding an image.
@@ -424,7 +429,7 @@ class StreamSource(Source):
     has_buffer = True
 
     def reads_whole(self, split: str) -> str:
-        """See ``Source``: it has the records' ``places``, or reads all of them."""
+        """See ``Source``; if it is empty, ``places`` tells where records lie."""
         del split
         return self.why_whole
 
@@ -542,7 +547,7 @@ class IndexedSource(Source):
     def numbers(self, split: str) -> np.ndarray:
         """See ``Source.numbers``."""
         numbers = self._first(split) + np.arange(self.size_of_all(split))
-        return self._good(numbers, split)
+        return self._without_bad(numbers, split)
 
     def _first(self, split: str) -> int:
         return 0 if split == "train" else self.size_of_all("train") or 0

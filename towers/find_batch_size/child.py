@@ -24,6 +24,7 @@ from towers.cluster.heartbeat import HostFailedError
 from towers.devices import Devices
 from towers.program import commands, startup, words
 from towers.program.ending import ANOTHER_FAILED
+from towers.program.progress import SWITCH
 from towers.tower.errors import StageError
 
 PROBE_S = 900
@@ -73,7 +74,7 @@ def ask(
                 capture_output=True,
                 text=True,
                 # How a stage fails is said in warnings alone.
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1", SWITCH: "0"},
                 errors="replace",
                 timeout=PROBE_S,
             )

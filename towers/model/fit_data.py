@@ -58,8 +58,6 @@ def of_host(data: Any, share: Share) -> Any:
     if known is None or known.pipeline.share != share:
         # Kept, as it counts epochs.
         data.of_host = dataclasses.replace(pipeline, share=share).dataset()
-        # These are what is read from now on.
-        data.epochs = data.of_host.epochs
     return data.of_host
 
 

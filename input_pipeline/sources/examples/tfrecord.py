@@ -173,7 +173,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         ]
         numbers = self._in_turns(of_files)
         has = np.broadcast_to(self._has(split, numbers), numbers.shape)
-        return self._good(numbers[has], split)
+        return self._without_bad(numbers[has], split)
 
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
         """Reads damaged files around what cannot be read.

@@ -274,7 +274,7 @@ class StreamFiles(FileSource, StreamSource):
         return self._of_split(records, split)
 
     def _in_turns(self, files: Sequence[np.ndarray]) -> np.ndarray:
-        """What `_interleaved` makes of files in their fixed order, but of arrays."""
+        """Joins arrays, one of each file, in the order of `_interleaved`."""
         counts, cycle = [*map(len, files)], min(len(files), _CYCLE_LENGTH)
         turns = interleaved(counts, cycle, _BLOCK_LENGTH)
         return np.concatenate([files[file][begin:end] for file, begin, end in turns])

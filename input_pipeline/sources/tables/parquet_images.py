@@ -51,8 +51,9 @@ class ParquetImages(ParquetSource):
     """Parquet files with a column of encoded images, and columns of targets.
 
     Columns of targets are read as those of ``TableSource``. A file is read by the row
-    group: four at a time are in memory, and the next ones. Groups come shuffled, and
-    rows within the buffer of the shuffle. Write small groups: 100 to 1000 images each.
+    group. Groups come shuffled: as many as half of the buffer holds, and at least four,
+    are in memory with the next ones, and their rows are shuffled together. Write small
+    groups: 100 to 1000 images each.
 
     Args:
         pattern: see ``FileSource``.
@@ -108,7 +109,7 @@ class ParquetImages(ParquetSource):
         """See ``Source.in_memory``: its images are not."""
 
     def record_bytes(self, split: str) -> float:
-        """See ``StreamSource.record_bytes``."""
+        """See ``TableSource.record_bytes``."""
         paths = {*self.files(split)}
         tables = [table for table in self._tables if table.path in paths]
         rows = sum(

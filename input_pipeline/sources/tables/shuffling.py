@@ -22,12 +22,12 @@ def groups(
     return [shuffled[i : i + at_once] for i in range(0, len(shuffled), at_once)]
 
 
-def begin(rows: Sequence[int], start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the group that has a place of the order, and the place in that group.
+def locate(rows: Sequence[int], start: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns in which group a row of the order is, and its place in that group.
 
     Args:
         rows: how many rows each group has.
-        start: the place, among the rows of all groups.
+        start: the place of the row among those of all groups.
     """
     ends = np.cumsum([0, *rows])
     group = int(np.searchsorted(ends, start, side="right")) - 1
@@ -47,6 +47,5 @@ def order(count: int, seeds: np.ndarray, *group: int) -> np.ndarray:
     # The numbers that `RandomState` draws are the same in every version of NumPy
     # (NEP 19), so a run may go on with another one.
     key = np.array([*seeds, *group], np.int64)
-    return np.random.RandomState(np.frombuffer(key.tobytes(), np.uint32)).permutation(
-        count
-    )
+    random = np.random.RandomState(np.frombuffer(key.tobytes(), np.uint32))
+    return random.permutation(count)

@@ -78,6 +78,7 @@ class TableSource(FileSource):
     encoded = False
     in_graph = False
     has_buffer = True
+    why_whole = "rows are read by the block"
     labels_need_checking = False
 
     def __init__(
@@ -419,28 +420,30 @@ class TableSource(FileSource):
     def reads_whole(self, split: str) -> str:
         """See ``Source.reads_whole``."""
         del split
-        return "rows are read by the block"
+        return self.why_whole
 
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         """See ``Source.batches``: some blocks at a time, whose rows are shuffled."""
         blocks = self._blocks_of(split)
-        at_once = self._blocks_at_once(blocks, buffer_mb) if seeds is not None else 1
+        at_once = 1 if seeds is None else self._blocks_at_once(split, blocks, buffer_mb)
         groups = -(-len(blocks) // at_once)
         # Python takes no `None`.
         seeds = tf.zeros([0], tf.int64) if seeds is None else seeds
 
-        def begin(seeds, start):
+        def locate(seeds, start):
+            if not start:  # most epochs: nothing is counted
+                return np.int64(0), np.int64(0)
             rows = [
                 sum(len(self._numbers_of(place, split)) for place in group)
                 for group in shuffling.groups(blocks, at_once, seeds)
             ]
-            return shuffling.begin(rows, int(start))
+            return shuffling.locate(rows, int(start))
 
         def read(group, skipped, seeds):
             places = shuffling.groups(blocks, at_once, seeds)[int(group)]
             return [part[skipped:] for part in self._read_rows(places, split, seeds)]
 
-        first, skipped = in_python.call(begin, [seeds, start], [tf.int64, tf.int64])
+        first, skipped = in_python.call(locate, [seeds, start], [tf.int64, tf.int64])
         first, skipped = tf.ensure_shape(first, []), tf.ensure_shape(skipped, [])
 
         def read_in_graph(group):
@@ -453,18 +456,21 @@ class TableSource(FileSource):
             )
             return tf.ensure_shape(numbers, [None]), parts
 
-        # Two groups are in memory: the next one is read meanwhile.
+        # The next group is read meanwhile, which takes its memory a second time.
         rows = tf.data.Dataset.range(first, groups).map(read_in_graph).prefetch(1)
         batches = rows.rebatch(batch_size)
         return batches if take is None else batches.map(take)
 
-    def _blocks_at_once(self, blocks: Sequence[int], buffer_mb: int) -> int:
+    def _blocks_at_once(self, split: str, blocks: Sequence[int], buffer_mb: int) -> int:
         """How many blocks a buffer holds, half of it each time; at least a few."""
-        rows = sum(self._blocks[place].rows for place in blocks) / max(len(blocks), 1)
-        block_bytes = (
-            max(rows, 1) * 8 * (len(self.image_fields) + len(self.vocabularies) + 2)
-        )
-        return max(int(buffer_mb * 2**20 / 2 / block_bytes), _LEAST_BLOCKS)
+        rows = sum(self._blocks[place].rows for place in blocks)
+        blocks_of_a_byte = len(blocks) / max(rows * self.record_bytes(split), 1)
+        return max(int(buffer_mb * 2**20 / 2 * blocks_of_a_byte), _LEAST_BLOCKS)
+
+    def record_bytes(self, split: str) -> float:
+        """Bytes of a row in memory, with its number and its target."""
+        del split
+        return 8.0 * (len(self.image_fields) + len(self.vocabularies) + 2)
 
     def _blocks_of(self, split: str) -> list[int]:
         """Places of the blocks of a split's files."""
@@ -481,7 +487,7 @@ class TableSource(FileSource):
         first = self._first_number(self._paths[located.file]) + located.first
         numbers = np.arange(first, first + located.rows)
         has = np.broadcast_to(self._has(split, numbers), numbers.shape)
-        return self._good(numbers[has], split)
+        return self._without_bad(numbers[has], split)
 
     def numbers(self, split: str) -> np.ndarray:
         """See ``Source.numbers``."""
@@ -530,7 +536,7 @@ class TableSource(FileSource):
             (tf.int64, (len(self.vocabularies),)),
             (tf.int64 if target.kind == "class" else tf.float64, target.row_shape),
         ]
-        # TensorFlow's `unbatch` crashes on rows of nothing.
+        # A part without columns is none.
         return [part for part in parts if 0 not in part[1]]
 
     def _unchanged(self, file: int) -> TableFile:

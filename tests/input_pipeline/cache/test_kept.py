@@ -373,8 +373,8 @@ def test_files_are_interleaved_as_by_tensorflow(seed):
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         turns = interleaved(counts.tolist(), cycle_length, 4)
-        found = [100 * file + at for file, a, b in turns for at in range(a, b)]
-        assert found == [*expected.as_numpy_iterator()]
+        order = [100 * file + at for file, a, b in turns for at in range(a, b)]
+        assert order == [*expected.as_numpy_iterator()]
 
 
 @pytest.mark.parametrize("begin", [0, 1])

@@ -1,6 +1,5 @@
 """Which records come, in which order, from where on: whatever reads them."""
 
-import dataclasses
 import functools
 import json
 
@@ -13,7 +12,6 @@ from tests.variants import sampled, slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images import recipes
-from towers.model import fit_data
 
 
 @pytest.fixture(scope="module")
@@ -154,53 +152,6 @@ def test_only_the_first_epoch_starts_late(source):
     assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
     _, second, _ = _epoch(source, recipe="none", seed=0, start_epoch=2)
     assert epochs[1] == second
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_data_that_nobody_has_read_are_not_built_again(photos, repeat):
-    options = {"image_shape": (8, 8, 3), "training": True, "repeat": repeat, "seed": 3}
-    built = functools.partial(make_dataset, photos, "train", batch_size=16, **options)
-
-    def labels(dataset):
-        return np.concatenate([y for _, y in dataset.take(3)]).tolist()
-
-    def begun_at(dataset, *place):
-        return dataset.pipeline.begun_at(dataset, *place)
-
-    unread = built()
-    assert begun_at(unread, 0) is unread
-    first = labels(unread)
-    for place in ((1, 0), (0, 32), (1, 16)):
-        moved = begun_at(unread, *place)
-        epoch, record = place
-        expected = built(start_epoch=epoch, start_record=record)
-        assert labels(moved) == labels(expected) != first
-    # What was read goes on with its next epoch, so its first one is built.
-    again = begun_at(unread, 0)
-    assert again is not unread and labels(again) == first
-    # One that repeats has begun further epochs by itself.
-    assert repeat or labels(unread) == labels(built(start_epoch=1))
-
-
-def test_data_whose_rows_a_host_has_read_are_built_again(photos):
-    options = {"image_shape": (8, 8, 3), "training": True, "recipe": "none"}
-    data = make_dataset(photos, "train", batch_size=16, **options)
-    of_host = fit_data.of_host(data, _Whole())
-    assert data.pipeline.begun_at(data, 0) is data
-    assert len([*of_host]) == 4
-    again = data.pipeline.begun_at(data, 0)
-    assert again is not data and not hasattr(again, "of_host")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """All rows of each batch, for the only host that there is."""
-
-    def bounds(self, total):
-        return 0, total
-
-    def of_batch(self, x, first, total, mark):
-        return x
 
 
 def _check_no_gap(source, **served):

@@ -16,6 +16,7 @@ from towers.input_pipeline import (
     open_source,
 )
 from towers.input_pipeline.sources import memory
+from towers.input_pipeline.sources.files.record import Record
 from towers.input_pipeline.sources.tables import csv_file, reading, table_pass
 from towers.machine import limits
 
@@ -125,8 +126,35 @@ def test_rows_are_mixed_within_some_blocks(
         assert numbers(seeds=seeds, start=start) == shuffled[start:]
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_rows_that_are_passed_over_are_in_no_batch(no_room, tmp_path, skip):
+@pytest.mark.parametrize(("buffer_mb", "at_once"), [(0, 4), (1, 5), (100, 30)])
+def test_pictures_are_read_by_their_size(tmp_path, encode, buffer_mb, at_once):
+    rng = np.random.default_rng(1)
+    noise = [encode(rng.integers(0, 256, [58, 58, 3], np.uint8)) for _ in range(10)]
+    rows = {"image": noise * 30, "label": [0, 1] * 150}
+    parquet.write_table(pa.table(rows), tmp_path / "a.parquet", row_group_size=10)
+    source = open_source(f"parquet:{tmp_path}/a.parquet", eval_fraction=0)
+    assert source.encoded and 9_000 < source.record_bytes("train") < 11_000
+    assert source.reads_whole("train") == "a group of rows is read as a whole"
+    seeds = tf.constant([1, 2], tf.int64)
+    batches = source.batches("train", 10, seeds=seeds, buffer_mb=buffer_mb)
+    numbers = [int(number) for some, _ in batches for number in some]
+    assert sorted(numbers) == [*range(300)]
+    assert len({number // 10 for number in numbers[: 10 * at_once]}) == at_once
+
+
+def test_an_order_over_bad_records_that_overlap(no_room, tmp_path):
+    path = tmp_path / "rows.csv"
+    write_csv(path)
+    source = open_source(f"csv:{path}", eval_fraction=0)
+    bad = [
+        Record("", "", number, fault="bad", count=count)
+        for number, count in ((490, 99), (20, 1), (5, 30), (10, 2), (0, 1))
+    ]
+    good = source.without({"train": bad}, {"train": 459})
+    assert [*good.numbers("train")] == [*range(1, 5), *range(35, 490)]
+
+
+def test_rows_that_are_passed_over_are_in_no_batch(no_room, tmp_path):
     path = tmp_path / "rows.csv"
     write_csv(path)
     lines = path.read_text().splitlines()

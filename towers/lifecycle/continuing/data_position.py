@@ -116,7 +116,10 @@ def start_anew(options: dict[str, Any], position: Position) -> Start:
     """Returns how to begin an epoch with data that the run has not begun with."""
     data = options["x"]
     if (pipeline := getattr(data, "pipeline", None)) is not None:
-        data = pipeline.begun_at(data, position.epoch)
+        moved = dataclasses.replace(
+            pipeline, start_epoch=position.epoch, start_record=0
+        )
+        data = moved.dataset()
     return Start(data, position.epoch, read=False, anew=True)
 
 
@@ -133,8 +136,12 @@ def _start_pipeline(pipeline, options, position, place):
         # Keras has to count the batches of the pass, and so to be given them.
         first, batches, read = place.epoch, 0, True
     record = batches * pipeline.batch_size
-    record = record if size is None else min(record, size)
-    return Start(pipeline.begun_at(options["x"], epoch, record), first, read)
+    moved = dataclasses.replace(
+        pipeline,
+        start_epoch=epoch,
+        start_record=record if size is None else min(record, size),
+    )
+    return Start(moved.dataset(), first, read)
 
 
 def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Place:
