@@ -95,7 +95,7 @@ def cached(
 
 
 class _Plan(NamedTuple):
-    """What to do.
+    """A decision: whether examples are kept, as what, and where.
 
     Attributes:
         what: "pixels" or "encoded" images are kept.
@@ -225,7 +225,7 @@ def _pixels_shape(
 def _decide(
     cache: str, pixels: int | None, encoded: int | None, memory: float, disk: float
 ) -> tuple[str, str | None]:
-    """What to keep, and where.
+    """Decides what to keep, and where.
 
     Args:
         cache: "auto", "memory" or "disk".

@@ -1,4 +1,4 @@
-"""What examples take in memory or on the disk, and what there is."""
+"""Estimates what examples take in memory or on the disk, and what is free there."""
 
 import math
 import os

@@ -257,7 +257,7 @@ class StreamFiles(FileSource, StreamSource):
     def _interleaved(
         self, split: str, read: Callable, shuffle_seed: tf.Tensor | None
     ) -> tf.data.Dataset:
-        """What `read` makes of each file, several files at once."""
+        """Reads several files at once, by a function of a file."""
         paths = self.files(split)
         # Not by `enumerate`, which counts anew in each worker of a service.
         files = tf.data.Dataset.from_tensor_slices((np.arange(len(paths)), paths))

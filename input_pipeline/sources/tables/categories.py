@@ -23,13 +23,13 @@ def read_vocabularies(
     Returns:
         The different texts of each, sorted, without the empty one.
     """
-    found = {name: set() for name in names}
+    different = {name: set() for name in names}
     for texts in batches:
         for name, some in zip(names, texts, strict=True):
-            found[name] |= {*some.tolist()}
+            different[name] |= {*some.tolist()}
     return {
         name: ordered(text.decode(errors="replace") for text in texts)
-        for name, texts in found.items()
+        for name, texts in different.items()
     }
 
 
@@ -80,9 +80,9 @@ def finders(
 
     def finder(texts):
         if not texts:
-            return lambda found: tf.zeros(tf.shape(found), tf.int64)
+            return lambda texts: tf.zeros(tf.shape(texts), tf.int64)
         find = columns.class_finder(texts)
-        return lambda found: find(tf.strings.strip(found)) + 1
+        return lambda texts: find(tf.strings.strip(texts)) + 1
 
     return {name: finder(texts) for name, texts in vocabularies.items()}
 
@@ -90,7 +90,7 @@ def finders(
 def examples(
     rows: tf.Tensor | None, of_categories: Mapping[str, tf.Tensor]
 ) -> tf.Tensor | dict[str, tf.Tensor]:
-    """What a model gets: rows of numbers, or with categories, a dict of columns."""
+    """Returns the input of a model: rows of numbers, or a dict with categories."""
     if not of_categories:
         return rows
     return ({} if rows is None else {_NUMBERS: rows}) | of_categories

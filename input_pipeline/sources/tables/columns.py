@@ -183,7 +183,7 @@ def nothing_to_learn_from(
 
 
 def _instead_of(pictures: Sequence[str]) -> str:
-    """What to do where columns name pictures, a clause."""
+    """Advises, in a clause, where columns name pictures."""
     return (
         f"{pictures[0]!r} names pictures, which no table reads: put those of each "
         "class into a folder of its own, and train on folder:DIR"
@@ -322,7 +322,7 @@ def check_classes(
 def order_classes(
     where: str,
     label: str,
-    found: Collection[str],
+    there: Collection[str],
     num_classes: int | None,
     class_names: Sequence[str] | None,
 ) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ def order_classes(
     Args:
         where: see ``check_named``.
         label: the labels' column.
-        found: the names there.
+        there: the names in that column.
         num_classes: how many there should be; None for as many as there are.
         class_names: their order; None sorts them.
 
@@ -341,8 +341,8 @@ def order_classes(
     Raises:
         ValueError: there are others than were asked for.
     """
-    names = tuple(sorted(found) if class_names is None else class_names)
-    if unknown := sorted(set(found) - set(names)):
+    names = tuple(sorted(there) if class_names is None else class_names)
+    if unknown := sorted(set(there) - set(names)):
         raise ValueError(
             f"{where} has the class {unknown[0]!r} in the column {label!r}: expected "
             f"one of {_shortened(names)}"
@@ -377,8 +377,8 @@ def class_finder(names: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
     hashes, ordered = hashes[order], [names[label] for label in order]
 
     def find(texts: tf.Tensor) -> tf.Tensor:
-        found = tf.strings.to_hash_bucket_fast(texts, buckets)
-        place = tf.searchsorted(tf.constant(hashes), found)
+        hashed = tf.strings.to_hash_bucket_fast(texts, buckets)
+        place = tf.searchsorted(tf.constant(hashes), hashed)
         place = tf.minimum(place, len(ordered) - 1)
         known = tf.equal(tf.gather(tf.constant(ordered), place), texts)
         labels = tf.gather(tf.constant(order, tf.int64), place)

@@ -126,11 +126,11 @@ class CSVFile:
         without any value is of type null.
         """
         cells = zip(*self._samples, strict=True) if self._samples else ()
-        found = {
+        of_cells = {
             name: _type(values, self.dialect.decimal)
             for name, values in zip(self.names, cells, strict=False)
         }
-        return {name: found.get(name, pa.null()) for name in self.names}
+        return {name: of_cells.get(name, pa.null()) for name in self.names}
 
     @property
     def size(self) -> int:

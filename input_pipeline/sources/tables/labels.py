@@ -72,18 +72,18 @@ class Labels:
         Raises:
             ValueError: the columns cannot be that.
         """
-        found = [self._different(place) for place in range(len(self._names))]
+        of_columns = [self._different(place) for place in range(len(self._names))]
         kind, note = table_targets.choose(
             self._where,
             [
                 table_targets.Column.of(name, *different)
-                for name, different in zip(self._names, found, strict=True)
+                for name, different in zip(self._names, of_columns, strict=True)
             ],
             asked,
             class_names or num_classes,
         )
         self.notes += filter(None, [note])
-        (texts, rows), name = found[0], self._names[0]
+        (texts, rows), name = of_columns[0], self._names[0]
         if kind != "class":
             names = tuple(self._names)
             self.target = Target(kind, len(names), names)
@@ -174,7 +174,7 @@ class Labels:
 
     def _of_numbers(
         self,
-        found: Sequence[Any],
+        different: Sequence[Any],
         rows: int,
         names: Sequence[str] | None,
         num_classes: int | None,
@@ -184,7 +184,7 @@ class Labels:
             size = num_classes or len(names)
             fits = names is not None and len(names) == size
             return Target("class", size, tuple(names) if fits else None)
-        numbers = (number_of(value) for value in found)
+        numbers = (number_of(value) for value in different)
         used = np.array([n for n in numbers if n is not None and n >= 0 and n % 1 == 0])
         size = int(used.max(initial=-1)) + 1
         if size > max(_MANY, rows):

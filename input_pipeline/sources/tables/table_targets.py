@@ -1,4 +1,4 @@
-"""What is to be learnt of a table's rows: a class, numbers, or several labels."""
+"""Decides what models learn of a table: a class, numbers, or several labels."""
 
 import csv
 import dataclasses
@@ -20,7 +20,7 @@ _LARGE = 100
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What a column of labels is, as its values tell.
+    """A column of labels, and what its values tell of it.
 
     Attributes:
         name: of the column.
@@ -99,13 +99,13 @@ def _is_decimal(value: str | float) -> bool:
 
 
 def read_names(
-    where: str, found: Sequence[str], label_column: str | Sequence[str] | None
+    where: str, names_there: Sequence[str], label_column: str | Sequence[str] | None
 ) -> tuple[list[str], str]:
     """Finds the columns that hold the targets.
 
     Args:
         where: file, for the message.
-        found: the columns there are.
+        names_there: the columns there are.
         label_column: a name, or several, also as one text with commas between; None
             for what ``columns.find_label`` chooses.
 
@@ -115,13 +115,13 @@ def read_names(
     Raises:
         ValueError: there is no column of a name, or one is named twice.
     """
-    if label_column is None or label_column in found:
-        label, note = columns.find_label(where, found, label_column)
+    if label_column is None or label_column in names_there:
+        label, note = columns.find_label(where, names_there, label_column)
         return [label], note
     names = [label_column] if isinstance(label_column, str) else [*label_column]
     if isinstance(label_column, str) and "," in label_column:
         names = [name.strip() for name in next(csv.reader([label_column]))]
-    columns.check_named(where, found, names, "label_column")
+    columns.check_named(where, names_there, names, "label_column")
     if len(set(names)) < len(names) or not names:
         raise ValueError(
             f"label_column is {', '.join(names) or 'empty'}: expected at least one "
@@ -132,7 +132,7 @@ def read_names(
 
 def choose(
     where: str,
-    found: Sequence[Column],
+    labels: Sequence[Column],
     asked: TargetKind | None,
     of_classes: Any = None,
 ) -> tuple[TargetKind, str]:
@@ -140,7 +140,7 @@ def choose(
 
     Args:
         where: file, for the message.
-        found: the columns of the targets.
+        labels: the columns of the targets.
         asked: what they are to be; None for what is clear.
         of_classes: number or names of classes, if any were given.
 
@@ -162,14 +162,14 @@ def choose(
                 "no number and no names of classes, so leave them out"
             )
         asked = "class"
-    _check(where, found, asked)
-    kind, note = (asked or "class", "") if asked or not found else _guess(found)
-    if kind == "labels" and len(found) == 1:
+    _check(where, labels, asked)
+    kind, note = (asked or "class", "") if asked or not labels else _guess(labels)
+    if kind == "labels" and len(labels) == 1:
         note = (
-            f"The only label is {_listed(found)}; --label_column=a,b (in Python, "
+            f"The only label is {_listed(labels)}; --label_column=a,b (in Python, "
             "label_column) names several."
         )
-    largest = max((column.largest for column in found), default=0)
+    largest = max((column.largest for column in labels), default=0)
     if kind == "numbers" and largest > _LARGE:
         more = (
             f"Numbers to predict are as large as {largest:,.7g}, and models learn such "
@@ -179,18 +179,18 @@ def choose(
     return kind, note
 
 
-def _guess(found: Sequence[Column]) -> tuple[TargetKind, str]:
+def _guess(labels: Sequence[Column]) -> tuple[TargetKind, str]:
     """Decides what the targets are by their columns."""
-    names = _listed(found)
-    if len(found) > 1:
-        if all(column.bits for column in found):
+    names = _listed(labels)
+    if len(labels) > 1:
+        if all(column.bits for column in labels):
             return "labels", (
                 f"The targets are the labels {names}, each 0 or 1, of which several "
                 "may hold; --task=regression (in Python, target='numbers') takes them "
                 "for numbers."
             )
         return "numbers", f"The targets are the numbers in the columns {names}."
-    (column,) = found
+    (column,) = labels
     if column.form == "numbers":
         return "numbers", f"The target is the number in the column {names}."
     if column.form == "decimals" and not column.in_turn:
@@ -218,22 +218,22 @@ def _guess(found: Sequence[Column]) -> tuple[TargetKind, str]:
     return "class", ""
 
 
-def _check(where: str, found: Sequence[Column], asked: TargetKind | None) -> None:
+def _check(where: str, labels: Sequence[Column], asked: TargetKind | None) -> None:
     """Checks that columns can be what they are to be."""
-    names = _listed(found)
-    texts = [column for column in found if column.form == "text"]
-    if asked == "class" and len(found) > 1:
+    names = _listed(labels)
+    texts = [column for column in labels if column.form == "text"]
+    if asked == "class" and len(labels) > 1:
         raise ValueError(
             f"the labels are the columns {names}: expected one column of classes, so "
             "name one by --label_column (in Python, label_column)"
         )
-    if texts and (asked in ("numbers", "labels") or len(found) > 1):
+    if texts and (asked in ("numbers", "labels") or len(labels) > 1):
         raise ValueError(
             f"{where} has text in the labels' column {texts[0].name!r}: expected "
             "numbers, so name other columns by --label_column (in Python, "
             "label_column)"
         )
-    if asked == "class" and found and found[0].form == "numbers":
+    if asked == "class" and labels and labels[0].form == "numbers":
         raise ValueError(
             f"{where} has fractions in the labels' column {names}: expected whole "
             "numbers from 0, or names of classes; name another column by "
@@ -242,5 +242,5 @@ def _check(where: str, found: Sequence[Column], asked: TargetKind | None) -> Non
         )
 
 
-def _listed(found: Sequence[Column]) -> str:
-    return ", ".join(repr(column.name) for column in found)
+def _listed(labels: Sequence[Column]) -> str:
+    return ", ".join(repr(column.name) for column in labels)

@@ -89,6 +89,6 @@ class ZipfSource(IndexedSource):
         chance = tf.sigmoid(logits * (_CLEAR / spread))
         labels = tf.cast(of_label[:, 0] < chance, tf.int64)
 
-        found: dict[str, Any] = {"dense": dense} if self._numbers else {}
+        x: dict[str, Any] = {"dense": dense} if self._numbers else {}
         columns = zip(self.table_sizes, tf.unstack(ids, axis=1), strict=True)
-        return found | dict(columns), labels
+        return x | dict(columns), labels
