@@ -100,7 +100,8 @@ def inspect(
         return found
     bad, good = {}, {}
     for split in splits:
-        if source.faults is not None:
+        # Of pictures, these are faults of their labels only.
+        if source.faults is not None and not source.encoded:
             bad[split] = [*source.faults.get(split, ())]
             good[split] = source.good[split]
         else:

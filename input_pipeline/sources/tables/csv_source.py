@@ -23,5 +23,5 @@ class CSVSource(TableSource):
 
     def _type_of_label(self, kind: Any) -> Any:
         # As they are written: the whole column tells whether they are names of classes.
-        written = self._tables[0].dialect.decimal == "." or kind != pa.float64()
+        written = self._first.dialect.decimal == "." or kind != pa.float64()
         return pa.string() if written else kind

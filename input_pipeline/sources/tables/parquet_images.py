@@ -9,11 +9,11 @@ import tensorflow as tf
 from pyarrow import types
 
 from towers.input_pipeline.sources.files.file_source import group_by_split
-from towers.input_pipeline.sources.tables import columns, reading
+from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.tables.parquet_file import ParquetFile
 from towers.input_pipeline.sources.tables.parquet_source import ParquetSource
 from towers.input_pipeline.sources.tables.reading import Wanted
-from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
+from towers.input_pipeline.sources.tables.table_pass import TablePass
 
 _NAMES = ("image/encoded", "image")
 
@@ -128,14 +128,13 @@ class ParquetImages(ParquetSource):
         """Types and shapes of a raw record: an encoded image, and a target."""
         return [(tf.string, ()), *super()._parts[-1:]]
 
-    def _read_block(self, located: Located) -> list[np.ndarray]:
-        table = self._unchanged(located.file)
-        part = reading.read_part(table, located.block, b"", self._wanted)
+    def _read_block(self, place: int) -> list[np.ndarray]:
+        table, part = self._read_part(place)
         y, _ = self._labels.targets(part.labels)
         try:
-            images = table.images(self._image, located.block)
+            images = table.images(self._image, part.block)
         except ValueError as error:
-            where = f"{table.path}: row group {located.block.begin}"
+            where = f"{table.path}: row group {part.block.begin}"
             raise ValueError(f"{where}: {error}") from error
         return [images, y]
 

@@ -24,7 +24,7 @@ class ParquetSource(TableSource):
         return pa.string() if pa.types.is_boolean(kind) else kind
 
     def _is_same(self, table: TableFile, name: str) -> bool:
-        return table.types[name] == self._tables[0].types[name]
+        return table.types[name] == self._first.types[name]
 
     def _described(self, label: str) -> Sequence[str] | None:
-        return described_classes(self._tables[0].schema, label)
+        return described_classes(self._first.schema, label)

@@ -26,8 +26,8 @@ from towers.input_pipeline.sources.tables import (
 )
 from towers.input_pipeline.sources.tables.blocks import TableFile, read_in_order
 from towers.input_pipeline.sources.tables.labels import Labels
-from towers.input_pipeline.sources.tables.reading import Wanted
-from towers.input_pipeline.sources.tables.table_pass import Located, TablePass
+from towers.input_pipeline.sources.tables.reading import Part, Wanted
+from towers.input_pipeline.sources.tables.table_pass import TablePass
 from towers.input_pipeline.sources.targets import TargetKind
 from towers.program import words
 
@@ -101,7 +101,8 @@ class TableSource(FileSource):
         self._paths = self._all_files()
         self._stamps = [size_and_time(path) for path in self._paths]
         self._tables = [self._open(path) for path in self._paths]
-        first = self._tables[0]
+        # An empty file tells nothing of its columns.
+        self._first = first = next(filter(_has_types, self._tables), self._tables[0])
         columns.check_several(first.path, first.names)
         names, note = table_targets.read_names(first.path, first.names, label_column)
         self._note(note)
@@ -137,6 +138,8 @@ class TableSource(FileSource):
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
         labels.let_go()
         self._blocks, self._unreadable = read.blocks, {*read.block_faults}
+        # By the place of a block, and of the row there.
+        self._known_faults = read.faults
         self._id_of = {
             name: {text: place + 1 for place, text in enumerate(texts)}
             for name, texts in self.vocabularies.items()
@@ -164,7 +167,7 @@ class TableSource(FileSource):
         self, labels: list[str], feature_columns: Sequence[str] | None
     ) -> Wanted:
         """Decides by types which columns are numbers, and which may be categories."""
-        first, asked = self._tables[0], feature_columns is not None
+        first, asked = self._first, feature_columns is not None
         names = columns.find_features(first.path, first.names, labels, feature_columns)
         types = {name: self._type_of(name, asked) for name in names}
         types |= {name: self._type_of_label(first.types[name]) for name in labels}
@@ -188,14 +191,14 @@ class TableSource(FileSource):
 
     def _type_of(self, name: str, asked: bool) -> Any:
         """Returns the type as which a column to learn from is read."""
-        first, kind = self._tables[0], self.column_kinds.get(name)
+        first, kind = self._first, self.column_kinds.get(name)
         if kind is None and str(first.types[name]) == "null" and asked:
             kind = "number"
         return kinds.read_as(first, name, kind) if kind else first.types[name]
 
     def _check_same_columns(self, wanted: Wanted) -> None:
-        first, *others = self._tables
-        for table in others:
+        first = self._first
+        for table in self._tables:
             for name in wanted.types:
                 if name not in table.names or not self._is_same(table, name):
                     here, there = map(columns.listed, (table.types, first.types))
@@ -247,9 +250,9 @@ class TableSource(FileSource):
         numbers = [name for name in wanted.numbers if name not in unused]
         self._wanted = dataclasses.replace(wanted, numbers=numbers, texts=chosen)
         every = columns.find_features(
-            self._paths[0], self._tables[0].names, wanted.labels, None
+            self._first.path, self._first.names, wanted.labels, None
         )
-        taken, types = [*numbers, *chosen], self._tables[0].types | wanted.types
+        taken, types = [*numbers, *chosen], self._first.types | wanted.types
         used = {*taken}
         left_out = [] if asked else [name for name in every if name not in used]
         pictures = [
@@ -516,10 +519,11 @@ class TableSource(FileSource):
             located = self._blocks[place]
             first = self._first_number(self._paths[located.file]) + located.first
             rows = numbers[place] - first
-            return numbers[place], *(part[rows] for part in self._read_block(located))
+            return numbers[place], *(part[rows] for part in self._read_block(place))
 
         begin = 0
-        readable = [place for place in places if len(numbers[place])]
+        # In the order of the file: a compressed one is unpacked once.
+        readable = [place for place in sorted(places) if len(numbers[place])]
         for block in read_in_order(readable, read):
             end = begin + len(block[0])
             for part, of_block in zip(joined, block, strict=True):
@@ -550,11 +554,27 @@ class TableSource(FileSource):
             raise ValueError(f"{table.path} {CHANGED}")
         return table
 
-    def _read_block(self, located: Located) -> list[np.ndarray]:
-        """Reads the parts of a block's raw records."""
+    def _read_part(self, place: int) -> tuple[TableFile, Part]:
+        """Reads a block again, which has to be as it was.
+
+        Raises:
+            ValueError: it cannot be read, or has other bad rows than before.
+        """
+        located = self._blocks[place]
         table = self._unchanged(located.file)
         data = table.load(located.block)
         part = reading.read_part(table, located.block, data, self._wanted)
+        if part.fault:
+            where = f"{table.path}: row group {located.block.begin}"
+            raise ValueError(f"{where}: {part.fault}")
+        if new := part.faults.keys() - self._known_faults.get(place, {}).keys():
+            where = f"row {located.first + min(new)}: {part.faults[min(new)]}"
+            raise ValueError(f"{table.path} {CHANGED}; {where}")
+        return table, part
+
+    def _read_block(self, place: int) -> list[np.ndarray]:
+        """Reads the parts of a block's raw records."""
+        _, part = self._read_part(place)
         y, _ = self._labels.targets(part.labels)
         ids = [
             reading.ids(column, self._id_of[name])
@@ -574,7 +594,10 @@ class TableSource(FileSource):
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
         """See ``Source.walk``."""
         bad = {
-            record.number: record for some in self.faults.values() for record in some
+            record.number: record
+            for some in self.faults.values()
+            for record in some
+            if record.path == path
         }
         first = self._first_number(path)
         for place, located in enumerate(self._blocks):
@@ -585,17 +608,24 @@ class TableSource(FileSource):
                 yield bad[number]
                 continue
             try:
-                rows = zip(*self._read_block(located), strict=True)
+                rows = zip(*self._read_block(place), strict=True)
             except ValueError as error:
                 gap = located.first, located.first + located.rows
-                whole = Record(path, f"row group {located.block.begin}", number)
-                yield whole.with_fault(str(error), gap=gap, count=located.rows)
+                group = f"row group {located.block.begin}"
+                fault = " ".join(str(error).split()).removeprefix(f"{path}: {group}: ")
+                whole = Record(path, group, number)
+                yield whole.with_fault(fault, gap=gap, count=located.rows)
                 continue
             for row, raw in enumerate(rows, number):
                 if self._has(split, row):
                     where = f"row {row - first}"
                     good = Record(path, where, row, tuple(map(tf.constant, raw)))
                     yield bad.get(row, good)
+
+
+def _has_types(table: TableFile) -> bool:
+    """Tells whether some column of a file has a type; none has in one without rows."""
+    return any(str(kind) != "null" for kind in table.types.values())
 
 
 def _refused(first: Record, bad: Iterable[Record], end: int) -> BadRecordError:

@@ -11,13 +11,20 @@ from pyarrow import csv, parquet
 
 from towers.input_pipeline import (
     cached,
+    find_bad_record,
     make_dataset,
     measure_scaling,
     open_source,
 )
+from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources import memory
 from towers.input_pipeline.sources.files.record import Record
-from towers.input_pipeline.sources.tables import csv_file, reading, table_pass
+from towers.input_pipeline.sources.tables import (
+    csv_file,
+    reading,
+    row_groups,
+    table_pass,
+)
 from towers.machine import limits
 
 
@@ -140,6 +147,86 @@ def test_pictures_are_read_by_their_size(tmp_path, encode, buffer_mb, at_once):
     numbers = [int(number) for some, _ in batches for number in some]
     assert sorted(numbers) == [*range(300)]
     assert len({number // 10 for number in numbers[: 10 * at_once]}) == at_once
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_bad_pictures_are_passed_over(tmp_path, encode, whole_group):
+    path = tmp_path / "a.parquet"
+    pictures = [encode(np.full([8, 8, 3], k, np.uint8)) for k in range(60)]
+    if not whole_group:
+        pictures[31] = pictures[31][:40]
+    rows = {"image": pictures, "label": [0, 1] * 30}
+    parquet.write_table(
+        pa.table(rows), path, row_group_size=10, compression="none", use_dictionary=[]
+    )
+    if whole_group:
+        group = parquet.ParquetFile(path).metadata.row_group(3)
+        begin = group.column(0).data_page_offset
+        content = bytearray(path.read_bytes())
+        content[begin : begin + 20] = b"\xff" * 20
+        path.write_bytes(content)
+    source = open_source(f"parquet:{path}", skip_bad=True, eval_fraction=0)
+    found = quarantine.inspect(source, ["train"], 20)
+    (bad,) = found.bad["train"]
+    lost = 10 if whole_group else 1
+    assert (bad.number, bad.count) == ((30, 10) if whole_group else (31, 1))
+    assert str(bad).count("row group 3") == whole_group and "\n" not in str(bad)
+    good = source.without(found.bad, found.splits)
+    assert good.splits == {"train": 60 - lost}
+    data = make_dataset(good, "train", 16, image_shape=(8, 8, 3), exact=True)
+    assert sum(len(labels) for _, labels in data) == 60 - lost
+
+
+def test_bad_rows_of_one_file_are_none_of_another(no_room, tmp_path):
+    for name, bad in (("train", 7), ("test", 3)):
+        rows = [f"{k},{k % 2}" for k in range(120)]
+        rows[bad] = "zz,0"
+        (tmp_path / f"{name}.csv").write_text("\n".join(["x,label", *rows]))
+    source = open_source(f"csv:{tmp_path}/*.csv", skip_bad=True)
+    for split, row in (("train", 7), ("test", 3)):
+        (path,) = source.files(split)
+        bad = [record for record in source.walk(path) if record.fault]
+        assert [record.number for record in bad] == [row]
+        assert bad[0].path == path
+    good = source.without(source.faults, source.good)
+    assert all(find_bad_record(good, split) is None for split in ("train", "test"))
+
+
+def test_a_row_group_that_cannot_be_read_again_is_said(no_room, tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(row_groups, "_open", fail)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Input/output error"):
+        read(source, training=False)
+
+
+def test_rows_that_have_become_bad_are_no_missing_numbers(no_room, tmp_path):
+    path = tmp_path / "a.csv"
+    write_csv(path)
+    source = open_source(f"csv:{path}")
+    state = path.stat()
+    lines = path.read_text().splitlines()
+    lines[200] = "z" * lines[200].index(",") + lines[200][lines[200].index(",") :]
+    path.write_text("\n".join(lines) + "\n")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_size == state.st_size
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"changed.*row 199: x"):
+        read(source, training=False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_file_with_nothing_but_its_header(tmp_path, first):
+    rows = "".join(f"{k},{k % 2}\n" for k in range(50))
+    (tmp_path / "b.csv").write_text(f"x,label\n{rows}")
+    empty = tmp_path / ("a.csv" if first else "c.csv")
+    empty.write_text("x,label\n")
+    source = open_source(f"csv:{tmp_path}/*.csv", eval_fraction=0)
+    assert source.splits == {"train": 50} and source.image_fields == ["x"]
+    assert f"{empty} holds no record." in source.notes
 
 
 def test_an_order_over_bad_records_that_overlap(no_room, tmp_path):
