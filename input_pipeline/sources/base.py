@@ -99,6 +99,7 @@ class Source(abc.ABC):
         epochs_alone: whether an epoch begins only once the one before has been read.
         has_buffer: whether records are shuffled in a buffer, in the first epoch at
             least.
+        why_whole: what ``reads_whole`` says of all splits.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Source(abc.ABC):
     has_padding: bool = False
     epochs_alone: bool = False
     has_buffer: bool = False
+    why_whole: str = ""
     faults: Mapping[str, Sequence[Record]] | None = None
     good: Mapping[str, int] = {}
     moments: Moments | None = None
@@ -363,9 +365,12 @@ class Source(abc.ABC):
         return getattr(self, "all_splits", self.splits).get(split)
 
     def reads_whole(self, split: str) -> str:
-        """Why all records are read where some are taken, in a clause; empty if not."""
+        """Says in a clause why all records are read where some are taken, or nothing.
+
+        Of a stream of which only some are read, ``places`` tells where these lie.
+        """
         del split
-        return ""
+        return self.why_whole
 
     def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
         """Leaves what is bad out of a dataset of numbers and anything else."""
@@ -420,18 +425,9 @@ class StreamSource(Source):
     """A source that is read from front to back, several files at once.
 
     Its order is that of the files, shuffled, and of a buffer of records.
-
-    Attributes:
-        why_whole: what ``reads_whole`` says of all splits.
     """
 
-    why_whole: str
     has_buffer = True
-
-    def reads_whole(self, split: str) -> str:
-        """See ``Source``; if it is empty, ``places`` tells where records lie."""
-        del split
-        return self.why_whole
 
     def places(self, split: str) -> Places:
         """Where the records of a split lie; only if it does not ``reads_whole``."""

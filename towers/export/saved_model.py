@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +58,7 @@ def _write(archive, folder):
         archive.write_out(folder, verbose=False)
         return
     folder = os.path.abspath(folder)
-    unfinished = f"{folder}.{threading.get_native_id()}.unfinished"
+    unfinished = whole_file.unfinished_name(folder)
     try:
         archive.write_out(unfinished, verbose=False)
         whole_file.flush_all(unfinished)

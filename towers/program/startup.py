@@ -59,8 +59,7 @@ def begin(
     --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
     TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
     in files, nor on a terminal where NO_COLOR is set. No garbage is collected until
-    `end`. A line, or a bar on a terminal, says that TensorFlow is being
-    imported.
+    `end`. While TensorFlow is imported, a line or a bar says so.
 
     Args:
         program: Its name, such as "towers.train".

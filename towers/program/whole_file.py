@@ -38,7 +38,7 @@ def opened(
     remote = _is_remote(path)
     if follows_link and not remote:
         path = os.path.realpath(path)
-    unfinished = f"{path}.{threading.get_native_id()}.unfinished"
+    unfinished = unfinished_name(path)
     try:
         with (
             _gfile().GFile(unfinished, mode)
@@ -51,6 +51,11 @@ def opened(
         if not remote:
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
+
+
+def unfinished_name(path: str) -> str:
+    """Returns the name of a file or a folder until it is whole, for this thread."""
+    return f"{path}.{threading.get_native_id()}.unfinished"
 
 
 def remove_unfinished(path: str) -> None:

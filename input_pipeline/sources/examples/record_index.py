@@ -45,7 +45,7 @@ class RecordIndex:
         record_bytes: Callable[[], float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> str:
-        """See ``StreamSource.reads_whole``; it is found out once.
+        """See ``Source.reads_whole``; it is found out once.
 
         Args:
             record_bytes: says what a record takes, more or less.

@@ -135,7 +135,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return self._around(split, whole, pieces)
 
     def reads_whole(self, split: str) -> str:
-        """See ``StreamSource.reads_whole``."""
+        """See ``Source.reads_whole``."""
         if self._stored is not None:
             return "a local store has parts of files"
         if self._compressed:
@@ -171,9 +171,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
             else file * FILE + np.arange(framing.count(path))
             for file, path in enumerate(paths)
         ]
-        numbers = self._in_turns(of_files)
-        has = np.broadcast_to(self._has(split, numbers), numbers.shape)
-        return self._without_bad(numbers[has], split)
+        return self._good_of_split(self._in_turns(of_files), split)
 
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
         """Reads damaged files around what cannot be read.

@@ -127,6 +127,11 @@ class FileSource(Source):
             return dataset
         return dataset.filter(lambda number, *_: self._has(split, number))
 
+    def _good_of_split(self, numbers: np.ndarray, split: str) -> np.ndarray:
+        """Returns those numbers of its files' records that a split has and uses."""
+        has = np.broadcast_to(self._has(split, numbers), numbers.shape)
+        return self._without_bad(numbers[has], split)
+
     def _hold_out(self) -> None:
         """Has a split of what is held out of the files, and says so.
 

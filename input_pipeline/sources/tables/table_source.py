@@ -420,11 +420,6 @@ class TableSource(FileSource):
         rows.note = f"{words.size(rows.memory_bytes)} of numbers kept in memory"
         return rows
 
-    def reads_whole(self, split: str) -> str:
-        """See ``Source.reads_whole``."""
-        del split
-        return self.why_whole
-
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         """See ``Source.batches``: some blocks at a time, whose rows are shuffled."""
         blocks = self._blocks_of(split)
@@ -465,10 +460,10 @@ class TableSource(FileSource):
         return batches if take is None else batches.map(take)
 
     def _blocks_at_once(self, split: str, blocks: Sequence[int], buffer_mb: int) -> int:
-        """How many blocks a buffer holds, half of it each time; at least a few."""
-        rows = sum(self._blocks[place].rows for place in blocks)
-        blocks_of_a_byte = len(blocks) / max(rows * self.record_bytes(split), 1)
-        return max(int(buffer_mb * 2**20 / 2 * blocks_of_a_byte), _LEAST_BLOCKS)
+        """How many blocks half of a buffer holds; at least a few."""
+        rows = sum(self._blocks[place].rows for place in blocks) / max(len(blocks), 1)
+        block_bytes = max(rows * self.record_bytes(split), 1)
+        return max(int(buffer_mb * 2**20 / 2 / block_bytes), _LEAST_BLOCKS)
 
     def record_bytes(self, split: str) -> float:
         """Bytes of a row in memory, with its number and its target."""
@@ -486,11 +481,14 @@ class TableSource(FileSource):
 
     def _numbers_of(self, place: int, split: str) -> np.ndarray:
         """Numbers of the good records of a split in a block: int64 [N]."""
+        first = self._first_of(place)
+        numbers = np.arange(first, first + self._blocks[place].rows)
+        return self._good_of_split(numbers, split)
+
+    def _first_of(self, place: int) -> int:
+        """Number of the first record in a block."""
         located = self._blocks[place]
-        first = self._first_number(self._paths[located.file]) + located.first
-        numbers = np.arange(first, first + located.rows)
-        has = np.broadcast_to(self._has(split, numbers), numbers.shape)
-        return self._without_bad(numbers[has], split)
+        return self._first_number(self._paths[located.file]) + located.first
 
     def numbers(self, split: str) -> np.ndarray:
         """See ``Source.numbers``."""
@@ -516,9 +514,7 @@ class TableSource(FileSource):
         ]
 
         def read(place):
-            located = self._blocks[place]
-            first = self._first_number(self._paths[located.file]) + located.first
-            rows = numbers[place] - first
+            rows = numbers[place] - self._first_of(place)
             return numbers[place], *(part[rows] for part in self._read_block(place))
 
         begin = 0
@@ -603,7 +599,7 @@ class TableSource(FileSource):
         for place, located in enumerate(self._blocks):
             if self._paths[located.file] != path:
                 continue
-            number = first + located.first
+            number = self._first_of(place)
             if place in self._unreadable:
                 yield bad[number]
                 continue

@@ -267,7 +267,7 @@ class TFDSSource(StreamSource):
         return records.map(numbered)
 
     def reads_whole(self, split: str) -> str:
-        """See ``StreamSource.reads_whole``."""
+        """See ``Source.reads_whole``."""
         if not self._is_of_tfrecords:
             return "they are no TFRecord files"
         if not self._knows_order(split):

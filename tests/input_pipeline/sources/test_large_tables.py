@@ -108,13 +108,10 @@ def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
 
 
 @pytest.mark.parametrize(("buffer_mb", "at_once"), [(0, 4), (1, 500)])
-def test_rows_are_mixed_within_some_blocks(
-    spec, no_room, monkeypatch, buffer_mb, at_once
-):
+def test_rows_are_mixed_within_some_blocks(spec, no_room, buffer_mb, at_once):
     """As many as the buffer has room for, and at least four."""
     source = open_source(spec, eval_fraction=0)
-    blocks = source.numbers("train")
-    assert [*blocks] == [*range(500)]
+    assert [*source.numbers("train")] == [*range(500)]
     seeds = tf.constant([1, 2], tf.int64)
 
     def numbers(**options):

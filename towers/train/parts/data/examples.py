@@ -163,9 +163,10 @@ class Data:
     def samples(self) -> tf.data.Dataset:
         """Opens training data for a look at it: augmented, not mixed, read at once."""
         options = {"batch_size": 9, "shuffle_mb": 0, "repeat": False}
-        # Of these, nothing is to be kept in memory.
-        source = self.source.origin
-        return self._open(source, "train", training=True, data_service=None, **options)
+        # From the origin: a few pictures need not be kept in memory.
+        return self._open(
+            self.source.origin, "train", training=True, data_service=None, **options
+        )
 
     def open_training(self, **options: Any) -> tf.data.Dataset:
         """Opens the training data, with some options of `make_dataset` changed."""
