@@ -36,7 +36,7 @@ TEXTS = ".txt"
 
 # What each kind understands, of what not all do.
 _OF_TFDS = ("data_dir", "train_split", "eval_split", "shard", "read_config")
-_OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad")
+_OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad", "findings")
 _OF_TABLES = (
     "label_key",
     "label_column",
@@ -77,6 +77,7 @@ _TAKES = {
         "eval_fraction",
         "skip_bad",
         "local_store",
+        "findings",
     ),
     "text": (
         "tokenizer",
@@ -131,8 +132,10 @@ class SourceOptions(TypedDict, total=False):
         missing: what stands for a number that is missing in ``parquet:`` and ``csv:``:
             the "mean" or "median" of its column; "fail" makes its row a bad record.
             None: the mean.
-        findings: file for what rows of ``parquet:`` and ``csv:`` are found to hold, if
-            they do not fit in memory, which later runs use. None: they read all again.
+        findings: file, without its suffix, for what a pass over all data found, which
+            later runs use: over rows of ``parquet:`` and ``csv:`` that do not fit in
+            memory, and over labels of ``tfrecord:`` and ``array_record:`` and masks of
+            ``folder:`` whose classes are counted. None: each run reads all.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and

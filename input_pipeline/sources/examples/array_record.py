@@ -7,9 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.sources.base import IndexedSource
-from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
+from towers.input_pipeline.sources.examples.fields import (
+    LABELS_AT_ONCE,
+    ExampleFiles,
+    check_kind,
+)
 from towers.input_pipeline.sources.files import in_python
-from towers.input_pipeline.sources.files.file_source import LABELS_AT_ONCE
 from towers.input_pipeline.sources.files.record import Record
 from towers.program.extras import install_command
 

@@ -1,12 +1,24 @@
 """Files of tf.Examples with an image, or a row of numbers, and a label."""
 
+import concurrent.futures
 import math
+from collections.abc import Mapping
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.local_store.store import LocalStore
+from towers.input_pipeline.sources import label_counts, label_notes
+from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.file_source import FileSource
 from towers.input_pipeline.sources.files.record import Record
+from towers.input_pipeline.sources.label_counts import LabelCounts
+from towers.machine import limits
+from towers.program.progress import EARLY_S, over
+
+LABELS_AT_ONCE = 1024
+# Of fewer classes, some may well have no record.
+_MANY = 1000
 
 # Where `convert` puts rows of numbers.
 ROW = "features"
@@ -27,6 +39,8 @@ class ExampleFiles(FileSource):
         num_classes: see ``FileSource``.
         skip_bad: see ``FileSource``.
         local_store: see ``FileSource``.
+        findings: a file, without its suffix, for what all labels tell, which later runs
+            use. None: each run reads them.
 
     Raises:
         ValueError: no file.
@@ -40,8 +54,12 @@ class ExampleFiles(FileSource):
         num_classes: int | None = None,
         skip_bad: bool = False,
         local_store: LocalStore | None = None,
+        findings: str | None = None,
     ):
         super().__init__(pattern, num_classes, skip_bad, 0, local_store)
+        self._findings = findings and f"{findings}.json"
+        # Of each file, where that is known.
+        self._counts: dict[str, int] = {}
         self.image_shape = (None, None, 3)
         self._may_be_row = image_key is None
         image_key = image_key or "image/encoded"
@@ -106,6 +124,44 @@ class ExampleFiles(FileSource):
             self.encoded = False
             self.image_shape = tuple(shape)
 
+    def _count_classes(self) -> None:
+        """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
+        if self.num_classes < math.inf:
+            return
+        stamp = label_counts.stamp_of(self._files, self.reads, self._skip_bad)
+        found, known = label_counts.kept(self._findings, stamp, self._read_labels)
+        if known:
+            note = f"The labels of {self.name} are known from an earlier run."
+            self.notes = (*self.notes, note)
+        self.num_classes = _num_classes(self.name, self.label_field, found)
+        for split, some in found.items():
+            self.splits[split] = sum(some.records)
+            # Bad records have no label here, and yet a place in their file.
+            if not self._skip_bad:
+                self._counts |= zip(self._files[split], some.records, strict=True)
+        classes = {split: some.classes for split, some in found.items()}
+        self.notes = (*self.notes, *label_notes.notes(self.target, classes))
+
+    def _read_labels(self) -> dict[str, LabelCounts]:
+        """Reads all labels, of several files at once."""
+        what = f"Reading the labels of {self.name} to count its classes, as "
+        what += "--num_classes is not given"
+        paths = self._all_files()
+
+        def read(path):
+            return read_labels(self, path, None, self._skip_bad)
+
+        # What is read by Python may wait for TensorFlow's threads, and these for it.
+        threads = limits.cpu_count() if self.in_graph else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            labels = pool.map(read, paths)
+            labels = [*over(labels, what, len(paths), "files", EARLY_S)]
+        of_path = dict(zip(paths, labels, strict=True))
+        return {
+            split: label_counts.of_labels([of_path[path] for path in some])
+            for split, some in self._files.items()
+        }
+
     def _take_rows(self, serialized: bytes) -> None:
         """Reads rows of numbers from now on, as long as in this example."""
         fields = tf.train.Example.FromString(serialized).features.feature
@@ -116,6 +172,27 @@ class ExampleFiles(FileSource):
         self.reads = self._image_key, self._label_key
         if len(self.image_fields) != count:  # the converter knows their names
             self.image_fields = [f"{self._image_key}[{k}]" for k in range(count)]
+
+
+def _num_classes(name: str, field: str, counts: Mapping[str, LabelCounts]) -> int:
+    """Returns the largest label plus one.
+
+    Raises:
+        ValueError: it is too large to be the number of a class.
+    """
+    largest = int(
+        np.concatenate([some.classes for some in counts.values()]).max(initial=-1)
+    )
+    records = sum(sum(some.records) for some in counts.values())
+    if largest + 1 > max(_MANY, records):
+        raise ValueError(
+            f"{name} has labels up to {largest:,} in {field!r}, which is more than it "
+            "has records: expected numbers of classes, so learn numbers by "
+            "--task=regression (in Python, target='numbers'), name another field or "
+            "column, or give the number of classes by --num_classes (in Python, "
+            "num_classes)"
+        )
+    return largest + 1
 
 
 def check_kind(record: Record) -> Record:

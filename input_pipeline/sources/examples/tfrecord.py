@@ -17,14 +17,14 @@ from towers.input_pipeline.sources.examples import (
     framing,
     record_index,
 )
-from towers.input_pipeline.sources.examples.fields import ExampleFiles, check_kind
+from towers.input_pipeline.sources.examples.fields import (
+    LABELS_AT_ONCE,
+    ExampleFiles,
+    check_kind,
+)
 from towers.input_pipeline.sources.examples.record_index import RecordIndex
 from towers.input_pipeline.sources.files import stored
-from towers.input_pipeline.sources.files.file_source import (
-    LABELS_AT_ONCE,
-    StreamFiles,
-    numbered,
-)
+from towers.input_pipeline.sources.files.file_source import StreamFiles, numbered
 from towers.input_pipeline.sources.files.record import FILE, Record
 
 # What `convert` writes beside the files. The mark stays as it first was, so that files
@@ -168,10 +168,15 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         of_files = [
             rows[ends[file] : ends[file + 1], 0]
             if path in damaged
-            else file * FILE + np.arange(framing.count(path))
+            else file * FILE + np.arange(self._count(path))
             for file, path in enumerate(paths)
         ]
         return self._good_of_split(self._in_turns(of_files), split)
+
+    def _count(self, path: str) -> int:
+        """Returns how many records a file has."""
+        known = self._counts.get(path)
+        return framing.count(path) if known is None else known
 
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
         """Reads damaged files around what cannot be read.
@@ -229,8 +234,9 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         if len(self.image_shape) == 1:
             self.image_fields = info["fields"]
         for split, paths in self._files.items():
-            known = [info["files"][os.path.basename(path)] for path in paths]
-            self.splits[split] = sum(file["examples"] for file in known)
+            for path in paths:
+                self._counts[path] = info["files"][os.path.basename(path)]["examples"]
+            self.splits[split] = sum(self._counts[path] for path in paths)
 
 
 def _read_info(paths: list[str]) -> dict[str, Any] | None:

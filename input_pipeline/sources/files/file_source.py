@@ -2,7 +2,6 @@
 
 import abc
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -16,18 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.local_store.store import LocalStore
-from towers.input_pipeline.sources import label_notes
 from towers.input_pipeline.sources.base import Source, StreamSource
 from towers.input_pipeline.sources.files import splits
-from towers.input_pipeline.sources.files.bad_records import read_labels
 from towers.input_pipeline.sources.files.record import FAULTS, FILE, BadRecordError
 from towers.input_pipeline.sources.files.splits import HELD_OUT, held_out
 from towers.input_pipeline.specs import no_files
-from towers.machine import limits
 from towers.program import words
-from towers.program.progress import EARLY_S, over
-
-LABELS_AT_ONCE = 1024
 
 _CYCLE_LENGTH = 16
 _BLOCK_LENGTH = 16
@@ -37,8 +30,6 @@ _MOST_TRIES = 100
 _BESIDE = re.compile(
     r"(dataset_info|features|bad_records)\.json|_(SUCCESS|metadata|common_metadata)"
 )
-# Of fewer classes, some may well have no record.
-_MANY = 1000
 
 
 class FileSource(Source):
@@ -87,7 +78,7 @@ class FileSource(Source):
         self._stored = None
         if local_store is not None:
             self._store(local_store)
-        # Until `_count_classes` reads the labels, any is allowed.
+        # Until all labels are read, any is allowed.
         self.num_classes = num_classes or math.inf
 
     def _store(self, local_store: LocalStore) -> None:
@@ -121,12 +112,6 @@ class FileSource(Source):
             return True
         return splits.is_held_out(number, self._fraction) == (split == "test")
 
-    def _of_split(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
-        """Leaves the other split's records out of numbers and anything else."""
-        if not self._fraction:
-            return dataset
-        return dataset.filter(lambda number, *_: self._has(split, number))
-
     def _good_of_split(self, numbers: np.ndarray, split: str) -> np.ndarray:
         """Returns those numbers of its files' records that a split has and uses."""
         has = np.broadcast_to(self._has(split, numbers), numbers.shape)
@@ -139,19 +124,11 @@ class FileSource(Source):
         """
         if not self._fraction:
             return
-        counted = self.splits["train"] is not None
-        if counted:
-            held_out = self.splits["test"]
-        else:
-            held_out = any(
-                next(self.walk(path, "test"), None) for path in self.files("test")
-            )
-        if not held_out:
+        count = self.splits["test"]
+        if not count:
             self._fraction = 0
             self.splits.pop("test", None)
             return
-        self.splits["test"] = held_out if counted else None
-        count = held_out if counted else None
         note = splits.note(self._fraction, "rows", count)
         self.notes = (*self.notes, note)
 
@@ -177,63 +154,6 @@ class FileSource(Source):
                 self.notes = (*self.notes, *found)
                 return
         raise reason
-
-    def _count_classes(self) -> None:
-        """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
-        if self.target.kind == "class" and self.num_classes < math.inf:
-            return
-        found = {}
-        for split, paths in self._files.items():
-            labels = self._read_labels(paths)
-            found |= self._sort_labels(split, labels)
-            self._set_sizes(split, [len(of_file) for of_file in labels])
-        if self.target.kind == "class":
-            self._take_classes(np.concatenate([*found.values()]))
-        self.notes = (*self.notes, *label_notes.notes(self.target, found))
-
-    def _read_labels(self, paths: Sequence[str]) -> list[np.ndarray]:
-        """Reads all labels of some files, several files at once."""
-        what = f"Reading the labels of {self.name}"
-        if self.target.kind == "class":
-            what = f"{what} to count its classes, as --num_classes is not given"
-
-        def read(path):
-            return read_labels(self, path, None, self._skip_bad)
-
-        # What is read by Python may wait for TensorFlow's threads, and these for it.
-        threads = limits.cpu_count() if self.in_graph else 1
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            labels = pool.map(read, paths)
-            return [*over(labels, what, len(paths), "files", EARLY_S)]
-
-    def _sort_labels(
-        self, split: str, labels: Sequence[np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Sorts the labels of a split's files by the split of their records."""
-        every = np.concatenate(labels)
-        # Without the bad ones, records have other numbers than their labels' places.
-        if not self._fraction or self._skip_bad:
-            return {split: every}
-        numbers = [
-            file * FILE + np.arange(len(some)) for file, some in enumerate(labels)
-        ]
-        held = splits.is_held_out(np.concatenate(numbers), self._fraction)
-        return {"train": every[~held], "test": every[held]}
-
-    def _take_classes(self, labels: np.ndarray) -> None:
-        """Sets ``num_classes``, by all labels and by the names, if there are any."""
-        largest = int(labels.max(initial=-1))
-        self.num_classes = largest + 1
-        if self.class_names is not None:
-            self.num_classes = len(self.class_names)
-        elif self.num_classes > max(_MANY, len(labels)):
-            raise ValueError(
-                f"{self.name} has labels up to {largest:,} in {self.label_field!r}, "
-                "which is more than it has records: expected numbers of classes, so "
-                "learn numbers by --task=regression (in Python, target='numbers'), "
-                "name another field or column, or give the number of classes by "
-                "--num_classes (in Python, num_classes)"
-            )
 
     def _set_sizes(self, split: str, sizes: Sequence[int]) -> None:
         """Takes over how many records the files of a split have."""
@@ -269,14 +189,13 @@ class StreamFiles(FileSource, StreamSource):
         files = shuffle_all(files, len(paths), shuffle_seed)
 
         # In the same order as `_in_turns` has it.
-        records = files.interleave(
+        return files.interleave(
             read,
             cycle_length=min(len(paths), _CYCLE_LENGTH),
             # Changing files for each record costs more than reading a small one.
             block_length=_BLOCK_LENGTH,
             num_parallel_calls=tf.data.AUTOTUNE,
         )
-        return self._of_split(records, split)
 
     def _in_turns(self, files: Sequence[np.ndarray]) -> np.ndarray:
         """Joins arrays, one of each file, in the order of `_interleaved`."""

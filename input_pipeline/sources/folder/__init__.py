@@ -23,6 +23,7 @@ def open_folder(
     tokenizer: str | Tokenizer | None = None,
     sequence_length: int | None = None,
     local_store: LocalStore | None = None,
+    findings: str | None = None,
 ) -> Source:
     """Opens a folder of pictures or texts.
 
@@ -38,6 +39,7 @@ def open_folder(
         tokenizer: of texts; see ``TextFolderSource``.
         sequence_length: of texts; see ``TextFolderSource``.
         local_store: where to keep pictures that lie far away, if anywhere.
+        findings: of masks; see ``MaskFolderSource``.
 
     Raises:
         ValueError: the folder has something else.
@@ -57,6 +59,7 @@ def open_folder(
         return MaskFolderSource(
             *(directory, eval_fraction, num_classes, class_names, skip_bad),
             local_store=local_store,
+            findings=findings,
         )
     source = _open_classes(directory, eval_fraction, skip_bad, of_text, local_store)
     if num_classes not in (None, source.num_classes):

@@ -12,6 +12,7 @@ import tensorflow as tf
 from towers.input_pipeline.choices import IGNORED
 from towers.input_pipeline.images import masks
 from towers.input_pipeline.local_store.store import LocalStore
+from towers.input_pipeline.sources import label_counts
 from towers.input_pipeline.sources.base import IndexedSource, sizes_and_times
 from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.record import (
@@ -22,6 +23,7 @@ from towers.input_pipeline.sources.files.record import (
 )
 from towers.input_pipeline.sources.folder import pictures
 from towers.input_pipeline.sources.folder.stored_folder import StoredFolder
+from towers.input_pipeline.sources.label_counts import LabelCounts
 from towers.input_pipeline.sources.targets import Target
 from towers.program import words
 from towers.program.progress import EARLY_S, Progress
@@ -50,6 +52,8 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         class_names: None for those of classes.txt, if it is there.
         skip_bad: whether masks that cannot be read are left out of that.
         local_store: where to keep files that lie far away, if anywhere.
+        findings: a file, without its suffix, for the numbers in all masks, which later
+            runs use. None: each run reads the masks.
 
     Raises:
         ValueError: no picture, one without a mask, or a fraction although a folder is
@@ -66,6 +70,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         class_names: Sequence[str] | None = None,
         skip_bad: bool = False,
         local_store: LocalStore | None = None,
+        findings: str | None = None,
     ):
         root = os.path.expanduser(directory)
         self.name = f"folder:{directory}"
@@ -85,7 +90,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
                 f"num_classes is {num_classes}, but {self.name} has the names of "
                 f"{len(names)} classes: expected as many, so leave it out"
             )
-        size = num_classes or len(names) or self._count_classes(skip_bad)
+        size = num_classes or len(names) or self._count_classes(skip_bad, findings)
         self._take_target(Target("mask", size, tuple(names) or None))
 
     @property
@@ -192,9 +197,31 @@ class MaskFolderSource(StoredFolder, IndexedSource):
             self.notes = (*self.notes, note)
         return pairs
 
+    def _count_classes(self, skip_bad: bool, findings: str | None) -> int:
+        """Returns the largest number in a mask, plus one."""
+        masks_of = {split: [*of.values()] for split, of in self._masks.items()}
+        counts, known = label_counts.kept(
+            findings and f"{findings}.json",
+            label_counts.stamp_of(masks_of, "mask", skip_bad),
+            lambda: {"all": LabelCounts(self._read_classes(skip_bad), [])},
+        )
+        if known:
+            note = f"The masks of {self.name} are known from an earlier run."
+            self.notes = (*self.notes, note)
+        classes = counts["all"].classes
+        largest = int(classes[classes != IGNORED].max(initial=0))
+        if not largest:
+            raise ValueError(
+                f"the masks of {self.name} have no class but 0"
+                f"{f' and {IGNORED}, which is ignored' * (IGNORED in classes)}: "
+                "expected numbers of classes, such as 0 and 1; write those, or give "
+                "the number of classes by --num_classes (in Python, num_classes)"
+            )
+        return largest + 1
+
     @tf.autograph.experimental.do_not_convert
-    def _count_classes(self, skip_bad: bool) -> int:
-        """Reads all masks for their largest number."""
+    def _read_classes(self, skip_bad: bool) -> np.ndarray:
+        """Reads all masks for the numbers in them."""
 
         def used(path):
             values = tf.reshape(masks.decode(self.load_mask(path)), [-1])
@@ -217,15 +244,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
                 faults = ((path, mask_fault(tf.io.read_file(path))) for path in paths)
                 path, reason = next(filter(all, faults), (self.name, fault_of(error)))
                 raise BadRecordError(f"{path}: {reason}") from error
-        largest = int(np.flatnonzero(seen[:IGNORED]).max(initial=0))
-        if not largest:
-            raise ValueError(
-                f"the masks of {self.name} have no class but 0"
-                f"{f' and {IGNORED}, which is ignored' * bool(seen[IGNORED])}: "
-                "expected numbers of classes, such as 0 and 1; write those, or give "
-                "the number of classes by --num_classes (in Python, num_classes)"
-            )
-        return largest + 1
+        return np.flatnonzero(seen)
 
 
 def _notes_of_sizes(pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -61,9 +61,9 @@ class TableSource(FileSource):
         column_kinds: see ``Source``; None for what each file's first rows have.
         missing: what stands for a number that is missing: the "mean" or "median" of its
             column; "fail" makes its row a bad record.
-        findings: a file for what the pass finds where rows do not fit in memory, which
-            later runs use while the files have the same names, sizes and times. None:
-            there is none.
+        findings: a file, without its suffix, for what the pass finds where rows do not
+            fit in memory, which later runs use while the files have the same names,
+            sizes and times. None: there is none.
         **options: see ``FileSource``.
 
     Attributes:
@@ -112,8 +112,9 @@ class TableSource(FileSource):
         labels = Labels(self.name, names, wanted.types)
         asked = feature_columns is not None
         stamp = repr((wanted, asked, self._fraction, self._paths, self._stamps))
+        path = findings and f"{findings}.npz"
         read = TablePass(
-            self._tables, wanted, labels, self._is_training, asked, findings, stamp
+            self._tables, wanted, labels, self._is_training, asked, path, stamp
         )
         if read.was_known:
             self._note(f"What {self.name} holds is known from an earlier run.")

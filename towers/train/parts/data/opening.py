@@ -93,13 +93,13 @@ def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
 
 
 def _findings(settings: Settings, spec: str) -> dict[str, str]:
-    """The file beside the run for what a table is found to hold."""
+    """The file beside the run for what a pass over all data found."""
     if settings.text_column is not None or not takes(spec, "findings"):
         return {}
     name = "train" if spec == settings.dataset else "eval"
     # Hosts of one folder have a file each.
     host = f"-{this_host().index}" if this_host().index else ""
-    path = os.path.join(settings.absolute_model_dir, f"{name}-findings{host}.npz")
+    path = os.path.join(settings.absolute_model_dir, f"{name}-findings{host}")
     return {"findings": path}
 
 

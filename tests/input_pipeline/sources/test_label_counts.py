@@ -1,0 +1,132 @@
+"""All labels are read once for several runs on the same files."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from array_record.python import array_record_module
+from PIL import Image
+
+from towers.input_pipeline import open_source
+from towers.input_pipeline.sources.examples.fields import ExampleFiles
+from towers.input_pipeline.sources.folder.mask_folder import MaskFolderSource
+
+
+@pytest.fixture(params=["tfrecord", "array_record", "folder"])
+def spec(request, tmp_path, image_example, grey, write_tfrecord):
+    """Data of five classes, of which one is held out, in a folder ``data``."""
+    folder = tmp_path / "data"
+    labels = {"train-0": [0, 1, 3], "train-1": [1], "val": [4, 0]}
+    if request.param == "folder":
+        for split, some in labels.items():
+            split = split.partition("-")[0]
+            for name in ("images", "masks"):
+                (folder / split / name).mkdir(parents=True, exist_ok=True)
+                for label in some:
+                    picture = np.full([8, 8], label, np.uint8)
+                    path = folder / split / name / f"{label}.png"
+                    Image.fromarray(picture).save(path)
+        return f"folder:{folder}"
+    folder.mkdir()
+    for name, some in labels.items():
+        examples = [image_example(grey(label), label) for label in some]
+        if request.param == "tfrecord":
+            write_tfrecord(folder / name, examples)
+            continue
+        writer = array_record_module.ArrayRecordWriter(
+            str(folder / name), "group_size:1"
+        )
+        for example in examples:
+            writer.write(example)
+        writer.close()
+    return f"{request.param}:{folder}/*"
+
+
+def of(source):
+    """The facts of a source that its labels tell."""
+    numbers = {split: [*source.numbers(split)] for split in source.splits}
+    return source.target, source.splits, numbers
+
+
+def is_known(source):
+    return any("known from an earlier run" in note for note in source.notes)
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Has whoever reads all labels fail from now on, once it is called."""
+
+    def refuse(*_):
+        raise AssertionError("the labels are read again")
+
+    def forbid():
+        monkeypatch.setattr(ExampleFiles, "_read_labels", refuse)
+        monkeypatch.setattr(MaskFolderSource, "_read_classes", refuse)
+
+    return forbid
+
+
+def test_labels_that_were_counted_are_not_read_again(spec, tmp_path, unreadable):
+    findings = str(tmp_path / "run" / "findings")
+    first = open_source(spec, findings=findings)
+    assert first.num_classes == 5 and not is_known(first)
+    unreadable()
+    second = open_source(spec, findings=findings)
+    assert of(second) == of(first)
+    said = [note for note in second.notes if note not in first.notes]
+    assert len(said) == 1 and is_known(second)
+    assert len(second.notes) == len(first.notes) + 1
+
+
+def test_a_number_of_classes_that_is_given_reads_nothing(spec, tmp_path, unreadable):
+    unreadable()
+    findings = str(tmp_path / "findings")
+    assert open_source(spec, num_classes=9, findings=findings).num_classes == 9
+    assert not os.path.exists(f"{findings}.json")
+
+
+@pytest.mark.parametrize(
+    "change", ["time", "removed", "options", "cut", "other JSON", "unwritable"]
+)
+def test_what_is_not_the_same_is_read(spec, tmp_path, change, capsys):
+    findings, options = str(tmp_path / "findings"), {}
+    if change == "unwritable":
+        os.mkdir(f"{findings}.json")
+    first = open_source(spec, findings=findings)
+    folder = tmp_path / "data"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if change == "time":
+        os.utime(files[-1], (1, 1))
+    if change == "removed":
+        for path in files:
+            if path.name in ("train-1", "1.png"):
+                path.unlink()
+    if change == "options":
+        options["skip_bad"] = True
+    if change == "cut":
+        with open(f"{findings}.json", "r+b") as file:
+            file.truncate(20)
+    if change == "other JSON":
+        with open(f"{findings}.json") as file:
+            content = json.load(file)
+        with open(f"{findings}.json", "w") as file:
+            json.dump({**content, "splits": 3}, file)
+    second = open_source(spec, findings=findings, **options)
+    assert not is_known(second)
+    assert second.num_classes == first.num_classes
+    said = "findings.json cannot be read" in capsys.readouterr().err
+    assert said == (change in ("cut", "other JSON", "unwritable"))
+
+
+def test_bad_records_keep_their_places(
+    tmp_path, image_example, grey, write_tfrecord, unreadable
+):
+    examples = [image_example(grey(label), label) for label in (0, 1, 2)]
+    write_tfrecord(tmp_path / "a", [examples[0], b"\xff bad", *examples[1:]])
+    options = {"findings": str(tmp_path / "run" / "findings"), "skip_bad": True}
+    first = open_source(f"tfrecord:{tmp_path}/a", **options)
+    unreadable()
+    second = open_source(f"tfrecord:{tmp_path}/a", **options)
+    assert of(second) == of(first) and is_known(second)
+    assert [*second.numbers("train")] == [0, 1, 2, 3]
