@@ -243,7 +243,7 @@ def test_memory_is_a_file_system_too():
 
 def test_nothing_is_counted_where_the_info_lies(converted, monkeypatch):
     monkeypatch.setattr(
-        "towers.input_pipeline.sources.files.file_source.read_labels", None
+        "towers.input_pipeline.sources.examples.fields.read_labels", None
     )
     assert open_source(f"tfrecord:{converted}").splits == {"train": 23, "test": 3}
     part = open_source(f"tfrecord:{converted}/train-0000[01]*")
