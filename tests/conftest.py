@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import shlex
 import signal
+import sys
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in a shell's background jobs, and would be in what tests start.
@@ -17,7 +19,7 @@ os.environ.setdefault("TOWERS_PROGRESS", "0")
 
 import pytest
 
-from tests.variants import number_of
+from tests import variants
 
 
 def pytest_configure(config):
@@ -78,17 +80,36 @@ def _caplog_hears_towers(caplog):
 
 def pytest_addoption(parser):
     """Adds what CI has no time without."""
-    text = "Run one in so many tests, always the same, by their names."
+    text = "Run one in so many tests, others with each commit."
     parser.addoption("--one-in", type=int, default=1, help=text)
+
+
+def pytest_report_header():
+    """Says which of the sampled tests run."""
+    return f"sampled tests: those of TOWERS_TURN={variants.TURN}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says how to repeat what failed."""
+    stats = terminalreporter.stats
+    failed = [*stats.get("failed", ()), *stats.get("error", ())]
+    if not failed:
+        return
+    names = ("TOWERS_TURN", "TOWERS_EXACT_ALL", "TF_ENABLE_ONEDNN_OPTS")
+    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    terminalreporter.section("run again")
+    for test in dict.fromkeys(report.nodeid for report in failed):
+        command = shlex.join([sys.executable, "-m", "pytest", test])
+        terminalreporter.line(" ".join([*given, command]))
 
 
 def pytest_collection_modifyitems(config, items):
     import tensorflow as tf
 
     if (n := config.getoption("--one-in")) > 1:
-        left_out = [item for item in items if number_of(item.nodeid) % n]
+        left_out = [item for item in items if not variants.is_of_ci(n, item.nodeid)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if number_of(item.nodeid) % n == 0]
+        items[:] = [item for item in items if variants.is_of_ci(n, item.nodeid)]
     on_cpu = "TOWERS_GPU_TESTS_ON_CPU" in os.environ
     if on_cpu or tf.config.list_physical_devices("GPU"):
         return

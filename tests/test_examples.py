@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from tests.towers.train.runs import heard, main_here, read_settings
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers.find_batch_size import probe
 from towers.find_batch_size.search_flags import Search
 from towers.parity import __main__ as parity_program
@@ -105,8 +105,8 @@ def test_towers_give_the_numbers_of_one_device(name, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        for_the_report("segmentation"),
-        for_the_report("tagging"),
+        seldom("segmentation"),
+        seldom("tagging"),
         slow("several_outputs"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import towers
 from tests.exact import block_sparse, combinations, oracle, table
 from tests.exact.table import CASES
-from tests.variants import ALL, for_the_report, number_of, one_in, slow
+from tests.variants import ALL, not_now, number_of, one_in, slow
 from towers.builders.strategies import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,12 +39,11 @@ TURNS[0] = MAIN, "asynchronous"
 TURNS[1] = TURNS[5] = ("replicated",)
 
 # To trace them takes 25 s, 11 s and 6 s; the layers are in other cases, too.
-FOR_THE_REPORT = (
+LONG = (
     "models/MobileNetV2, synchronized BatchNormalization",
     "models/MobileNetV2, frozen BatchNormalization",
     "float8/attention",
 )
-
 
 # What `make test` runs: of each group, what its other cases are variants of. The others
 # are slow, as is whatever comes.
@@ -147,8 +146,6 @@ def builders(case):
         return one if ALL or case in OF_A_KIND.values() else ()
     if case in table.OF_ONE_BUILDER:
         return one
-    if not ALL and str(case) in FOR_THE_REPORT:
-        return ()
     turns = TURNS[number % len(TURNS)]
     if ALL or (case.group == block_sparse.GROUP and not is_slow(case)):
         turns = tuple(STRATEGIES)
@@ -180,13 +177,13 @@ OF_EACH_GROUP = {
 
 
 def _run(case, builder):
-    """A case with a builder; of slow ones, one in five is not only for the report."""
+    """A case with a builder; of most slow ones, one in five runs in each turn."""
     name = f"{case}-{builder}"
     if not is_slow(case):  # It may run with the oldest versions.
         oldest = [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
         return pytest.param(case, builder, id=name, marks=oldest)
     often = case.group in (combinations.GROUP, block_sparse.GROUP) or one_in(5, case)
-    return (slow if often else for_the_report)(case, builder, id=name)
+    return (slow if often else not_now)(case, builder, id=name)
 
 
 # Builders of a case follow one another, mostly in one process: what one device makes of

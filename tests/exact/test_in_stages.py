@@ -9,7 +9,7 @@ import towers
 from tests.exact import combinations, oracle
 from tests.exact.layouts import in_stages, refused
 from tests.exact.test_exact_cases import RUNS, alone, is_slow
-from tests.variants import for_the_report, number_of, sampled
+from tests.variants import number_of, sampled, seldom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _turns(name, k):
     """Each case comes once in a while; which layout it has hangs on its name alone."""
     its_turn = k == number_of(name) // 7 % len(LAYOUTS)
     if is_slow(CASES[name]):
-        return (for_the_report(name, LAYOUTS[k]),) if its_turn else ()
-    make = functools.partial(sampled, 2) if its_turn else for_the_report
+        return (seldom(name, LAYOUTS[k]),) if its_turn else ()
+    make = functools.partial(sampled, 2) if its_turn else seldom
     return (make(name, LAYOUTS[k]),)
 
 

@@ -12,7 +12,7 @@ import pytest
 import towers
 from tests import hosts
 from tests.exact import oracle
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples/steps"
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"common"})
@@ -92,7 +92,7 @@ def one_device(name):
 
 def _slow(n, *case):
     """One in `n` runs where not all do, without those that take long to trace."""
-    return for_the_report(*case) if case[0] in LONG else sampled(n, *case)
+    return seldom(*case) if case[0] in LONG else sampled(n, *case)
 
 
 def apart(ours, theirs):
@@ -171,9 +171,9 @@ def test_a_single_asynchronous_tower_equals_one_device(name, packed):
         ((1, 2), ("accumulate",), "whole", "parameter_server"),
         slow((1, 2), ("accumulate", "dcgan"), "whole", "parameter_server"),
         slow((1, 2), ("accumulate", "dcgan"), "whole", "replicated"),
-        for_the_report((1, 1), NAMES, "whole", "parameter_server"),
+        seldom((1, 1), NAMES, "whole", "parameter_server"),
         slow((1, 2), OFTEN, "rows", "parameter_server"),
-        for_the_report((1, 2), NAMES, "rows", "parameter_server"),
+        seldom((1, 2), NAMES, "rows", "parameter_server"),
     ],
     ids=str,
 )

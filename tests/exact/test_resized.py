@@ -7,14 +7,14 @@ import pytest
 
 import towers
 from tests.exact import combinations, oracle
-from tests.exact.test_exact_cases import FOR_THE_REPORT, RUNS, is_slow
+from tests.exact.test_exact_cases import LONG, RUNS, is_slow
 from tests.variants import ALL, number_of, one_in, slow
 
 # Fewer and more than the two to begin with, also without the first of them.
 LAYOUTS = (0, 1), (3,), (1, 3, 2)
 # Numbers that hang on how many towers there are, as on one device they do not; and
 # graphs that take a minute to trace three times.
-LEFT_OUT = FOR_THE_REPORT
+LEFT_OUT = LONG
 BUILDERS = "parameter_server", "replicated"
 
 
@@ -54,7 +54,7 @@ def _is_quick(case):
 
 def _runs(case):
     """Whether it runs where not all do, which would take a third of CI's time."""
-    return _is_quick(case) or one_in(21, case)
+    return _is_quick(case) or one_in(5, case)
 
 
 @pytest.mark.parametrize(

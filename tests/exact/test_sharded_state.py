@@ -6,7 +6,7 @@ import pytest
 
 import towers
 from tests.exact import cases, oracle
-from tests.exact.test_exact_cases import FOR_THE_REPORT
+from tests.exact.test_exact_cases import LONG
 from tests.variants import sampled
 
 # What these are about is how weights change; other groups do not know the difference.
@@ -35,7 +35,7 @@ def _run(case):
 
 @pytest.mark.parametrize(
     "case",
-    [_run(case) for case in CASES if str(case) not in FOR_THE_REPORT],
+    [_run(case) for case in CASES if str(case) not in LONG],
 )
 def test_sharded_state_equals_one_device(case):
     options = {**case.options, "shard_optimizer_state": True}

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from tests import executed, oracle
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.staleness import Staleness
 from towers.loop.streams import Streams
@@ -459,11 +459,11 @@ def _own_loss():
     ("make", "eager"),
     [
         slow(_words, False),
-        for_the_report(_tied, False),
+        seldom(_tied, False),
         (_two_outputs, False),
         slow(_normalised, False),
-        for_the_report(_own_loss, False),
-        for_the_report(_normalised, True),
+        seldom(_own_loss, False),
+        seldom(_normalised, True),
         slow(_own_loss, True),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tests import as_on_gpu, executed
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders.pieces import batches, reader
@@ -181,9 +181,9 @@ def test_towers_of_each_kind(kind):
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        for_the_report("transformer", 1),
-        for_the_report("transformer", 10),
-        for_the_report("cnn", 1),
+        seldom("transformer", 1),
+        seldom("transformer", 10),
+        seldom("cnn", 1),
         slow("cnn", 10),
     ],
 )
@@ -225,7 +225,7 @@ def test_batches_of_unknown_size():
 
 
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", [for_the_report("mlp, dropout"), slow("cnn")])
+@pytest.mark.parametrize("kind", [seldom("mlp, dropout"), slow("cnn")])
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
@@ -272,10 +272,8 @@ def test_numbers_are_those_of_one_device(kind, way):
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [GPUS[0], for_the_report(HOST)])
-@pytest.mark.parametrize(
-    "kind", ["mlp, dropout", for_the_report("cnn"), slow("transformer")]
-)
+@pytest.mark.parametrize("home", [GPUS[0], seldom(HOST)])
+@pytest.mark.parametrize("kind", ["mlp, dropout", seldom("cnn"), slow("transformer")])
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, local_parameter_device=home)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers import multi_gpu_model
 from towers.layers import sharded
 from towers.numerics.not_finite import NotFiniteStep
@@ -149,9 +149,9 @@ def _two_towers(model):
     "then",
     [
         _two_towers,
-        for_the_report(_plain),
+        seldom(_plain),
         slow(_parameter_server),
-        for_the_report(_whole_copies),
+        seldom(_whole_copies),
         slow(_wrap),
     ],
 )
@@ -175,8 +175,8 @@ def test_a_saved_model_continues_with_another_number_of_towers_or_without(
     "then",
     [
         _parameter_server,
-        for_the_report(_plain),
-        for_the_report(_whole_copies),
+        seldom(_plain),
+        seldom(_whole_copies),
         slow(_two_towers),
     ],
 )
@@ -359,8 +359,8 @@ def _accumulated():
     ("optimizer", "way"),
     [
         (_all_at_once, "rows"),
-        *(for_the_report(_adam, "rows"), slow(_all_at_once, "columns")),
-        for_the_report(_accumulated, "rows"),
+        *(seldom(_adam, "rows"), slow(_all_at_once, "columns")),
+        seldom(_accumulated, "rows"),
     ],
 )
 def test_tables_keep_their_own_shards(optimizer, way):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.towers.cluster import on_hosts
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -93,9 +93,7 @@ def test_hosts_that_differ_say_so():
     )
 
 
-@pytest.mark.parametrize(
-    "where", [slow("callback"), *map(for_the_report, ["data", "loss"])]
-)
+@pytest.mark.parametrize("where", [slow("callback"), *map(seldom, ["data", "loss"])])
 def test_an_error_of_one_host_ends_all(where):
     name = f"raises in {where}"
     (code, first, _), (_, second, _) = ends(start(name))
@@ -110,7 +108,7 @@ OFTEN = KILLED[0], KILLED[-1]
 
 
 @pytest.mark.parametrize(
-    "name", [(slow if name in OFTEN else for_the_report)(name) for name in KILLED]
+    "name", [(slow if name in OFTEN else seldom)(name) for name in KILLED]
 )
 def test_a_host_that_is_killed_or_stopped_ends_all(name):
     kind, victim = name.split()[0], int(name.split()[1])

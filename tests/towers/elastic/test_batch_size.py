@@ -18,7 +18,7 @@ from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.towers.train.runs import assembled, main_here, ours, read_settings
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers.elastic import requests, resize
 from towers.train import callbacks
 
@@ -276,9 +276,7 @@ def test_batches_of_the_users_own_size_are_refused(tmp_path, size):
         assembled(*flags_of(tmp_path / "run", "--num_gpus=2", mine=own, data=()))
 
 
-@pytest.mark.parametrize(
-    "kind", [slow("arrays"), for_the_report("dataset"), "PyDataset"]
-)
+@pytest.mark.parametrize("kind", [slow("arrays"), seldom("dataset"), "PyDataset"])
 def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     path, options = tmp_path / "run", {"mine": own, "data": ()}
@@ -290,9 +288,7 @@ def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
         assert_equal(seen, *plain(tmp_path / "plain", 2, 3, **options))
 
 
-@pytest.mark.parametrize(
-    "kind", ["arrays", for_the_report("dataset"), slow("PyDataset")]
-)
+@pytest.mark.parametrize("kind", ["arrays", seldom("dataset"), slow("PyDataset")])
 def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     for count in (1, 2):
@@ -301,9 +297,7 @@ def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
         assert seen.steps == epochs(2)
 
 
-@pytest.mark.parametrize(
-    "kind", ["arrays", for_the_report("dataset"), slow("PyDataset")]
-)
+@pytest.mark.parametrize("kind", ["arrays", seldom("dataset"), slow("PyDataset")])
 @pytest.mark.parametrize("towers", [2, slow(3)])
 def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
     path, options = tmp_path / "run", {"mine": OWN_DATA + KINDS[kind], "data": ()}
@@ -355,9 +349,9 @@ def callbacks():
 @pytest.mark.parametrize(
     ("number", "victim", "alone_until", "towers", "changes"),
     [
-        for_the_report(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
+        seldom(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
         # It comes back to an epoch of two, or of one.
-        for_the_report(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
+        seldom(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
         slow(signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),
     ],
 )

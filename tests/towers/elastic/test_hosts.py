@@ -20,7 +20,7 @@ from tests.towers.elastic import fits
 from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers.launch.elastic import slot as slot_module
 
 LIMIT_S = 90.0
@@ -250,7 +250,7 @@ def write(file, text):
 # Others are wanted.
 
 
-@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), for_the_report(2, 2, 3)])
+@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), seldom(2, 2, 3)])
 def test_hosts_are_added_and_removed(run, least, few, many):
     file = run.folder / "hosts"
     file.write_text(str(few))
@@ -287,8 +287,8 @@ def fails_by_exception(run, pids, victim):
     ("fails", "victim"),
     [
         slow(fails_by_kill, 0),
-        for_the_report(fails_by_kill, 1),
-        for_the_report(fails_by_exception, 0),
+        seldom(fails_by_kill, 1),
+        seldom(fails_by_exception, 0),
         slow(fails_by_exception, 1),
     ],
 )
@@ -305,7 +305,7 @@ def test_one_fails_and_another_one_takes_its_place(run, fails, victim):
     run.finish()
 
 
-@pytest.mark.parametrize("hosts", [for_the_report("2:2")])
+@pytest.mark.parametrize("hosts", [seldom("2:2")])
 def test_one_fails_where_none_may_be_missing(run, hosts):
     run.start(hosts, steps=11)
     before = run.begin(0, 1)
@@ -317,7 +317,7 @@ def test_one_fails_where_none_may_be_missing(run, hosts):
     assert {each["hosts"] for each in run.lines()} == {2}
 
 
-@pytest.mark.parametrize("hosts", [for_the_report(1), slow(2), for_the_report(3)])
+@pytest.mark.parametrize("hosts", [seldom(1), slow(2), seldom(3)])
 def test_all_are_killed(run, hosts):
     run.start(f"{hosts}:{hosts}", steps=20)
     before = run.begin(*range(hosts))
@@ -361,7 +361,7 @@ def test_only_so_many_restarts(run):
     run.says(r"after 1 restart of 1 \(--max_restarts\)\.")
 
 
-@pytest.mark.parametrize("allowed", [for_the_report(2)])
+@pytest.mark.parametrize("allowed", [seldom(2)])
 def test_no_more_restarts_than_allowed(run, allowed):
     run.start("1:2", f"--max_restarts={allowed}", steps=5)
     for count in (5, 15):
@@ -383,7 +383,7 @@ def test_one_that_keeps_failing_is_left_out(run):
     run.check()
 
 
-@pytest.mark.parametrize("others", [for_the_report({"epochs": 5}), slow({"seed": 8})])
+@pytest.mark.parametrize("others", [seldom({"epochs": 5}), slow({"seed": 8})])
 def test_one_that_was_given_something_else_ends_alone(run, others):
     file = run.folder / "hosts"
     file.write_text("1")
@@ -399,7 +399,7 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.parametrize("victim", [for_the_report(0), slow(1)])
+@pytest.mark.parametrize("victim", [seldom(0), slow(1)])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)
@@ -412,7 +412,7 @@ def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     assert {each["pid"] for each in run.lines()} == {*before.values()}
 
 
-@pytest.mark.parametrize("again", [for_the_report("1:1"), slow("1:3")])
+@pytest.mark.parametrize("again", [seldom("1:1"), slow("1:3")])
 def test_all_are_asked_to_end(run, again):
     run.start("1:2", steps=12)
     run.begin(0, 1)
@@ -447,15 +447,15 @@ def test_nothing_is_left_to_train(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(for_the_report, validates=True),
-        options(for_the_report, steps_per_execution=3),
-        options(for_the_report, variable_update="replicated"),
-        options(for_the_report, gpus=2),
-        options(for_the_report, gpus=2, variable_update="replicated", validates=True),
-        options(for_the_report, data="dataset"),
-        options(for_the_report, data="pipeline"),
+        options(seldom, validates=True),
+        options(seldom, steps_per_execution=3),
+        options(seldom, variable_update="replicated"),
+        options(seldom, gpus=2),
+        options(seldom, gpus=2, variable_update="replicated", validates=True),
+        options(seldom, data="dataset"),
+        options(seldom, data="pipeline"),
         options(data="pipeline", steps_per_execution=3, validates=True),
-        options(for_the_report, data="dataset", validates=True),
+        options(seldom, data="dataset", validates=True),
     ],
     indirect=True,
 )
@@ -478,16 +478,16 @@ def test_one_is_killed(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(for_the_report),
-        options(for_the_report, validates=True),
-        options(for_the_report, data="dataset"),
-        options(for_the_report, data="pipeline", validates=True),
-        options(for_the_report, steps_per_execution=3),
+        options(seldom),
+        options(seldom, validates=True),
+        options(seldom, data="dataset"),
+        options(seldom, data="pipeline", validates=True),
+        options(seldom, steps_per_execution=3),
         options(data="pipeline", steps_per_execution=3, validates=True),
     ],
     indirect=True,
 )
-@pytest.mark.parametrize("epochs", [for_the_report(2), slow(6)])
+@pytest.mark.parametrize("epochs", [seldom(2), slow(6)])
 def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
     """Before it validates, or all meet; the last epoch is also the end of training."""
     end = epochs * fits.STEPS_PER_EPOCH
@@ -501,7 +501,7 @@ def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
 
 
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
-@pytest.mark.parametrize("seed", [slow(1), for_the_report(2)])
+@pytest.mark.parametrize("seed", [slow(1), seldom(2)])
 def test_whatever_happens(run, seed, monkeypatch):
     monkeypatch.setattr(launching, "TIMEOUT_S", 600)
     rng, gone, stopped = random.Random(seed), set(), set()
@@ -539,9 +539,9 @@ def test_whatever_happens(run, seed, monkeypatch):
 @pytest.mark.parametrize(
     "run",
     [
-        options(for_the_report, is_built=False),
-        options(for_the_report, is_built=False, data="dataset", validates=True),
-        options(for_the_report, is_built=False, shard_embeddings="rows"),
+        options(seldom, is_built=False),
+        options(seldom, is_built=False, data="dataset", validates=True),
+        options(seldom, is_built=False, shard_embeddings="rows"),
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
         ),
@@ -573,8 +573,8 @@ DIVIDED = [
         shard_embeddings=tables,
     )
     for tier, gpus, optimizer, tables in (
-        (for_the_report, 1, True, "none"),
-        (for_the_report, 2, False, "rows"),
+        (seldom, 1, True, "none"),
+        (seldom, 2, False, "rows"),
         (slow, 2, True, "rows"),
     )
 ]
@@ -604,7 +604,7 @@ def test_parts_are_handed_on(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), for_the_report(1)])
+@pytest.mark.parametrize("victim", [slow(0), seldom(1)])
 @pytest.mark.parametrize("run", DIVIDED, indirect=True)
 def test_one_goes_with_its_part(run, victim):
     run.start("1:2", steps=12)
@@ -664,9 +664,9 @@ SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
     "run",
     [
         options(pytest.param),
-        options(for_the_report, data="dataset"),
-        options(for_the_report, data="pipeline", steps_per_execution=3),
-        options(for_the_report, gpus=2, variable_update="replicated"),
+        options(seldom, data="dataset"),
+        options(seldom, data="pipeline", steps_per_execution=3),
+        options(seldom, gpus=2, variable_update="replicated"),
     ],
     indirect=True,
 )
@@ -709,7 +709,7 @@ def test_graphs_of_a_place_are_kept(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), for_the_report(1)])
+@pytest.mark.parametrize("victim", [slow(0), seldom(1)])
 def test_the_program(tmp_path, victim):
     (tmp_path / "smooth.py").write_text(SMOOTH)
     flags = "--dataset=synthetic:4x4x1:3:1472", "--deterministic"

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.layers import embeddings
 
@@ -296,11 +296,11 @@ def test_towers_equal_one_device(case):
         slow("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
         slow("several", {"cpu_merge": False, "loss_placement": "gathered"}),
         slow("tied", {"variable_update": "replicated"}),
-        for_the_report("tied", {"packed": True}),
-        for_the_report("tied", {"local_parameter_device": "/device:CPU:3"}),
-        for_the_report("several", {"packed": True}),
-        for_the_report("several", {"cpu_merge": False}),
-        for_the_report("several", {"loss_placement": "gathered"}),
+        seldom("tied", {"packed": True}),
+        seldom("tied", {"local_parameter_device": "/device:CPU:3"}),
+        seldom("several", {"packed": True}),
+        seldom("several", {"cpu_merge": False}),
+        seldom("several", {"loss_placement": "gathered"}),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests import executed, hosts, oracle
 from tests.towers.layers import test_lookup as lookup
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
@@ -277,13 +277,13 @@ def test_towers_equal_one_device(case, way):
         slow("tied", {"variable_update": "replicated"}),
         slow("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
         slow("several", {"loss_placement": "gathered"}),
-        for_the_report("tied", {"loss_placement": "gathered"}),
-        for_the_report("several", {"check_numerics": True}),
+        seldom("tied", {"loss_placement": "gathered"}),
+        seldom("several", {"check_numerics": True}),
         slow("several", {"split_ratios": (1, 2, 1)}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", [WAYS[0], for_the_report(WAYS[1])])
+@pytest.mark.parametrize("way", [WAYS[0], seldom(WAYS[1])])
 def test_whatever_the_builder_does(case, options, way):
     found = lookup._run(case, _towers(way, **options), evaluated=False)
     assert lookup._equal(found, lookup._expected(case))
@@ -381,7 +381,7 @@ class Combined(keras.layers.Layer):
         return total / keras.ops.maximum(size ** (1 / power), 1e-6)
 
 
-@pytest.mark.parametrize("combiner", [*map(for_the_report, ["sum", "mean"]), "sqrtn"])
+@pytest.mark.parametrize("combiner", [*map(seldom, ["sum", "mean"]), "sqrtn"])
 @pytest.mark.parametrize("way", [slow("rows"), "columns"])
 def test_combiners(combiner, way, monkeypatch):
     def make():
@@ -398,8 +398,8 @@ def test_combiners(combiner, way, monkeypatch):
     ("policy", "update"),
     [
         slow("mixed_float16", "parameter_server"),
-        for_the_report("mixed_float16", "replicated"),
-        for_the_report("mixed_bfloat16", "parameter_server"),
+        seldom("mixed_float16", "replicated"),
+        seldom("mixed_bfloat16", "parameter_server"),
         slow("mixed_bfloat16", "replicated"),
     ],
 )
@@ -464,9 +464,9 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        for_the_report((1, 1), ""),
-        for_the_report((1, 1), "shard_optimizer_state"),
-        for_the_report((1, 2), ""),
+        seldom((1, 1), ""),
+        seldom((1, 1), "shard_optimizer_state"),
+        seldom((1, 2), ""),
         slow((1, 2), "shard_optimizer_state"),
     ],
 )
@@ -484,12 +484,12 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        for_the_report((1, 1), "rows"),
-        for_the_report((1, 1), "auto"),
+        seldom((1, 1), "rows"),
+        seldom((1, 1), "auto"),
         slow((1, 2), "rows"),
-        for_the_report((1, 2), "auto"),
-        for_the_report((1, 1, 1), "rows"),
-        for_the_report((1, 1, 1), "auto"),
+        seldom((1, 2), "auto"),
+        seldom((1, 1, 1), "rows"),
+        seldom((1, 1, 1), "auto"),
     ],
 )
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):

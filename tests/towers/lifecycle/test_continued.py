@@ -29,7 +29,7 @@ from tests.towers.lifecycle.runs import (
     towers,
     values,
 )
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.store import Position
@@ -223,8 +223,8 @@ class TestOtherData:
         (4, data),
         slow(3, data),
         slow(STEPS + 1, plain),
-        *(for_the_report(steps, data) for steps in (2, STEPS, STEPS + 1)),
-        *(for_the_report(steps, plain) for steps in (2, 3, 4, STEPS)),
+        *(seldom(steps, data) for steps in (2, STEPS, STEPS + 1)),
+        *(seldom(steps, plain) for steps in (2, 3, 4, STEPS)),
     ],
 )
 def test_a_call_may_go_on_in_its_middle(tmp_path, steps, make_data):

@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
@@ -85,12 +85,12 @@ def expected():
 @pytest.mark.parametrize(
     ("steps", "builder", "eager"),
     [
-        for_the_report(1, "parameter_server", False),
+        seldom(1, "parameter_server", False),
         slow(4, "parameter_server", False),
-        for_the_report(10, "parameter_server", False),
+        seldom(10, "parameter_server", False),
         slow(1, "replicated", False),
         (4, "replicated", False),
-        for_the_report(1, "replicated", True),
+        seldom(1, "replicated", True),
         (4, "parameter_server", True),
         slow(10, "parameter_server", True),
     ],
@@ -419,10 +419,10 @@ def _taken_by_call(parallel, counted, steps, epochs=1, **options):
     ("builder", "prefetch"),
     [
         ("parameter_server", 10),
-        for_the_report("parameter_server", 0),
-        for_the_report("parameter_server", 1),
+        seldom("parameter_server", 0),
+        seldom("parameter_server", 1),
         slow("replicated", 2),
-        for_the_report("asynchronous", 0),
+        seldom("asynchronous", 0),
         slow("asynchronous", 2),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import packing
@@ -46,7 +46,7 @@ def ways(*quick, more=()):
     """Ways to train, and more that are slow, all but two kinds for the report."""
     quick = [pytest.param(HOW[name], id=name) for name in quick]
     often = "server, a loop", "asynchronous, ahead"
-    slower = {name: slow if name in often else for_the_report for name in more}
+    slower = {name: slow if name in often else seldom for name in more}
     return [*quick, *(tier(HOW[name], id=name) for name, tier in slower.items())]
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import oracle
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 from towers.model.update import recipe, variable_update
 
 BATCH, STEPS = 12, 20
@@ -75,14 +75,14 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
     "options",
     [
         {"variable_update": "parameter_server"},
-        for_the_report({"variable_update": "replicated"}),
+        seldom({"variable_update": "replicated"}),
         slow({"variable_update": "replicated", "shard_optimizer_state": True}),
-        for_the_report({"variable_update": "parameter_server", "prefetch": 3}),
+        seldom({"variable_update": "parameter_server", "prefetch": 3}),
         slow({"variable_update": "replicated", "prefetch": 1}),
         slow({"variable_update": "auto"}),
-        for_the_report({"variable_update": "parameter_server", "check_numerics": True}),
-        for_the_report({"local_parameter_device": "gpu"}),
-        for_the_report({"cpu_merge": False}),
+        seldom({"variable_update": "parameter_server", "check_numerics": True}),
+        seldom({"local_parameter_device": "gpu"}),
+        seldom({"cpu_merge": False}),
     ],
     ids=str,
 )

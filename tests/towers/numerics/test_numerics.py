@@ -14,7 +14,7 @@ from keras import layers
 
 from tests import warm
 from tests.towers.train.runs import main_here
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
@@ -206,7 +206,7 @@ def test_a_micro_batch_is_named():
     [
         "loop",
         slow("replicated"),
-        for_the_report("parameter_server"),
+        seldom("parameter_server"),
         slow("eager"),
     ],
 )

@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers
 
 import towers
-from tests.variants import for_the_report, slow
+from tests.variants import seldom, slow
 
 CHANNELS, UNITS, OUTPUTS = 6, 12, 9
 
@@ -100,6 +100,6 @@ def slow_but(names, *fast, often=None):
     def one(name):
         if name in fast:
             return name
-        return slow(name) if often is None or name in often else for_the_report(name)
+        return slow(name) if often is None or name in often else seldom(name)
 
     return [one(name) for name in names]

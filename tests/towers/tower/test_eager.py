@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 from tests import oracle
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 
 random = np.random.default_rng(0)
@@ -367,7 +367,7 @@ _FURTHER = [change for change in _OTHERS if change != "state"]
         ("weights", True, "replicated"),
         ("state", True, "parameter_server"),
         *(sampled(2, change, True, "parameter_server") for change in _FURTHER),
-        for_the_report("weights", True, "parameter_server"),
+        seldom("weights", True, "parameter_server"),
         slow("weights", False, "replicated"),
         *(sampled(2, change, True, "replicated") for change in _OTHERS),
     ],

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import for_the_report, sampled, slow
+from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.model.update import auto
 
@@ -105,11 +105,11 @@ def _difference(found, synchronized=False):
     ("towers", "builder", "evaluated"),
     [
         (3, "replicated", False),
-        for_the_report(1, "parameter_server", False),
-        for_the_report(3, "parameter_server", False),
+        seldom(1, "parameter_server", False),
+        seldom(3, "parameter_server", False),
         slow(1, "parameter_server", True),
         slow(3, "parameter_server", True),
-        for_the_report(1, "replicated", False),
+        seldom(1, "replicated", False),
         slow(4, "replicated", False),
     ],
 )
@@ -125,9 +125,9 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
         ({"split_ratios": (3, 1), "packed": True, "prefetch": 2}, 1),
         slow({"loss_placement": "gathered"}, 2),
         slow({"variable_update": "auto"}, 2),
-        for_the_report({"split_ratios": (3, 1)}, 1),
-        for_the_report({"packed": True}, 1),
-        for_the_report({"prefetch": 2}, 1),
+        seldom({"split_ratios": (3, 1)}, 1),
+        seldom({"packed": True}, 1),
+        seldom({"prefetch": 2}, 1),
     ],
     ids=str,
 )
@@ -147,7 +147,7 @@ def test_whatever_the_way(options, steps, monkeypatch):
         ({"run_eagerly": True}, "gathered"),
         slow({"run_eagerly": True}, "auto"),
         slow({"jit_compile": True}, "auto"),
-        for_the_report({"jit_compile": True}, "gathered"),
+        seldom({"jit_compile": True}, "gathered"),
     ],
     ids=str,
 )
