@@ -4,6 +4,9 @@ VENV := .venv
 # Where a machine's files begin; tests have made-up ones.
 ROOT :=
 RUN := $(VENV)/bin/python
+# Tests start hundreds of processes, which import Towers in a third of the time once it
+# is compiled; pytest compiles tests for the next call, too.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests wait a good deal, for processes and for files: one more than there are cores.
 PYTEST = $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 

@@ -194,6 +194,7 @@ def _assert_equal(case, weighted, **options):
     assert apart[where] <= limit, (where, apart[where])
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else slow(name) for name in MODELS]

@@ -83,6 +83,7 @@ def check(name, layout):
     assert found["verdict"] == found["expected"], found
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(("name", "k"), FIRST)
 def test_stages_equal_one_device(name, k):
     check(name, LAYOUTS[k])

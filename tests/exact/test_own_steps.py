@@ -129,6 +129,7 @@ def test_loss_placement_changes_only_what_lets_examples_meet(name):
     assert difference <= LIMIT, where
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("name", "gpus", "algorithm"),
     [
@@ -144,6 +145,7 @@ def test_copies_on_towers_equal_one_device(name, gpus, algorithm):
     assert difference <= LIMIT, where
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("name", "packed"),
     [

@@ -65,6 +65,7 @@ def _batches(rows):
     )
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else sampled(3, name) for name in EXAMPLES]
 )

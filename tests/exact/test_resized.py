@@ -57,6 +57,7 @@ def _runs(case):
     return _is_quick(case) or one_in(5, case)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("case", "builder"),
     [

@@ -33,6 +33,7 @@ def _run(case):
     return pytest.param(case, id=name) if name in QUICK else sampled(4, case, id=name)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     "case",
     [_run(case) for case in CASES if str(case) not in LONG],

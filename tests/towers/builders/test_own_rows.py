@@ -20,6 +20,7 @@ def check(ours, ratios):
     assert apart[worst] <= LIMIT, (worst, apart[worst])
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("ratios", "update"),
     [

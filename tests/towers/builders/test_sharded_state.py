@@ -171,6 +171,7 @@ def test_a_saved_model_continues_with_another_number_of_towers_or_without(
     assert oracle.largest_difference(ours, theirs) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then",
     [
@@ -203,6 +204,7 @@ def _several():
     return {"steps_per_execution": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [_compiled, slow(_eager), slow(_several)])
 def test_steps_may_be_compiled_eager_or_several_in_a_call(options):
     def trained(wrap, **given):
@@ -271,6 +273,7 @@ def _several_optimizers():
     return keras.optimizers.MultiOptimizer(map)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -297,6 +300,7 @@ class _Changes(keras.callbacks.Callback):
             variable.assign(0.9 * variable)
 
 
+@pytest.mark.slow
 def test_what_callbacks_change_reaches_all_towers():
     def trained(wrap):
         model = _model()
@@ -355,6 +359,7 @@ def _accumulated():
     return _adam(gradient_accumulation_steps=2, use_ema=True, clipvalue=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "way"),
     [

@@ -123,6 +123,7 @@ def _quick(names):
     return [name if name in names else sampled(3, name) for name in OPTIMIZERS]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("name", _quick(QUICK))
 def test_fewer_operations_make_keras_own_numbers_to_the_last_bit(name):
     """What all variables share is computed once."""

@@ -234,6 +234,7 @@ def test_a_run_goes_on_as_if_never_stopped(stopped, changed, tmp_path):
     runs.assert_same_bits(*map(runs.weights, (path, changed.path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, slow(2)])
 def test_a_run_goes_on_with_the_batch_of_its_epoch(stopped, tmp_path, towers):
     path = shutil.copytree(stopped.path, tmp_path / "run")
@@ -276,6 +277,7 @@ def test_batches_of_the_users_own_size_are_refused(tmp_path, size):
         assembled(*flags_of(tmp_path / "run", "--num_gpus=2", mine=own, data=()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [slow("arrays"), seldom("dataset"), "PyDataset"])
 def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
@@ -306,6 +308,7 @@ def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
     assert seen.steps == [(7, towers, 0.04)] * 4 + epochs(towers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 def test_patience_counts_on(tmp_path, dtype):
     """Of a loss of which more is better, the first epoch is the best."""

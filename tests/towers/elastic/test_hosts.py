@@ -660,6 +660,7 @@ def test_one_goes_with_its_part_before_any_checkpoint(run):
 SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [

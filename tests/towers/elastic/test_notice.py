@@ -686,6 +686,7 @@ parallel.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False, callbacks=call
 """
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("first", ["notice", "signal"])
 def test_the_signal_of_the_machines_end_is_no_second_one(tmp_path, first):
     done = subprocess.run(

@@ -140,6 +140,7 @@ def test_a_slot_is_cut_however_it_is_asked_for():
             ]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("name", "sparse"),
     [

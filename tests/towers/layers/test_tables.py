@@ -318,6 +318,7 @@ QUICK_UPDATES = (
 )
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("name", "way", "update"),
     [

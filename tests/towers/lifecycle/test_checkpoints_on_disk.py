@@ -172,6 +172,7 @@ def check_whole(path):
     return number
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("at", [Position(1), Position(2)], ids=["same", "next"])
 @pytest.mark.parametrize("killed", [False, True], ids=["fails", "killed"])
 def test_there_is_a_whole_one_whatever_call_fails(tmp_path, monkeypatch, killed, at):

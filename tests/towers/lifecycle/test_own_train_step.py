@@ -103,6 +103,7 @@ ALONE = {"gpus": 1, "variable_update": "asynchronous"}
 AFTER = 3, STEPS, STEPS + 3
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("make", "options", "after"),
     [

@@ -273,6 +273,7 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
     return model.get_weights()
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
     [*QUICK, *(sampled(3, *each) for each in sorted(MORE.difference(QUICK)))],

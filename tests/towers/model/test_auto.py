@@ -514,6 +514,7 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
     assert (float(seen.value), int(raw)) == (3.0, 3)
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     ("name", "wish", "gpus", "xla"),
     [

@@ -71,6 +71,7 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,6 +96,7 @@ def test_twenty_changes_are_as_one_device(options):
     assert oracle.largest_difference(found[2], expected[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_several_steps_in_a_call():
     expected = fit(compiled(build()))
     model = parallel(steps_per_execution=3)
@@ -102,6 +104,7 @@ def test_several_steps_in_a_call():
     assert oracle.largest_difference(found[2], expected[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_in_stages():
     expected = fit(compiled(build()))
     layouts = {3: ([2, 3], None), 8: ([3, 0, 1, 2], (1, 2)), 20: ([0, 1], None)}
@@ -177,6 +180,7 @@ def test_a_model_compiled_anew_keeps_nothing():
     assert model.builder is not first
 
 
+@pytest.mark.slow
 def test_only_the_last_layouts_are_kept(monkeypatch):
     monkeypatch.setattr(variable_update, "_MOST_KEPT", 2)
     model = parallel(1)
@@ -273,6 +277,7 @@ def test_evaluation_follows():
         assert model.builder.plan.count == (gpus if isinstance(gpus, int) else 1)
 
 
+@pytest.mark.slow
 def test_within_a_validation():
     class InTheMiddle(keras.callbacks.Callback):
         def on_test_batch_begin(self, batch, logs=None):

@@ -100,6 +100,7 @@ class OfBuilt(MadeByCompile):
         return self.network.trainable_variables
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     "kind", [MadeByCompile, NoneBeforeCompile, OfCompiled, OfBuilt]
 )
@@ -287,6 +288,7 @@ def _followed(following, wrap, options):
     return follows.centre.numpy()
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 @pytest.mark.parametrize("following", LINEAR.values(), ids=LINEAR)
 def test_a_variable_follows_a_sum_of_all_rows(following, update):

@@ -264,6 +264,7 @@ def test_load_is_nothing_at_once():
     assert load.since() is None
 
 
+@pytest.mark.slow
 def test_towers_train_writes_them(tmp_path):
     done = warm.run(
         "towers.train",

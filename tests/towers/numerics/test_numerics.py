@@ -173,6 +173,7 @@ BOTH = "replicated", "gathered", "XLA", "eager", "asynchronous"
 QUICK = "replicated", "steps in a loop", "gathered", "asynchronous, eager"
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     "way", [way if way in QUICK else sampled(2, way) for way in WAYS]
 )

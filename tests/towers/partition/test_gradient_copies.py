@@ -116,6 +116,7 @@ def _twice(model, optimizer, step, gradients):
     return gradients
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     "between",
     [_exchanged, _perturbed, _one_clipped, _slower]
@@ -148,6 +149,7 @@ def _alternating(make):
     return [variable.numpy() for variable in model.variables]
 
 
+@pytest.mark.slow
 def test_two_of_them_within_a_function():
     """What one of them updates, the other one reads at home."""
     found = _alternating(functools.partial(replicated, gpus=2))
@@ -189,6 +191,7 @@ def test_variables_of_all_kinds(optimizer):
     assert oracle.largest_difference(found, _of_all_kinds(_Plain, optimizer)) < 1e-5
 
 
+@pytest.mark.slow
 def test_sums_travel_in_a_ring():
     """And variables do not: what is in the branch runs only if a copy differs."""
     model = _model()
@@ -286,6 +289,7 @@ def _halves(make):
     return [variable.numpy() for variable in model.variables]
 
 
+@pytest.mark.slow
 def test_averages_of_variables_that_have_no_copy():
     found = _halves(functools.partial(replicated, gpus=2))
     assert oracle.largest_difference(found, _halves(_Plain)) < 1e-5
@@ -419,6 +423,7 @@ def test_variables_elsewhere_are_refused():
         replicated(tf.reduce_mean, [tf.Variable(1.0), elsewhere], ["/cpu:0", "/cpu:1"])
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("of_state", [True, False])
 def test_a_loop_that_goes_back(of_state):
     """Weights are given back, as from a checkpoint; so is the optimizer's state."""

@@ -58,6 +58,7 @@ def of_each_tower(step, plan, x):
 NAMES = [name for name in vars(Losses) if not name.startswith("_")]
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(("towers", "ratios"), [(2, (2, 1)), (3, None)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_is_the_mean_of_the_towers_losses(name, towers, ratios):
@@ -230,6 +231,7 @@ class Whole:
         return tf.reduce_sum(similar(x @ w, x @ w) ** 2, 0)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("name", [n for n in vars(Whole) if not n.startswith("_")])
 def test_gradients_that_are_read_one_by_one_are_those_of_one_device(name):
     made = same_as_one_device(step_of(getattr(Whole(), name), tf.Variable(W)))

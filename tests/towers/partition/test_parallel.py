@@ -302,6 +302,7 @@ def test_what_is_beside_the_loss():
     _close(found.gradients, [tf.constant(X.mean())])
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("count", [0, 2, 9])
 def test_batches_are_placed_ahead(count, inside):
@@ -395,6 +396,7 @@ def test_no_variables_or_no_list_of_some_are_refused():
         towers.GradientTowers(tf.reduce_mean, tf.Variable([1.0, 2.0]), gpus=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 2), slow((1, 1, 1))], ids=str)
 def test_hosts_equal_one_device(layout, tmp_path):
     module = "tests.towers.partition.parallel_on_hosts"

@@ -467,6 +467,7 @@ GATHERED = set(
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize("towers", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_towers_compute_what_one_device_does(name, towers):

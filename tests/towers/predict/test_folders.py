@@ -69,6 +69,7 @@ def test_conversion_writes_them(folder, tmp_path):
     assert source.notes == (_SAID,)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("below", ["", "one"])
 def test_prediction_reads_them(folder, tmp_path, capsys, below):
     flags = f"--dataset=folder:{folder}", "--eval_fraction=0", "--image_size=8"

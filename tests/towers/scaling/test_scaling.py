@@ -289,6 +289,7 @@ def test_a_slow_tower_is_named():
 # The whole program.
 
 
+@pytest.mark.slow
 def test_it_measures_one_and_two_towers(tmp_path):
     flags = "--num_gpus=2", "--seconds=0.5", "--rounds=1", "--model=mlp"
     folder = f"--model_dir={tmp_path / 'run'}"

@@ -156,6 +156,7 @@ def test_drops_the_smallest_blocks(way):
     assert oracle.dropped > 20
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("name", ["Ftrl", "Adafactor", "AdamW"])
 def test_dropped_blocks_stay_zero(name):
     model = trained(optimizer=getattr(keras.optimizers, name))
@@ -165,6 +166,7 @@ def test_dropped_blocks_stay_zero(name):
         assert gone.any() and not layer.kernels[0].numpy()[gone].any()
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("last", [0.7, 0.9])
 def test_then_sparsify_makes_it_small(last):
     """Also where a float32 of the schedule would round to another number of blocks."""
@@ -184,6 +186,7 @@ def test_then_sparsify_makes_it_small(last):
     assert not small.layers[-1].dynamic
 
 
+@pytest.mark.slow
 def test_says_how_many(caplog):
     trained(sparsity=lambda step: 0.5, epochs=1)
     lines = [line for line in caplog.messages if "dropped" in line]
@@ -191,6 +194,7 @@ def test_says_how_many(caplog):
     assert "blocks were dropped after step 2, for a sparsity of 0.50." in lines[0]
 
 
+@pytest.mark.slow
 def test_nothing_comes_back():
     model = trained(sparsity=lambda step: 0.6 if step < 5 else 0.1)
     layer = model.get_layer("hidden")
@@ -232,6 +236,7 @@ def test_says_what_is_wrong(arguments, message):
         towers.PruneBlocks(*arguments)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan")])
 def test_a_schedule_must_leave_blocks(wrong):
     with pytest.raises(ValueError, match="for step 2; expected a schedule of at least"):

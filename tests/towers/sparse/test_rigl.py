@@ -187,6 +187,7 @@ class TestOnTowers:
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "way", networks.slow_but(WAYS, "replicated", often=("2 towers", "stages"))
     )
@@ -194,6 +195,7 @@ class TestOnTowers:
         options = {"steps_per_execution": 3}
         check_same(trained(WAYS[way], **options), _on_one())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "way", networks.slow_but(WAYS, "replicated", often=("state in shards",))
     )
@@ -296,6 +298,7 @@ def test_moves_as_the_rule_has_it(caplog):
     assert f"RigL moved {number} of {blocks} blocks after step 3." in caplog.messages
 
 
+@pytest.mark.slow
 def test_nothing_moves_after_the_last_step(caplog):
     trained(every=2, until=4)
     assert [line[-2] for line in caplog.messages if "moved" in line] == ["2", "4"]
@@ -341,6 +344,7 @@ def test_a_run_that_was_stopped_moves_the_same_blocks(data, order, tmp_path):
     check_same(run([backup()]), run([]), 0)
 
 
+@pytest.mark.slow
 def test_continues_from_a_checkpoint(tmp_path):
     def run(epochs, *more):
         model = networks.sparse()
@@ -357,6 +361,7 @@ def test_takes_data_as_fit_does():
     check_same(trained(data=[X.astype("float64"), Y, None]), _on_one())
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_keeps_its_blocks():
     model = networks.sparse()
     model.get_layer("hidden").trainable = False
@@ -393,6 +398,7 @@ def test_needs_a_batch():
         trained(data=in_batches(8).take(0), epochs=1)
 
 
+@pytest.mark.slow
 def test_a_model_that_its_first_step_builds():
     options = {"pattern": "random", "sparsity": 0.5, "dynamic": True}
     dense = BlockSparseDense(networks.OUTPUTS, block_size=1, **options)

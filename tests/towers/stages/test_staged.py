@@ -66,6 +66,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(("builder", "towers", "recompute"), WAYS)
 def test_each_layer_is_where_its_stage_is(builder, towers, recompute):
     model, nodes = step(gpus=2 * towers, variable_update=builder, recompute=recompute)

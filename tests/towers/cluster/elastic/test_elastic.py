@@ -222,6 +222,7 @@ def test_one_that_stands_still_is_lost(run, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_the_changes(run):
     run = run(most=2)
     run.start(0, 1)

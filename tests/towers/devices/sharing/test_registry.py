@@ -523,6 +523,7 @@ class Play:
                     assert player.run._minimum <= len(places) <= player.run._limit
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_two_runs_use_a_place(world, seed):
     play = Play(world, seed)
