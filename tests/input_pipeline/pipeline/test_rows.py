@@ -9,6 +9,7 @@ import tensorflow as tf
 from tests.variants import slow
 from towers.input_pipeline import ArraySource, open_source
 from towers.input_pipeline.pipeline import Pipeline
+from towers.input_pipeline.pipeline.rows import Rows
 from towers.plan import Share
 
 
@@ -49,6 +50,20 @@ def check(pipeline, ratios, layout):
         tf.nest.map_structure(np.testing.assert_array_equal, joined, expected)
     assert len(set(marks)) == len(marks)
     return hosts
+
+
+def test_the_order_of_a_batch_is_part_of_its_mark():
+    ways = [(1, 2, 3, 4), (2, 1, 3, 4), (4, 3, 2, 1), (1, 2, 3, 5), (2, 3, 4, 1)]
+    (share, _) = shares((1, 1), (1, 1))
+    of_records, of_whole = set(), set()
+    for numbers in ways:
+        numbers = tf.constant(numbers, tf.int64)
+        rows = Rows(share, 4)
+        _, _, beside = rows(numbers, numbers)
+        of_records.add(int(beside[0, 2]))
+        said, *_ = rows.of_whole(numbers, tf.zeros([4]))
+        of_whole.add(int(said.mark))
+    assert len(of_records) == len(of_whole) == len(ways)
 
 
 @pytest.fixture(scope="module")

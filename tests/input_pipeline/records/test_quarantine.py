@@ -369,7 +369,6 @@ def test_parquet(tmp_path):
     assert sorted(_read(good)) == [1, 2, 3, 5, 6, 9]
 
 
-@pytest.mark.slow
 def test_a_row_group_that_cannot_be_read(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -393,6 +392,23 @@ def test_a_row_group_that_cannot_be_read(tmp_path):
     held_out = 9, 15, 21, 64, 78, 82
     assert sorted(_read(good)) == [n for n in readable if n not in held_out]
     assert good.splits == {"train": 54, "test": 6}
+
+
+@pytest.mark.parametrize("seeds", [None, [3, 4]])
+def test_a_stream_goes_on_behind_bad_records(write, seeds):
+    source, _, _ = write(b"no example")
+    good, found = _without(source)
+    assert len(found) == 1
+    seeds = seeds and tf.constant(seeds, tf.int64)
+
+    def numbers(start):
+        order = good.batches("train", 5, seeds=seeds, buffer_mb=1, start=start)
+        return [int(number) for some, *_ in order for number in some]
+
+    every = numbers(0)
+    assert len(every) == 2 * GOOD
+    for start in (1, AT, AT + 1, AT + 2, GOOD, 2 * GOOD - 1):
+        assert numbers(start) == every[start:]
 
 
 def test_array_record(tmp_path, image_example, example, grey):

@@ -279,6 +279,8 @@ def test_the_fraction_is_counted_as_it_is_taken(share):
         assert abs(held.sum() - 997 * share) < 2
     in_turn = np.arange(10_000)[splits.is_held_out(np.arange(10_000), share)] % 10
     assert np.bincount(in_turn).min() > 0.4 * len(in_turn) / 10
+    of_files = splits.is_held_out(np.arange(1000) * FILE, share)
+    assert abs(of_files.sum() - 1000 * share) < 2
     with pytest.raises(ValueError, match="eval_fraction is 1: expected at least 0 and"):
         splits.check_fraction(1)
 

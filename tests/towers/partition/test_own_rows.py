@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.towers.partition.own_losses import Losses, similar
+from tests.variants import slow
 from towers.collectives import batch
 from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned
@@ -58,8 +59,7 @@ def of_each_tower(step, plan, x):
 NAMES = [name for name in vars(Losses) if not name.startswith("_")]
 
 
-@pytest.mark.quick_one_in(5)
-@pytest.mark.parametrize(("towers", "ratios"), [(2, (2, 1)), (3, None)])
+@pytest.mark.parametrize(("towers", "ratios"), [(2, (2, 1)), slow(3, None)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_is_the_mean_of_the_towers_losses(name, towers, ratios):
     weights, plan = tf.Variable(W), plan_of(towers, ratios)
