@@ -120,49 +120,38 @@ def test_hosts_divide_optimizer_state_and_have_tables_in_shards(tmp_path):
 
 
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
-NETWORKS = [str(case) for case in networks.CASES]
-
-
-@pytest.mark.parametrize(
-    ("layout", "builder"),
-    [slow(*way) for way in WAYS],
-)
-def test_networks(layout, builder, tmp_path):
-    names = [name for name in NETWORKS if one_in(5, f"{name} {layout} {builder}")]
-    _check(run(layout, builder, names, tmp_path, 900), names)
-
-
-@pytest.mark.parametrize(
-    ("layout", "builder"),
-    [slow(*way) for way in WAYS],
-)
-def test_quick_cases_of_all_ways(layout, builder, tmp_path):
-    names = [name for name in QUICK if one_in(5, name)]
-    _check(run(layout, builder, names, tmp_path, 900), names)
-
-
-# Each of the other cases is met by hosts in one way, by its name alone.
 OTHERS = [
     str(case)
-    for case in dict.fromkeys(run.values[0] for run in RUNS)
+    for case in [*networks.CASES, *(run.values[0] for run in RUNS)]
     if is_slow(case) and case.group != combinations.GROUP
 ]
 
 
+def of_turn(names, way, ways):
+    """Those of the cases that hosts meet in a way, each in one, in this turn."""
+    mine = [
+        name for name in names if number_of(name) // 5 % len(ways) == ways.index(way)
+    ]
+    return [name for name in mine if one_in(5, name)]
+
+
+def test_each_case_is_met_by_hosts():
+    assert len({*QUICK, *OTHERS}) > 400
+    met = [name for way in WAYS for name in of_turn(QUICK, way, WAYS)]
+    assert len(met) == len({*met}) and {*met} == {n for n in QUICK if one_in(5, n)}
+
+
 @pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS])
-def test_other_cases(layout, builder, tmp_path):
-    mine = WAYS.index((layout, builder))
-    names = [name for name in OTHERS if number_of(name) // 5 % len(WAYS) == mine]
-    names = [name for name in names if one_in(5, name)]
+def test_all_cases(layout, builder, tmp_path):
+    every = [*dict.fromkeys([*QUICK, *OTHERS])]
+    names = of_turn(every, (layout, builder), WAYS)
     _check(run(layout, builder, names, tmp_path, 900), names)
 
 
-@pytest.mark.parametrize(
-    ("layout", "builder"),
-    [slow(*way) for way in WAYS],
-)
+@pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS])
 def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_path):
-    names = [name for name in QUICK if one_in(5, name)]
+    names = [*FIRST, *of_turn(QUICK, (layout, builder), WAYS)]
+    names = [*dict.fromkeys(names)]
     _check(run(layout, builder, names, tmp_path, 900, "rows"), names)
 
 
@@ -192,15 +181,15 @@ OF_STATE = [
 
 
 @pytest.mark.parametrize("layout", map(slow, LAYOUTS))
-def test_all_cases_of_divided_optimizer_state(layout, tmp_path):
-    names = [name for name in OF_STATE if one_in(5, name)]
+def test_divided_optimizer_state(layout, tmp_path):
+    names = of_turn(OF_STATE, layout, LAYOUTS)
     _check(run(layout, "replicated/state", names, tmp_path, 900), names)
 
 
-@pytest.mark.parametrize(
-    ("layout", "builder"),
-    [slow(*way) for way in [((1, 1), "replicated"), ((1, 2), WAYS[0][1])]],
-)
+WAYS_OF_STAGES = [((1, 1), "replicated"), ((1, 2), "parameter_server")]
+
+
+@pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS_OF_STAGES])
 def test_quick_cases_of_towers_of_stages(layout, builder, tmp_path):
-    names = [name for name in QUICK if one_in(5, name)]
+    names = of_turn(QUICK, (layout, builder), WAYS_OF_STAGES)
     _check(run(layout, builder, names, tmp_path, 900, "whole", 2, 2), names)
