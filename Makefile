@@ -4,9 +4,6 @@ VENV := .venv
 # Where a machine's files begin; tests have made-up ones.
 ROOT :=
 RUN := $(VENV)/bin/python
-# Tests start hundreds of processes, which import Towers in a third of the time once it
-# is compiled; pytest compiles tests for the next call, too.
-unexport PYTHONDONTWRITEBYTECODE
 # Tests wait a good deal, for processes and for files: one more than there are cores.
 PYTEST = $(RUN) -m pytest --dist=worksteal --numprocesses=$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 
@@ -42,6 +39,10 @@ train: $(READY)
 
 # In parts, with processes of their own: TensorFlow keeps every graph in memory. Slow exact
 # cases run with oneDNN's kernels, as for users.
+# Tests start hundreds of processes, which import Towers in a third of the time once it
+# is compiled; pytest compiles tests for the next call, too.
+test test-slow test-oldest: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(READY)
 	$(PYTEST) -m 'not slow' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
 	$(PYTEST) -m 'not slow' tests/towers tests/exact $(PYTEST_FLAGS)

@@ -10,7 +10,7 @@ tests run that are closest to it:
     gone      the text to change is not there, or not once: bring the table up to date
     broken    pytest fails and names no test, or a test that fails without the change
 
-Of what was interrupted, `--json` remembers the results; only the rest runs.
+With `--json`, what an earlier run has found is not run again.
 
     python -m scripts.mutations --json=build/mutations.jsonl
     python -m scripts.mutations --only="the mean over towers"
@@ -40,6 +40,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
 AREAS = "step", "reduction", "batch", "checkpoint", "pipeline"
 FOUND, MISSED, TIME_OUT, GONE, BROKEN = "found", "MISSED", "time out", "gone", "broken"
+# With all cases of tests of which some are quick in each turn.
+QUICK = "not slow or quick_one_in"
 UP_TO_DATE = "bring scripts/mutations.toml up to date with the code"
 
 FLAGS = flags.FLAGS
@@ -155,12 +157,13 @@ def environ_of(folder: pathlib.Path) -> dict[str, str]:
     """
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(folder), before]))
-    return {"TOWERS_TURN": _turn(), **os.environ, "PYTHONPATH": path}
+    turn = os.environ.get("TOWERS_TURN") or _commits()
+    return {**os.environ, "TOWERS_TURN": turn, "PYTHONPATH": path}
 
 
 @functools.cache
-def _turn() -> str:
-    """What tests/variants.py takes for `TOWERS_TURN` in the repository."""
+def _commits() -> str:
+    """Returns how many commits lead to this one."""
     command = ["git", "rev-list", "--count", "HEAD"]
     return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
@@ -244,7 +247,7 @@ class Runner:
         if text is None:
             return self._result(mutation, GONE, UP_TO_DATE)
         begun_s = time.monotonic()
-        options = "-m", "not slow", "--numprocesses=2", "--dist=worksteal"
+        options = "-m", QUICK, "--numprocesses=2", "--dist=worksteal"
         with changed(path, text):
             code, said = run_tests(
                 self._folder, mutation.tests, self._timeout_s, *options
@@ -281,12 +284,12 @@ class Runner:
 
 
 def read_results(path: str | None) -> dict[str, Result]:
-    """Reads results of an earlier run, by names; without what was gone then."""
+    """Reads what an earlier run has found, by names."""
     if path is None or not os.path.exists(path):
         return {}
     lines = pathlib.Path(path).read_text().splitlines()
     results = [Result(**json.loads(line)) for line in lines]
-    return {result.name: result for result in results if result.status != GONE}
+    return {result.name: result for result in results if result.status == FOUND}
 
 
 def write_result(path: str | None, result: Result) -> None:

@@ -108,10 +108,7 @@ def pytest_collection_modifyitems(config, items):
     """Chooses among the tests, before pytest does so by their marks."""
     import tensorflow as tf
 
-    for item in items:
-        some = item.get_closest_marker("quick_one_in")
-        if some and not variants.one_in(*some.args, item.nodeid):
-            item.add_marker("slow")
+    variants.choose(items)
     if (n := config.getoption("--one-in")) > 1:
         left_out = [item for item in items if not variants.is_of_ci(n, item.nodeid)]
         config.hook.pytest_deselected(items=left_out)

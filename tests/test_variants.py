@@ -1,5 +1,6 @@
 """Of slow tests, each commit runs some: all run within fifteen."""
 
+import pathlib
 import types
 
 import pytest
@@ -22,35 +23,74 @@ def turns(monkeypatch):
     return take
 
 
-@pytest.mark.parametrize("n", [2, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_each_case_runs_once_while_all_have_their_turn(turns, n):
     ran = [
         case
-        for _ in turns(3 * n)
+        for _ in turns(variants.OF_CI * n)
         for case in CASES
-        if variants.one_in(n, case) and variants.is_of_ci(3, f"node of {case}")
+        if variants.one_in(n, case) and variants.is_of_ci(variants.OF_CI, case)
     ]
     assert sorted(ran) == sorted(CASES)
 
 
-def test_a_share_runs_in_each_turn(turns):
-    for _ in turns(6):
-        share = sum(variants.one_in(5, case) for case in CASES)
-        assert 30 < share < 90
+def test_ci_takes_the_share_that_is_reckoned_with():
+    script = (pathlib.Path(__file__).parents[1] / ".ci/run").read_text()
+    assert f"--one-in={variants.OF_CI}" in script
+
+
+class Item:
+    """A test that pytest has collected."""
+
+    def __init__(self, nodeid, *marks):
+        self.nodeid, self.marks = nodeid, [*marks]
+
+    def iter_markers(self, name):
+        return (mark for mark in self.marks if mark.name == name)
+
+    def get_closest_marker(self, name):
+        return next(self.iter_markers(name), None)
+
+    def add_marker(self, mark):
+        mark = getattr(pytest.mark, mark) if isinstance(mark, str) else mark
+        self.marks.append(mark.mark)
+
+    def has(self, name):
+        return self.get_closest_marker(name) is not None
+
+
+def test_a_test_of_several_marks_runs_as_often_as_one(turns):
+    (mark,) = (m for m in variants.seldom(1).marks if m.name == "one_in")
+    ran = []
+    for _ in turns(5 * variants.OF_CI):
+        items = [Item(case, mark.mark, mark.mark) for case in CASES]
+        variants.choose(items)
+        ran += [item.nodeid for item in items if not item.has("skip")]
+    assert sorted(ran) == sorted(CASES * variants.OF_CI)
+
+
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_in_each_turn_some_cases_are_quick(turns, count):
+    mark = pytest.mark.quick_one_in(4).mark
+    quick = []
+    for _ in turns(4 * variants.OF_CI):
+        items = [Item(f"test_a.py::test_b[{n}]", mark) for n in range(count)]
+        variants.choose(items)
+        names = [item.nodeid for item in items if not item.has("slow")]
+        assert names or count < 4
+        quick += names
+    assert {*quick} == {f"test_a.py::test_b[{n}]" for n in range(count)}
+    assert len(quick) == count * variants.OF_CI
 
 
 def test_for_a_report_all_run(turns, monkeypatch):
+    mark = pytest.mark.one_in(5).mark
     for _ in turns(2):
         monkeypatch.setattr(variants, "ALL", True)
-        assert all(variants.one_in(5, case) for case in CASES)
-
-
-def test_a_sampled_test_of_another_turn_is_skipped(turns):
-    for _ in turns(2):
-        for case in CASES[:20]:
-            marks = {mark.name for mark in variants.sampled(5, case).marks}
-            runs = variants.one_in(5, case)
-            assert marks == ({"slow"} if runs else {"slow", "skip"})
+        items = [Item(case, mark, pytest.mark.slow.mark) for case in CASES]
+        variants.choose(items)
+        assert not any(item.has("skip") for item in items)
+        assert all(item.has("timeout") for item in items)
 
 
 def test_a_failure_says_how_to_repeat_it(monkeypatch):

@@ -1,23 +1,28 @@
-"""Which classes the labels of files name, and how many records; read once for runs."""
+"""Classes and records of files, counted by labels once for all runs on them.
 
+Counts of files from which bad records are left out are not kept: an error of the file
+system would leave out a good record for ever.
+"""
+
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from towers.input_pipeline.sources.base import size_and_time
+from towers.input_pipeline.sources.base import sizes_and_times
 from towers.program import small_file, voice, whole_file
 
 _VERSION = 1
 
 
 class LabelCounts(NamedTuple):
-    """What the labels of a split's files tell.
+    """The counts of a split's files.
 
     Attributes:
         classes: those that have a record, sorted: int64 [C].
-        records: how many each file has.
+        records: how many each file has, or nothing.
     """
 
     classes: np.ndarray
@@ -33,41 +38,44 @@ def of_labels(labels: Sequence[np.ndarray]) -> LabelCounts:
     return LabelCounts(np.unique(np.concatenate(labels)), [*map(len, labels)])
 
 
-def stamp_of(files: Mapping[str, Sequence[str]], *options: object) -> list:
-    """Returns what changes with the files' names, sizes and times, and with options."""
-    states = {
-        split: [[path, *size_and_time(path)] for path in paths]
-        for split, paths in files.items()
-    }
-    return [_VERSION, states, *map(repr, options)]
-
-
 def kept(
-    path: str | None, stamp: list, read: Callable[[], dict[str, LabelCounts]]
+    path: str | None,
+    files: Mapping[str, Sequence[str]],
+    options: object,
+    read: Callable[[], dict[str, LabelCounts]],
 ) -> tuple[dict[str, LabelCounts], bool]:
     """Returns the counts that an earlier run kept, else those that are read now.
 
     Args:
         path: of the file in which they are kept; `None` if they are not.
-        stamp: see `stamp_of`.
-        read: reads all labels.
+        files: whose labels are counted, of each split.
+        options: by which they are read; other options give other counts.
+        read: reads all labels, and returns counts of each split.
 
     Returns:
         Counts of each split, and whether an earlier run kept them.
     """
-    counts = None if path is None else _restore(path, stamp)
+    if path is None:
+        return read(), False
+    stamp = _stamp(files, options)
+    counts = _restore(path, stamp)
     if counts is not None:
         return counts, True
     counts = read()
-    if path is not None:
-        _write(path, stamp, counts)
+    _write(path, stamp, counts)
     return counts, False
 
 
-def _restore(path: str, stamp: list) -> dict[str, LabelCounts] | None:
+def _stamp(files: Mapping[str, Sequence[str]], options: object) -> str:
+    """Returns a text that changes with the files' names, sizes and times."""
+    paths = [*files.values()]
+    states = [[*zip(some, sizes_and_times(some), strict=True)] for some in paths]
+    facts = _VERSION, [*files], states, options
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _restore(path: str, stamp: str) -> dict[str, LabelCounts] | None:
     """Reads what an earlier run kept; `None` if that is not there, or of other data."""
-    if not os.path.lexists(path):
-        return None
     try:
         content = small_file.read_json(path, dict)
         if content["stamp"] != stamp:
@@ -76,15 +84,18 @@ def _restore(path: str, stamp: list) -> dict[str, LabelCounts] | None:
             split: LabelCounts(np.array(classes, np.int64), [*map(int, records)])
             for split, (classes, records) in content["splits"].items()
         }
+    except FileNotFoundError:
+        return None
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         voice.warn(f"{path} cannot be read ({error}): all labels are read again.")
         return None
 
 
-def _write(path: str, stamp: list, counts: Mapping[str, LabelCounts]) -> None:
+def _write(path: str, stamp: str, counts: Mapping[str, LabelCounts]) -> None:
     """Keeps the counts for later runs, where that is possible."""
     splits = {
-        split: [some.classes.tolist(), some.records] for split, some in counts.items()
+        split: [of_split.classes.tolist(), of_split.records]
+        for split, of_split in counts.items()
     }
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -12,9 +12,6 @@ from tests.variants import ALL, number_of, one_in, slow
 
 # Fewer and more than the two to begin with, also without the first of them.
 LAYOUTS = (0, 1), (3,), (1, 3, 2)
-# Numbers that hang on how many towers there are, as on one device they do not; and
-# graphs that take a minute to trace three times.
-LEFT_OUT = LONG
 BUILDERS = "parameter_server", "replicated"
 
 
@@ -38,13 +35,13 @@ CASES = [
     and run.values[0].group != combinations.GROUP
     and run.values[0].verdict == "equal"
     and "split_ratios" not in run.values[0].options
-    and str(run.values[0]) not in LEFT_OUT
+    and str(run.values[0]) not in LONG
 ]
 CASES = [*dict.fromkeys(CASES)]
 
 
 def _turns(case):
-    """The builders of a case: each comes once in a while, or all for the report."""
+    """Returns the builders of a case: one of them, or all for the report."""
     return BUILDERS if ALL else (BUILDERS[number_of(case) // 3 % len(BUILDERS)],)
 
 

@@ -185,7 +185,7 @@ class Job:
 def assemble(settings: Settings) -> Job:
     """Builds what a run needs, of settings that `checks.check` has checked.
 
-    Of its model_dir it only reads.
+    It writes nothing to the model_dir but what a pass over all data finds.
 
     Raises:
         ValueError: If any input is bad.

@@ -128,18 +128,21 @@ class ExampleFiles(FileSource):
         """Sets ``num_classes``, unless known, and the splits' sizes from the labels."""
         if self.num_classes < math.inf:
             return
-        stamp = label_counts.stamp_of(self._files, self.reads, self._skip_bad)
-        found, known = label_counts.kept(self._findings, stamp, self._read_labels)
-        if known:
+        path = None if self._skip_bad else self._findings
+        counts, are_known = label_counts.kept(
+            path, self._files, self.reads, self._read_labels
+        )
+        if are_known:
             note = f"The labels of {self.name} are known from an earlier run."
             self.notes = (*self.notes, note)
-        self.num_classes = _num_classes(self.name, self.label_field, found)
-        for split, some in found.items():
-            self.splits[split] = sum(some.records)
+        self.num_classes = _num_classes(self.name, self.label_field, counts)
+        for split, of_split in counts.items():
+            self.splits[split] = sum(of_split.records)
             # Bad records have no label here, and yet a place in their file.
             if not self._skip_bad:
-                self._counts |= zip(self._files[split], some.records, strict=True)
-        classes = {split: some.classes for split, some in found.items()}
+                sizes = zip(self._files[split], of_split.records, strict=True)
+                self._counts |= sizes
+        classes = {split: of_split.classes for split, of_split in counts.items()}
         self.notes = (*self.notes, *label_notes.notes(self.target, classes))
 
     def _read_labels(self) -> dict[str, LabelCounts]:

@@ -200,12 +200,13 @@ class MaskFolderSource(StoredFolder, IndexedSource):
     def _count_classes(self, skip_bad: bool, findings: str | None) -> int:
         """Returns the largest number in a mask, plus one."""
         masks_of = {split: [*of.values()] for split, of in self._masks.items()}
-        counts, known = label_counts.kept(
-            findings and f"{findings}.json",
-            label_counts.stamp_of(masks_of, "mask", skip_bad),
+        counts, are_known = label_counts.kept(
+            f"{findings}.json" if findings and not skip_bad else None,
+            masks_of,
+            "mask",
             lambda: {"all": LabelCounts(self._read_classes(skip_bad), [])},
         )
-        if known:
+        if are_known:
             note = f"The masks of {self.name} are known from an earlier run."
             self.notes = (*self.notes, note)
         classes = counts["all"].classes

@@ -43,7 +43,7 @@ ALIKE = (
 
 
 def ways(*quick, more=()):
-    """Ways to train, and more that are slow, all but two kinds for the report."""
+    """Ways to train, and more that are slow, all but two kinds of them seldom."""
     quick = [pytest.param(HOW[name], id=name) for name in quick]
     often = "server, a loop", "asynchronous, ahead"
     slower = {name: slow if name in often else seldom for name in more}

@@ -94,7 +94,7 @@ def apart(weights, others):
 def slow_but(names, *fast, often=None):
     """Parameters of which all but some are for slow tests.
 
-    Those that are not among `often`, if it is given, are for the report.
+    Those that are not among `often`, if it is given, run seldom.
     """
 
     def one(name):

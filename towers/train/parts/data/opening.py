@@ -93,7 +93,7 @@ def _cache_dir(settings: Settings, spec: str) -> dict[str, str]:
 
 
 def _findings(settings: Settings, spec: str) -> dict[str, str]:
-    """The file beside the run for what a pass over all data found."""
+    """The file beside the run in which passes over all data keep their findings."""
     if settings.text_column is not None or not takes(spec, "findings"):
         return {}
     name = "train" if spec == settings.dataset else "eval"
