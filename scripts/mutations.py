@@ -17,6 +17,7 @@ With `--json`, what an earlier run has found is not run again.
     python -m scripts.mutations --check
 """
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -32,9 +33,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-from absl import app, flags
+from collections.abc import Iterable, Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
@@ -43,13 +42,6 @@ FOUND, MISSED, TIME_OUT, GONE, BROKEN = "found", "MISSED", "time out", "gone", "
 # With all cases of tests of which some are quick in each turn.
 QUICK = "not slow or quick_one_in"
 UP_TO_DATE = "bring scripts/mutations.toml up to date with the code"
-
-FLAGS = flags.FLAGS
-flags.DEFINE_string("only", "", "Runs those alone whose name, area or file has it.")
-flags.DEFINE_string("work_dir", None, "Folder in which the copy is made, for a while.")
-flags.DEFINE_string("json", None, "File to append a JSON line for each result to.")
-flags.DEFINE_integer("timeout_s", 600, "Seconds that tests may take.", lower_bound=1)
-flags.DEFINE_bool("check", False, "Only checks that the table fits the code.")
 
 # Of pytest's summary: the first test that failed, also as it was set up. A file that
 # cannot be imported is no test.
@@ -315,37 +307,53 @@ def summary(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-def run_all(mutations: Sequence[Mutation], known: Mapping[str, Result]) -> list[Result]:
-    """Runs all mutations whose results are not known; returns all results."""
+def run_all(mutations: Sequence[Mutation], given: argparse.Namespace) -> list[Result]:
+    """Runs all mutations that an earlier run has not found; returns all results.
+
+    Args:
+        mutations: to run.
+        given: the options of the command line.
+    """
+    known = read_results(given.json)
     results = [known[one.name] for one in mutations if one.name in known]
     # Whoever ends the run ends the tests that it has started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     temporary = tempfile.TemporaryDirectory(
-        prefix="mutations-", dir=FLAGS.work_dir, ignore_cleanup_errors=True
+        prefix="mutations-", dir=given.work_dir, ignore_cleanup_errors=True
     )
     with temporary as name:
         folder = pathlib.Path(name)
         copy_tree(folder)
         check_imports(folder)
-        runner = Runner(folder, FLAGS.timeout_s)
+        runner = Runner(folder, given.timeout_s)
         for mutation in mutations:
             if mutation.name not in known:
                 results.append(runner.run(mutation))
                 print(results[-1], flush=True)
-                write_result(FLAGS.json, results[-1])
+                write_result(given.json, results[-1])
     return results
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Checks the table, or runs what it lists."""
-    del argv
-    mutations = [mutation for mutation in read() if mutation.has(FLAGS.only)]
-    if FLAGS.check:
-        said = faults(mutations)
-        print("\n".join(said) or f"{len(mutations)} mutations fit the code.")
-        sys.exit(1 if said else 0)
-    print(summary(run_all(mutations, read_results(FLAGS.json))))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--only", default="", help="run those alone whose name, area or file has it"
+    )
+    parser.add_argument("--work_dir", help="folder in which the copy is made")
+    parser.add_argument("--json", help="file to append a JSON line for each result to")
+    parser.add_argument("--timeout_s", type=int, default=600, help="of the tests")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that the table fits the code"
+    )
+    given = parser.parse_args()
+    mutations = [mutation for mutation in read() if mutation.has(given.only)]
+    if given.check:
+        lines = faults(mutations)
+        print("\n".join(lines) or f"{len(mutations)} mutations fit the code.")
+        sys.exit(1 if lines else 0)
+    print(summary(run_all(mutations, given)))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
