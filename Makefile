@@ -37,12 +37,12 @@ endif
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
-# In parts, with processes of their own: TensorFlow keeps every graph in memory. Slow exact
-# cases run with oneDNN's kernels, as for users.
 # Tests start hundreds of processes, which import Towers in a third of the time once it
 # is compiled; pytest compiles tests for the next call, too.
 test test-slow test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
+# In parts, with processes of their own: TensorFlow keeps every graph in memory. Slow exact
+# cases run with oneDNN's kernels, as for users.
 test: $(READY)
 	$(PYTEST) -m 'not slow' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
 	$(PYTEST) -m 'not slow' tests/towers tests/exact $(PYTEST_FLAGS)

@@ -108,8 +108,8 @@ def timed(argv: list[str]) -> dict[str, float]:
     Raises:
         RuntimeError: The process failed.
     """
-    # Installed packages are compiled, as Keras is here; a checkout is by its first run.
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    # Python keeps what it has compiled of this checkout, as pip did of Keras.
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     begin, times, said = time.perf_counter(), {}, []
     process = subprocess.Popen(
         argv,

@@ -21,7 +21,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -34,6 +33,8 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+
+from tests import variants
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
@@ -81,7 +82,7 @@ class Mutation:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a mutation.
+    """The outcome of a mutation.
 
     Attributes:
         name: Its name.
@@ -149,15 +150,7 @@ def environ_of(folder: pathlib.Path) -> dict[str, str]:
     """
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(folder), before]))
-    turn = os.environ.get("TOWERS_TURN") or _commits()
-    return {**os.environ, "TOWERS_TURN": turn, "PYTHONPATH": path}
-
-
-@functools.cache
-def _commits() -> str:
-    """Returns how many commits lead to this one."""
-    command = ["git", "rev-list", "--count", "HEAD"]
-    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+    return {**os.environ, "TOWERS_TURN": str(variants.TURN), "PYTHONPATH": path}
 
 
 def check_imports(folder: pathlib.Path) -> None:
@@ -212,7 +205,7 @@ def run_tests(
 def changed(path: pathlib.Path, text: str) -> Iterator[None]:
     """Gives a file another text meanwhile, and then its own with its own time.
 
-    By the time, Python tells whether what it has compiled is of the file.
+    Python compares this time to know whether what it has compiled is up to date.
     """
     before, stat = path.read_bytes(), path.stat()
     path.write_text(text)
@@ -252,14 +245,14 @@ class Runner:
         return Result(mutation.name, mutation.area, mutation.file, *about)
 
     def _read(self, code, said):
-        """Tells by what pytest has printed what the tests have noticed."""
+        """Reads a status, and a test or a reason, from what pytest has printed."""
         if code is None:
             return TIME_OUT, ""
         if code == 0:
             return MISSED, ""
         # With -x, pytest-xdist's exit code is 2, as of an interruption.
         if (failed := _FAILED.search(said)) is None:
-            last = next(iter(said.split("\n")[-2:]), "")
+            last = said.rstrip().rpartition("\n")[2]
             return BROKEN, f"pytest's exit code is {code}: {last}"
         if not self._passes_unchanged(failed[1]):
             return BROKEN, f"without the change, too, this fails: {failed[1]}"

@@ -83,6 +83,15 @@ def test_in_each_turn_some_cases_are_quick(turns, count):
     assert len(quick) == count * variants.OF_CI
 
 
+def test_slow_cases_take_no_turn_of_quick_ones(turns):
+    mark, slow = pytest.mark.quick_one_in(2).mark, pytest.mark.slow.mark
+    for _ in turns(2 * variants.OF_CI):
+        marks = [(mark,), (mark, slow), (mark,), (mark, slow)]
+        items = [Item(f"test_a.py::test_b[{n}]", *of) for n, of in enumerate(marks)]
+        variants.choose(items)
+        assert sum(not item.has("slow") for item in items) == 1
+
+
 def test_for_a_report_all_run(turns, monkeypatch):
     mark = pytest.mark.one_in(5).mark
     for _ in turns(2):

@@ -52,8 +52,8 @@ def is_of_ci(n: int, nodeid: str) -> bool:
 
 def one_in(n: int, case: Any) -> bool:
     """Tells whether this is the turn, out of `n`, in which a case runs."""
-    # It changes with every third commit only. `is_of_ci` changes with each commit, so a
-    # case of any turn is met by each third of CI.
+    # This changes with every third commit, and `is_of_ci` with each: so in the three
+    # commits of a case's turn, CI takes each of its three thirds once.
     return ALL or (number_of(case) + TURN // OF_CI) % n == 0
 
 
@@ -87,7 +87,8 @@ def choose(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("quick_one_in"):
+        is_slow = item.get_closest_marker("slow") is not None
+        if item.get_closest_marker("quick_one_in") and not is_slow:
             tests[item.nodeid.partition("[")[0]].append(item)
     # By their places: of few cases, too, one is quick in each turn.
     for cases in tests.values():

@@ -6,15 +6,15 @@ that of towers alike.
 """
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
 import towers
 from tests.curves.models import MODELS, STEPS, losses
+from tests.curves.record import FILE
 
-KEPT = json.loads((pathlib.Path(__file__).parent / "losses.json").read_text())
+KEPT = json.loads(FILE.read_text())
 
 
 def check(name, wrap=lambda model: model):

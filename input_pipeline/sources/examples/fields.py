@@ -147,8 +147,10 @@ class ExampleFiles(FileSource):
 
     def _read_labels(self) -> dict[str, LabelCounts]:
         """Reads all labels, of several files at once."""
-        what = f"Reading the labels of {self.name} to count its classes, as "
-        what += "--num_classes is not given"
+        what = (
+            f"Reading the labels of {self.name} to count its classes, as "
+            "--num_classes is not given"
+        )
         paths = self._all_files()
 
         def read(path):

@@ -148,8 +148,6 @@ def remove_run(model_dir: str) -> None:
         "train/events.out.tfevents.*",
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
-        "train-findings*",
-        "eval-findings*",
         model_files.TOKENIZER,
         *links.FILES,
     ):
