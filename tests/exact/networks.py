@@ -84,7 +84,10 @@ class NormalizedInParts(layers.BatchNormalization):
         sizes = [(rows + self.parts - 1 - k) // self.parts for k in range(self.parts)]
         normal, statistics = [], []
         for part, size in zip(tf.split(x, sizes), sizes, strict=True):
-            mean, variance = tf.nn.moments(part, [0, 1, 2])
+            # A part may have no row.
+            pixels = ops.cast(ops.maximum(ops.size(part[..., 0]), 1), x.dtype)
+            mean = ops.sum(part, axis=(0, 1, 2)) / pixels
+            variance = ops.sum(ops.square(part - mean), axis=(0, 1, 2)) / pixels
             slope = self.gamma / ops.sqrt(variance + self.epsilon)
             normal.append((part - mean) * slope + self.beta)
             weight = ops.cast(size, x.dtype) / ops.cast(rows, x.dtype)

@@ -31,8 +31,10 @@ class Layout:
 
     def outcome(self, case):
         """Runs a case so, and compares it with one device; see `oracle.outcome`."""
-        if self.towers * self.micro_batches > 1:
-            case = refused(case)
+        parts = self.towers * self.micro_batches
+        if parts > 1:
+            # Of what a reference computes for each tower by itself.
+            case = dataclasses.replace(refused(case), towers=parts)
         else:
             case = alone(case)
 

@@ -168,11 +168,12 @@ def test_what_stages_leave_out_is_said(capsys, options, line):
     assert capsys.readouterr().err.count(line) == 1
 
 
-def test_layers_that_talk_across_towers_are_refused():
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_that_talk_across_towers_are_refused(eager):
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input([6]), layers.Dense(3), norm])
     parallel = multi_gpu_model(model, 2, stages=2, micro_batches=2)
-    parallel.compile("sgd", "mse")
+    parallel.compile("sgd", "mse", run_eagerly=eager)
     with pytest.raises(ModelError, match="expected synchronized=False"):
         parallel.train_on_batch(*batch())
 

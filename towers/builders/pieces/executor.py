@@ -123,6 +123,8 @@ class TowerExecutor:
         data = self._split(whole, local_batches)
         unread = not towers.rules.complete
         if context.model.run_eagerly:
+            if context.plan.pipeline.micro_batches > 1:
+                self._check_pipeline()
             self._say_eager()
             if unread:
                 self._prove(towers, values, data)
