@@ -73,7 +73,8 @@ def test_saving_takes_no_copy_where_training_waits(states):
 
 
 def test_saving_takes_one_copy_where_training_goes_on(states):
-    assert 0.5 < states["True"] - states["without"] < 1.3
+    # Two copies would be two; fits differ by some tens of MB of 250.
+    assert 0.5 < states["True"] - states["without"] < 1.5
 
 
 def test_restoring_takes_no_second_state(states):

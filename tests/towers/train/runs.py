@@ -91,7 +91,9 @@ def assembled(*flags):
 
 def run_here(*flags):
     """Runs to the end in this process: what needs no signal and no exit code."""
-    train_run.run(assembled(*flags))
+    job = assembled(*flags)
+    with job.data.blaming():
+        train_run.run(job)
 
 
 def setup(settings=None, shape=(4,), size=3, kind="class", target_shape=()):

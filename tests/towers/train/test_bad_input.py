@@ -230,9 +230,9 @@ def test_divergence_is_no_success(data_dir, tmp_path):
 )
 def test_corrupt_image(made, tmp_path, dataset, words):
     with pytest.raises(input_pipeline.BadRecordError) as caught:
-        assembled(
+        run_here(
             *(f"--dataset={dataset.format(made=made)}", "--image_size=8"),
-            *("--model=mlp", f"--model_dir={tmp_path}"),
+            *("--model=mlp", f"--model_dir={tmp_path}", "--max_train_steps=8"),
         )
     for word in words:
         assert word.format(made=made) in str(caught.value)
@@ -247,7 +247,10 @@ def test_corrupt_record(data_dir, tmp_path):
     shard.write_bytes(content)
     said = rf"{shard}: record \d+ \(byte offset \d+\): corrupted"
     with pytest.raises(input_pipeline.BadRecordError, match=said):
-        assembled(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}")
+        run_here(
+            *(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}"),
+            *("--model=mlp", "--train_epochs=1"),
+        )
 
 
 @pytest.mark.slow
