@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import HANG_S
+
 if typing.TYPE_CHECKING:
     from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium")
-TIMEOUT_S = 120
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or importlib.util.find_spec("playwright") is None,
@@ -46,7 +47,7 @@ def open_browser(width: int = 1200, height: int = 900) -> Iterator["Page"]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=args)
         page = browser.new_page(viewport={"width": width, "height": height})
-        page.set_default_timeout(1000 * TIMEOUT_S)
+        page.set_default_timeout(1000 * HANG_S)
         yield page
         browser.close()
 

@@ -5,10 +5,11 @@ import socket
 from collections.abc import Sequence
 
 from tests import warm
+from tests.limits import HANG_S
 
 
 def run(
-    module: str, layout: Sequence[int], *arguments: object, timeout_s: float
+    module: str, layout: Sequence[int], *arguments: object, timeout_s: float = HANG_S
 ) -> None:
     """Does `python -m module RANK ADDRESSES TOWERS arguments` on hosts, to their ends.
 

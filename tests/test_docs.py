@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from scripts import docs_flags
+from tests.limits import HANG_S
 from towers.__main__ import COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -194,7 +195,7 @@ def test_code_runs(name, tmp_path):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         cwd=tmp_path,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
     )

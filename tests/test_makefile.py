@@ -9,6 +9,8 @@ import subprocess
 import pytest
 import setuptools
 
+from tests.limits import HANG_S
+
 FOLDER = pathlib.Path(__file__).parents[1]
 DRIVERS = [
     "proc/driver/nvidia/version",
@@ -58,7 +60,7 @@ class Checkout:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert done.returncode == code, done.stdout
         return done.stdout

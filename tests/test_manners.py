@@ -16,13 +16,13 @@ import pytest
 import setuptools
 
 import towers
+from tests.limits import HANG_S
 from tests.terminal import read_all
 from tests.variants import slow
 from towers import input_pipeline, parity
 from towers.program import keras_settings, startup
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 120
 # What TensorFlow 2.21 writes on a machine without a driver, and could write elsewhere.
 LINES = {
     "header": "WARNING: All log messages before absl::InitializeLog() ...",
@@ -53,7 +53,7 @@ def start(*command, environ=None, **options):
 def run(script, **environ):
     """Runs a script; returns its exit code, output and errors."""
     process = start("-c", textwrap.dedent(script), environ=environ)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, err
 
 
@@ -137,7 +137,7 @@ def test_an_unknown_name_is_an_error(package):
 )
 def test_a_tensorflow_that_cannot_be_imported(tmp_path, script, reason):
     process = start("-m", "towers.train", environ=stand_in(tmp_path, script))
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (
         1,
         f"towers.train: TensorFlow cannot be imported ({reason}); ask python -m "
@@ -187,7 +187,7 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
     module, *flags = command.split()
     without = stand_in(tmp_path, "raise SystemExit('TensorFlow is imported')")
     process = start("-m", module, *flags, environ=without)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     wrong = flags[-1 if "=" in flags[-1] else 0].partition("=")[0]
     assert (process.returncode, err) == (
         1,
@@ -237,7 +237,7 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
 def test_a_wrong_value_is_told_before_tensorflow_is_imported(tmp_path, flag, said):
     without = stand_in(tmp_path, "raise SystemExit('TensorFlow is imported')")
     process = start("-m", "towers.train", *flag.split(), environ=without)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert re.fullmatch(rf"towers\.train: .*{said}.*\n", err)
 
@@ -364,7 +364,7 @@ def test_ctrl_c_before_the_flags_are_read(tmp_path):
     """No traceback out of an import, the first of all that are not Python's own."""
     (tmp_path / "wrapt.py").write_text("import signal; signal.raise_signal(2)")
     process = start("-m", "towers.train", environ={"PYTHONPATH": str(tmp_path)})
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     # Which is 130 for a shell.
     assert (process.returncode, err) == (-signal.SIGINT, "")
 
@@ -395,7 +395,7 @@ def test_ctrl_c_while_tensorflow_is_imported(tmp_path, module, said):
     )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (130, f"{module.split()[0]}: {said}\n")
 
 
@@ -464,7 +464,7 @@ def test_only_what_is_asked_for_is_said(tmp_path):
         start(*command, f"--model_dir={tmp_path}/quiet"),
         start(*command, f"--model_dir={tmp_path}/loud", "--verbosity=0"),
     )
-    quiet, loud = (process.communicate(timeout=TIMEOUT_S)[1] for process in runs)
+    quiet, loud = (process.communicate(timeout=HANG_S)[1] for process in runs)
     assert [process.returncode for process in runs] == [1, 1]
     assert re.fullmatch(r"towers\.train: .* has no class folders.*\n", quiet)
     assert quiet in loud
@@ -621,7 +621,7 @@ def test_no_color_on_a_terminal(tmp_path, no_color, colored):
     process = start("-c", script, environ=environ, stdout=child)
     os.close(child)
     shown = read_all(terminal)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, "")
     if colored:
         assert shown == "True \x1b[1mbold\x1b[0m \x1b[38;5;2mgreen\x1b[0m\r\n"

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
+
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 _CHECK = """
@@ -29,7 +31,7 @@ def test_the_first_python_example(tmp_path):
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         env={**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(README.parent)},
     )
     assert (done.returncode, done.stderr) == (0, "")

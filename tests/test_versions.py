@@ -71,7 +71,7 @@ def test_python_and_programs_warn_of_a_newer_version(tmp_path):
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
 
     def said(code):
-        done = warm.run("tests.program", f"{path}; {code}", timeout_s=300)
+        done = warm.run("tests.program", f"{path}; {code}")
         assert done.returncode == 0, done.stderr
         return done.stderr
 

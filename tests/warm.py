@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[1]
 # All workers of a run have one server.
 _WORKERS_OF = os.environ.get("PYTEST_XDIST_TESTRUNUID")
@@ -38,7 +40,7 @@ _LOOK_S = 2
 def run(
     module: str,
     *flags: object,
-    timeout_s: float,
+    timeout_s: float = HANG_S,
     changed: Mapping[str, object] | None = None,
 ) -> subprocess.CompletedProcess:
     """Does what `python -m module flags` does, without GPUs, nor functions at exit.

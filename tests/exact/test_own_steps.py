@@ -182,7 +182,7 @@ def test_a_single_asynchronous_tower_equals_one_device(name, packed):
 def test_hosts_equal_one_device(layout, names, given, update, tmp_path):
     file = tmp_path / "found.json"
     arguments = ",".join(names), given, update, file
-    hosts.run("tests.exact.own_steps_on_hosts", layout, *arguments, timeout_s=700)
+    hosts.run("tests.exact.own_steps_on_hosts", layout, *arguments)
     found = json.loads(file.read_text())
     assert found.keys() == {*names}
     for name, apart_by in found.items():

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.input_pipeline import checked_files
 
 _ENDS = (".a", ".b")
@@ -31,7 +32,7 @@ def test_what_killed_processes_leave_is_removed(tmp_path):
     base = f"{tmp_path}/x"
     for _ in range(3):
         command = [sys.executable, "-c", _KILLED, base]
-        done = subprocess.run(command, timeout=60, check=False)
+        done = subprocess.run(command, timeout=HANG_S, check=False)
         assert done.returncode == -signal.SIGKILL
     assert len([*tmp_path.iterdir()]) == 3
     assert not checked_files.are_good(base, _ENDS)

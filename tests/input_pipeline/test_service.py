@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import warm
+from tests.limits import HANG_S
 from towers.input_pipeline import make_dataset, open_source
 from towers.program.commands import check_data_service
 
@@ -24,7 +25,7 @@ def _started(*args, stderr=subprocess.DEVNULL):
     try:
         yield process.stdout.readline().strip()
         os.kill(_another_thread(process), signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=HANG_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -118,7 +119,7 @@ def test_a_service_without_workers_is_not_waited_for():
     ],
 )
 def test_arguments_that_do_not_fit(args, message):
-    done = warm.run("towers.input_pipeline.service", *args, timeout_s=60)
+    done = warm.run("towers.input_pipeline.service", *args)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -467,6 +467,6 @@ def test_check_leaves_the_devices_alone():
         "tf.config.set_logical_device_configuration(cpu, [part] * 3)\n"
         "print(len(tf.config.list_logical_devices('CPU')))\n"
     )
-    result = warm.run("tests.program", script, timeout_s=120)
+    result = warm.run("tests.program", script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "3"

@@ -10,6 +10,7 @@ import pytest
 from scripts.bench import contenders, race, report
 from scripts.bench.worker import Job
 from scripts.bench.works import WORKS
+from tests.limits import HANG_S
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench_towers.py"
 
@@ -19,7 +20,7 @@ _BY_HAND = ", ".join(contenders.KINDS["loop_by_hand"].works)
 
 def _run(*flags):
     return subprocess.run(
-        [sys.executable, SCRIPT, *flags], capture_output=True, text=True, timeout=300
+        [sys.executable, SCRIPT, *flags], capture_output=True, text=True, timeout=HANG_S
     )
 
 

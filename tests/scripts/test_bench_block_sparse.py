@@ -21,6 +21,7 @@ from scripts.sparse_bench.contenders import (
     find,
 )
 from scripts.sparse_bench.worker import Job
+from tests.limits import HANG_S
 from tests.variants import slow
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "bench_block_sparse.py"
@@ -37,7 +38,7 @@ def _run(*flags):
         [sys.executable, SCRIPT, *flags],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
 
@@ -115,7 +116,7 @@ def test_torch_is_right(name):
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         cwd=SCRIPT.parents[1],
     )
     assert done.returncode == 0, done.stderr

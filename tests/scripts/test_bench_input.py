@@ -21,6 +21,7 @@ from scripts.input_bench.contenders import CONTENDERS
 from scripts.input_bench.peers import limit
 from scripts.input_bench.worker import Job
 from scripts.input_bench.works import WORKS
+from tests.limits import HANG_S
 from tests.variants import sampled
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench_input.py"
@@ -46,7 +47,7 @@ def _run(*flags, **environment):
         [sys.executable, SCRIPT, *flags],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         env=os.environ | environment,
     )
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
+
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts/bench_sparse_text.py"
 
 
@@ -18,7 +20,7 @@ def test_both_models_learn_for_as_long(tmp_path):
         [sys.executable, SCRIPT, *flags.split(), f"--json={file}", f"--plot={plot}"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     dense, sparse = json.loads(file.read_text())["rows"]

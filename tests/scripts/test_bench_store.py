@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests import object_store
+from tests.limits import HANG_S
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_says_what_each_way_waits(kind):
         command,
         cwd=object_store.ROOT,
         stdout=subprocess.PIPE,
-        timeout=200,
+        timeout=HANG_S,
         check=True,
         text=True,
     )

@@ -433,7 +433,7 @@ def test_pixels_are_kept_once(tmp_path, example, write_tfrecord):
     paths = [
         write_tfrecord(tmp_path / str(count), [record] * count) for count in (64, 512)
     ]
-    done = warm.run("tests.program", _KEEP, *paths, timeout_s=300)
+    done = warm.run("tests.program", _KEEP, *paths)
     assert done.returncode == 0, done.stderr
     # They are 336 MB more.
     assert float(done.stdout) < 1.5 * 336

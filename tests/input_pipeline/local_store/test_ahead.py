@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.input_pipeline.local_store.ahead import Ahead, Group
 
 A, B = Group("a"), Group("b")
@@ -20,7 +21,7 @@ class Fetch:
     def __call__(self, item):
         self.begun.append(item)
         if item in self.go:
-            assert self.go[item].wait(60)
+            assert self.go[item].wait(HANG_S)
         self.done.release()
         return str(item).encode().ljust(10)
 
@@ -40,7 +41,7 @@ def ahead():
 
 def wait_for(fetch, count):
     for _ in range(count):
-        assert fetch.done.acquire(timeout=60)
+        assert fetch.done.acquire(timeout=HANG_S)
 
 
 def test_fetches_each_once_and_in_order(ahead):
@@ -205,8 +206,8 @@ def test_who_waits_while_it_is_closed_is_answered(ahead):
             closes.result(0.2)
         for go in fetch.go.values():
             go.set()
-        closes.result(60)
-        assert waits.result(60) == b"(1, 0)".ljust(10)
+        closes.result(HANG_S)
+        assert waits.result(HANG_S) == b"(1, 0)".ljust(10)
 
 
 def test_who_comes_when_it_is_closed_is_told(ahead):

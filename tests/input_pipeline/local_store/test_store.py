@@ -17,6 +17,7 @@ import tensorflow as tf
 from tests import object_store, once, warm
 from tests.input_pipeline.local_store import fill
 from tests.input_pipeline.pipeline.test_rows import check as check_rows
+from tests.limits import HANG_S
 from tests.variants import slow
 from towers.input_pipeline import (
     BadRecordError,
@@ -231,7 +232,7 @@ def test_a_later_file_holds_no_earlier_one_up(specs, local_store, monkeypatch):
     one_is_there, read = threading.Event(), store.read_range
 
     def waits(path, *rest):
-        if path not in first and not one_is_there.wait(20):
+        if path not in first and not one_is_there.wait(HANG_S):
             in_vain.append(path)
         return read(path, *rest)
 
@@ -459,7 +460,7 @@ def test_refuses_what_it_cannot_store(local_store):
         LocalStore(f"{__file__}/store")
 
 
-def filled(spec, folder, delay_ms=0, epochs=1, limit_gb=1, timeout_s=120):
+def filled(spec, folder, delay_ms=0, epochs=1, limit_gb=1, timeout_s=HANG_S):
     """Runs ``fill``; what it printed, or nothing if it was killed."""
     flags = spec, folder, delay_ms, epochs, limit_gb
     sizes = {
@@ -553,7 +554,7 @@ def test_python_ends_while_files_are_awaited(specs, tmp_path):
     subprocess.run(
         [sys.executable, "-c", WAITS_AT_EXIT, str(tmp_path / "store"), specs["folder"]],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
-        timeout=100,
+        timeout=HANG_S,
         check=True,
     )
 
@@ -587,7 +588,7 @@ def test_reads_an_object_store(specs, tmp_path):
             cwd=object_store.ROOT,
             env=os.environ | environ,
             stdout=subprocess.PIPE,
-            timeout=200,
+            timeout=HANG_S,
             check=True,
         )
     assert done.stdout.split() == [b"True", b"True", b"True", b"False"] * 2

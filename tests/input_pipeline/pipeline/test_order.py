@@ -217,7 +217,6 @@ def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
         done = warm.run(
             "tests.input_pipeline.orders",
             *(threads, towers, folder, tmp_path / "x.npy"),
-            timeout_s=300,
             # What the pipeline makes threads by.
             changed={
                 "towers.machine.limits.cpu_count": functools.partial(int, threads)

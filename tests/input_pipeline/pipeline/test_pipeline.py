@@ -112,7 +112,7 @@ def test_a_fresh_process_gives_the_same_epochs():
             for _, labels in dataset:
                 print(*labels.numpy())
     """
-    done = warm.run("tests.program", code, timeout_s=300)
+    done = warm.run("tests.program", code)
     assert done.returncode == 0, done.stderr
     there = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     source = open_source("synthetic:2x2x1:50:50")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from tests.variants import slow
 from towers.input_pipeline import (
     BadRecordError,
@@ -514,7 +515,7 @@ def test_hosts_look_at_a_part_each(write, example, monkeypatch, bad):
     assert len(looked_at) == 2 * bad
     looked_at.clear()
     # What only the first host knows counts for all.
-    meets, told = threading.Barrier(2, timeout=60), [None, None]
+    meets, told = threading.Barrier(2, timeout=HANG_S), [None, None]
     for known in ([], [alone]):
         with concurrent.futures.ThreadPoolExecutor(2) as hosts:
             found = hosts.map(

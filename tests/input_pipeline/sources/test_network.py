@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from tests.limits import HANG_S
 from towers import input_pipeline
 from towers.input_pipeline.sources.tfds import network, tfds_source
 
@@ -99,7 +100,7 @@ def test_sigterm_ends_a_download_at_once(tmp_path):
             # The first one asks whether there is anybody; nobody answers the others.
             connections = [proxy.accept() for _ in range(3)]
             process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
             for connection, _ in connections:

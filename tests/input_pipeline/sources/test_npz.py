@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from tests.limits import HANG_S
 from towers.input_pipeline import make_dataset, measure_scaling, open_source
 from towers.input_pipeline.sources.array_files import numpy_files
 from towers.predict import arrays as predict_arrays
@@ -302,11 +303,11 @@ def test_train_and_predict_mnist_npz(tmp_path):
     towers = [sys.executable, "-m"]
     train = ["towers.train", f"--dataset=npz:{path}", f"--model_dir={run}"]
     train += ["--train_epochs=1", "--model=mlp", "--batch_size=16"]
-    subprocess.run([*towers, *train], check=True, timeout=200)
+    subprocess.run([*towers, *train], check=True, timeout=HANG_S)
     done = subprocess.run(
         [*towers, "towers.predict", run, str(path)],
         check=True,
-        timeout=200,
+        timeout=HANG_S,
         capture_output=True,
         text=True,
     )

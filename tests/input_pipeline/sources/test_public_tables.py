@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.input_pipeline.sources import public_tables
+from tests.limits import HANG_S
 from towers.input_pipeline import BadRecordError, open_source
 from towers.input_pipeline.sources.tables import csv_file
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
@@ -144,10 +145,10 @@ def test_one_command_trains_and_one_predicts(tmp_path, name):
     run = os.path.join(tmp_path, "run")
     train = ["towers.train", f"--dataset={spec}", "--model=mlp", "--train_epochs=1"]
     train += [f"--label_column={label}", f"--model_dir={run}"]
-    subprocess.run([sys.executable, "-m", *train], check=True, timeout=200)
+    subprocess.run([sys.executable, "-m", *train], check=True, timeout=HANG_S)
     output = os.path.join(tmp_path, "out.csv")
     predict = ["towers.predict", run, str(test), f"--output={output}"]
-    subprocess.run([sys.executable, "-m", *predict], check=True, timeout=200)
+    subprocess.run([sys.executable, "-m", *predict], check=True, timeout=HANG_S)
     with open(output, newline="") as file:
         assert len([*csv.DictReader(file)]) == 20
 

@@ -41,7 +41,7 @@ def test_importing_is_light():
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
     """
     # Keras is there before, and leaves the devices alone.
-    done = warm.run("tests.program", code, timeout_s=60)
+    done = warm.run("tests.program", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
+from tests.limits import HANG_S
 from towers.models.block_sparse import BlockSparseDense
 from towers.models.block_sparse.patterns import names
 
@@ -572,4 +573,4 @@ def test_one_import_is_enough_to_load(tmp_path):
         "import keras, towers.models.block_sparse; "
         f"keras.saving.load_model({str(tmp_path / 'm.keras')!r})"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.limits import HANG_S
 from tests.variants import sampled, slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.own_tower_step import OwnTowerStep
@@ -125,7 +126,7 @@ def second_tower_first(monkeypatch):
     trace, done = OwnTowerStep.trace, threading.Event()
 
     def wait(function, *given):
-        assert done.wait(60)
+        assert done.wait(HANG_S)
         return function(*given)
 
     def end(function, *given):

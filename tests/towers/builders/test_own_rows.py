@@ -48,6 +48,6 @@ def test_gathered_is_refused():
 def test_hosts_compute_with_their_own_rows(tmp_path):
     file = tmp_path / "found.json"
     module = "tests.towers.builders.own_rows_on_hosts"
-    hosts.run(module, (1, 2), file, timeout_s=200)
+    hosts.run(module, (1, 2), file)
     apart = json.loads(file.read_text())
     assert max(apart.values()) <= LIMIT, apart

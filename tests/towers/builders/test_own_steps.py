@@ -230,7 +230,7 @@ def test_the_time_of_its_steps_is_measured():
 @pytest.mark.slow
 def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
     module = "tests.towers.builders.own_steps_on_hosts"
-    hosts.run(module, (1, 2), tmp_path, timeout_s=200)
+    hosts.run(module, (1, 2), tmp_path)
     files = [tmp_path / f"found{rank}.json" for rank in range(2)]
     first, second = (json.loads(file.read_text()) for file in files)
     # The last of three towers has the row; the first host has no part in it.

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import in_threads
 from towers.cluster import heartbeat
 from towers.cluster.heartbeat import Heartbeat
@@ -17,7 +18,6 @@ from towers.cluster.links import LinkError
 from towers.program.ending import ANOTHER_FAILED
 
 # A test waits that long for what has to come, and does not wait for what must not.
-LIMIT_S = 30
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ class Hosts:
 
     def until(self, holds):
         """Waits for what holds of the ranks of those that are connected."""
-        for _ in range(LIMIT_S * 100):
+        for _ in range(HANG_S * 100):
             if holds([key.data.rank for key in self.first._connections.keys()]):
                 return
             threading.Event().wait(0.01)
@@ -77,7 +77,7 @@ class Hosts:
     def connect(self, *lines):
         """A socket that has said some lines."""
         address, port, _ = json.loads(self.told)
-        connection = socket.create_connection((address, port), timeout=LIMIT_S)
+        connection = socket.create_connection((address, port), timeout=HANG_S)
         for line in lines:
             connection.sendall(line + b"\n")
         return connection
@@ -91,7 +91,7 @@ class Hosts:
         return connection
 
     def failure(self, rank):
-        return self.failures[rank].get(timeout=LIMIT_S)
+        return self.failures[rank].get(timeout=HANG_S)
 
 
 def line(**message):
@@ -175,7 +175,7 @@ def test_strangers_harm_nobody(said):
     with hosts.connect(*[said] if said else []) as stranger:
         # It is not told anything, and what it said is forgotten.
         if said:
-            stranger.settimeout(LIMIT_S)
+            stranger.settimeout(HANG_S)
             try:
                 assert stranger.recv(100) == b""
             except ConnectionResetError:
@@ -289,7 +289,7 @@ def test_programs_that_end_together_are_no_failure():
     others = [hosts.join(1), hosts.join(2)]
     ended = []
     threads = [
-        threading.Thread(target=lambda each=each: ended.append(each.finish(LIMIT_S)))
+        threading.Thread(target=lambda each=each: ended.append(each.finish(HANG_S)))
         for each in [hosts.first, *others]
     ]
     for thread in threads:
@@ -304,7 +304,7 @@ def test_a_program_that_ends_while_others_train():
     hosts = Hosts(2)
     one = hosts.join(1)
     hosts.first.enter()
-    assert not one.finish(LIMIT_S)
+    assert not one.finish(HANG_S)
     said = "host 1 has left what the others are in: its program has ended"
     assert hosts.failure(0) == hosts.failure(1) == said
     hosts.first.leave(None)
@@ -333,7 +333,7 @@ def test_hosts_that_part_end_and_are_no_failure():
     every = [hosts.first, hosts.join(1), hosts.join(2)]
     for each in every:
         each.enter()
-    in_threads([lambda each=each: each.part(LIMIT_S) for each in every])
+    in_threads([lambda each=each: each.part(HANG_S) for each in every])
     for each in every:
         each.close()
     assert all(each.empty() for each in hosts.failures)
@@ -417,6 +417,6 @@ def test_who_does_not_end_is_ended():
         connection, _ = server.accept()
         connection.recv(10)
         connection.close()
-        _, said = stuck.communicate(timeout=LIMIT_S)
+        _, said = stuck.communicate(timeout=HANG_S)
     assert stuck.returncode == ANOTHER_FAILED
     assert said == "\ntowers: host 0 has ended; this host ends.\n"

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.cluster import addresses
 from towers.cluster.membership import Place
 from towers.cluster.rendezvous import (
@@ -26,9 +27,8 @@ from towers.cluster.rendezvous import (
     strangers,
 )
 
-TIMEOUT_S = 60
 # Longer than any test may take: who waits for that, fails.
-LONG = 10 * TIMEOUT_S
+LONG = 10 * HANG_S
 SHORT = 0.2
 
 
@@ -91,7 +91,7 @@ def welcomed(monkeypatch):
 
 
 def sentence(future):
-    error = future.exception(TIMEOUT_S)
+    error = future.exception(HANG_S)
     assert isinstance(error, RendezvousError), error
     assert "\n" not in str(error) and str(error).endswith(".")
     return str(error)
@@ -101,7 +101,7 @@ def test_all_learn_the_same():
     first, *others = places(4, generation=2)
     # The first one comes last.
     futures = [*map(start, reversed(others)), start(first)]
-    met = sorted((each.result(TIMEOUT_S) for each in futures), key=lambda m: m.rank)
+    met = sorted((each.result(HANG_S) for each in futures), key=lambda m: m.rank)
     assert [each.rank for each in met] == [0, 1, 2, 3]
     assert len({(each.addresses, each.names, each.generation) for each in met}) == 1
     one = met[0]
@@ -118,7 +118,7 @@ def test_all_learn_the_same():
 def test_the_addresses_of_tf_config_are_kept():
     named = "a:1", "b:2"
     futures = [*map(start, places(2, addresses=named))]
-    assert {each.result(TIMEOUT_S).addresses for each in futures} == {named}
+    assert {each.result(HANG_S).addresses for each in futures} == {named}
 
 
 def test_who_is_missing_is_named_on_all():
@@ -166,7 +166,7 @@ def test_a_stranger_changes_nothing(said, words):
         gone.sendall(words)
         gone.close()
         futures.append(start(one))
-        assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+        assert {each.result(HANG_S).count for each in futures} == {2}
 
 
 GOOD = {
@@ -217,9 +217,9 @@ def test_a_malformed_message_ends_its_own_connection_only(said, kind):
     futures = [start(first)]
     connected(first).close()
     for _ in range(2):
-        asyncio.run(asyncio.wait_for(malformed(first), TIMEOUT_S))
+        asyncio.run(asyncio.wait_for(malformed(first), HANG_S))
     futures.append(start(one))
-    assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+    assert {each.result(HANG_S).count for each in futures} == {2}
     assert said[1:] == [
         "A process on 127.0.0.1 sent a message that no host of Towers sends; its "
         "connection was closed."
@@ -233,12 +233,12 @@ def test_idle_connections_keep_no_host_out(said, monkeypatch, caplog):
     with contextlib.ExitStack() as opened:
         idle = [opened.enter_context(connected(first)) for _ in range(20)]
         for each in idle[:15]:
-            each.settimeout(TIMEOUT_S)
+            each.settimeout(HANG_S)
             with contextlib.suppress(ConnectionResetError):
                 while each.recv(64):
                     pass
         futures.append(start(one))
-        assert {each.result(TIMEOUT_S).count for each in futures} == {2}
+        assert {each.result(HANG_S).count for each in futures} == {2}
     assert not said and not caplog.records
 
 
@@ -250,7 +250,7 @@ def test_another_token_is_turned_away(said):
     assert "has another token than host 1 (" in sentence(other)
     assert not hosts[0].done()
     hosts.append(start(one))
-    assert {each.result(TIMEOUT_S).count for each in hosts} == {2}
+    assert {each.result(HANG_S).count for each in hosts} == {2}
     assert said == [
         "A process on 127.0.0.1 has another token, and was turned away; give all "
         "hosts the same TOWERS_TOKEN."
@@ -259,7 +259,7 @@ def test_another_token_is_turned_away(said):
 
 def test_no_token_is_said(said):
     hosts = [*map(start, places(2, token=None))]
-    assert {each.result(TIMEOUT_S).count for each in hosts} == {2}
+    assert {each.result(HANG_S).count for each in hosts} == {2}
     assert len(said) == 1 and said[0].startswith("Hosts meet without a token, so who")
 
 
@@ -314,20 +314,20 @@ def test_an_old_generation_is_turned_away():
     )
     assert isinstance(old.exception(), HostsMissingError)
     hosts.append(start(one))
-    assert {each.result(TIMEOUT_S).generation for each in hosts} == {1}
+    assert {each.result(HANG_S).generation for each in hosts} == {1}
 
 
 def test_a_new_generation_ends_the_old_one_and_waits_for_its_own(welcomed):
     first, one, _ = places(3)
     old = [start(first), start(one)]
-    assert welcomed.wait(TIMEOUT_S)
+    assert welcomed.wait(HANG_S)
     newer = [dataclasses.replace(each, count=2, generation=1) for each in (first, one)]
     futures = [start(newer[1])]
     for each in old:
         assert sentence(each).startswith("Generation 1 has begun on host 1 (")
         assert isinstance(each.exception(), HostsMissingError)
     futures.append(start(newer[0]))
-    assert {each.result(TIMEOUT_S).generation for each in futures} == {1}
+    assert {each.result(HANG_S).generation for each in futures} == {1}
 
 
 async def come(place):
@@ -358,13 +358,13 @@ def test_a_host_that_goes_may_come_again(monkeypatch):
     monkeypatch.setattr(channel.Channel, "close", notice)
     hosts = [start(first)]
     connected(first).close()
-    assert gone.wait(TIMEOUT_S)
+    assert gone.wait(HANG_S)
     gone.clear()
     asyncio.run(come_and_go())
-    assert gone.wait(TIMEOUT_S)
+    assert gone.wait(HANG_S)
     hosts += [start(one), start(two)]
     for each in hosts:
-        assert "x:1" not in each.result(TIMEOUT_S).addresses
+        assert "x:1" not in each.result(HANG_S).addresses
 
 
 def test_a_host_that_goes_before_it_has_answered_is_named():
@@ -408,7 +408,7 @@ def test_a_port_of_a_process_that_ends_is_waited_for():
         other.listen()
         hosts = [start(first)]
     hosts.append(start(one))
-    assert {each.result(TIMEOUT_S).count for each in hosts} == {2}
+    assert {each.result(HANG_S).count for each in hosts} == {2}
 
 
 def test_a_name_that_others_cannot_reach(monkeypatch):
@@ -420,14 +420,12 @@ def test_a_name_that_others_cannot_reach(monkeypatch):
     assert "its name node0 means 127.0.1.1, which others" in sentence(start(named))
     # The interface that they reach is named.
     hosts = [start(dataclasses.replace(named, interface="lo")), start(one)]
-    assert {each.result(TIMEOUT_S).addresses[0][:10] for each in hosts} == {
-        "127.0.0.1:"
-    }
+    assert {each.result(HANG_S).addresses[0][:10] for each in hosts} == {"127.0.0.1:"}
 
 
 def test_an_interface_that_is_not_there():
     first, _ = places(2, interface="none0")
-    error = start(first).exception(TIMEOUT_S)
+    error = start(first).exception(HANG_S)
     assert isinstance(error, ValueError)
     assert str(error).startswith("Received the interface none0; expected one of")
 
@@ -439,7 +437,7 @@ def test_hosts_meet_where_a_loop_runs_as_in_a_notebook():
     async def cell():
         return meet(first)
 
-    assert asyncio.run(cell()).addresses == other.result(TIMEOUT_S).addresses
+    assert asyncio.run(cell()).addresses == other.result(HANG_S).addresses
 
 
 # What is sent.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.cluster import addresses
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 120
 NEEDS = "slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol"
 FOUND = {name: shutil.which(name, path=f"{os.defpath}:/usr/sbin") for name in NEEDS}
 pytestmark = [
@@ -97,7 +97,7 @@ def slurm(tmp_path_factory):
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=HANG_S,
         )
 
     try:
@@ -108,9 +108,9 @@ def slurm(tmp_path_factory):
     finally:
         run("scontrol", "shutdown")
         for each in started[1:]:
-            each.wait(TIMEOUT_S)
+            each.wait(HANG_S)
         started[0].terminate()
-        started[0].wait(TIMEOUT_S)
+        started[0].wait(HANG_S)
 
 
 MEET = """

@@ -7,17 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster import on_hosts
 from tests.variants import seldom, slow
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
-HOSTS, LIMIT_S, WHOLE_S = 2, 30, 300
+HOSTS = 2
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def ends(processes):
 
     def end(process):
         try:
-            said, errors = process.communicate(timeout=WHOLE_S)
+            said, errors = process.communicate(timeout=HANG_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(process.communicate()) from None
@@ -118,18 +118,15 @@ def test_a_host_that_is_killed_or_stopped_ends_all(name):
         _, status = os.waitpid(harmed.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status) or os.WIFSIGNALED(status):
             break
-    since_s = time.monotonic()
     other = processes[1 - victim]
     try:
-        said, errors = other.communicate(timeout=WHOLE_S)
+        said, errors = other.communicate(timeout=HANG_S)
     finally:
         if kind == "SIGSTOP":
             os.kill(harmed.pid, signal.SIGKILL)
             os.waitpid(harmed.pid, 0)
         harmed.returncode = -signal.SIGKILL
         harmed.communicate()
-    # Of a bound that is promised.
-    assert time.monotonic() - since_s < LIMIT_S
     assert other.returncode == ANOTHER_FAILED, (said, errors[-2000:])
     assert f"host {victim} has" in said + errors
 
@@ -141,7 +138,7 @@ def test_the_end_of_a_fork_is_not_that_of_its_host():
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=WHOLE_S,
+        timeout=HANG_S,
     )
     assert json.loads(done.stdout) == {"child": 0, "done": []}
 

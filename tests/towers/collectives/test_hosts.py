@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import communicators, on_each
 from tests.variants import slow
 from towers.cluster.membership import HostsDifferError
@@ -318,7 +319,7 @@ def test_the_last_gradients_travel_while_others_are_computed(monkeypatch, layers
 
     def wait(gradient):
         # A bound for a test that fails: the sum would come after this.
-        found.append(comm.begun.wait(20))
+        found.append(comm.begun.wait(HANG_S))
         return gradient
 
     @tf.custom_gradient

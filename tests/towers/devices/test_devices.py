@@ -23,7 +23,7 @@ from towers.machine.nvml import Gpu
 
 def run_python(script: str) -> subprocess.CompletedProcess:
     """Runs a script in a process whose TensorFlow is not initialised yet."""
-    return warm.run("tests.program", textwrap.dedent(script), timeout_s=120)
+    return warm.run("tests.program", textwrap.dedent(script))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import flagsaver
 
+from tests.limits import HANG_S
 from tests.made_up_nvml import Nvml, held, memory
 from towers.devices import free
 from towers.find_batch_size import search_flags
@@ -159,7 +160,7 @@ def test_who_holds_a_gpu(answers, expected):
 def _choose(begun, go_on):
     with free.one_at_a_time():
         begun.set()
-        go_on.wait(60)
+        go_on.wait(HANG_S)
 
 
 def test_programs_choose_one_after_another(tmp_path):
@@ -177,12 +178,12 @@ def test_programs_choose_one_after_another(tmp_path):
         patched.setattr(voice, "say", say)
         one = context.Process(target=_choose, args=(first, go_on))
         one.start()
-        assert first.wait(60) and not waits.is_set()
+        assert first.wait(HANG_S) and not waits.is_set()
         other = context.Process(target=_choose, args=(second, go_on))
         other.start()
-        assert waits.wait(60) and not second.is_set()
+        assert waits.wait(HANG_S) and not second.is_set()
         go_on.set()
-        assert second.wait(60)
+        assert second.wait(HANG_S)
         one.join()
         other.join()
 

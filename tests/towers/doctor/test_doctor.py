@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from towers.cluster.launchers import tf_config
 from towers.doctor import __main__ as doctor
 from towers.doctor import (
@@ -35,7 +36,6 @@ from towers.keras_adapter import versions as tested_versions
 from towers.program.extras import install_command
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 300
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 BUILT = {
     "cuda_version": "12.5.1",
@@ -93,7 +93,7 @@ def run(*flags, **environ):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environ,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -279,7 +279,7 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path):
 )
 def test_a_tensorflow_that_does_not_return(tmp_path, monkeypatch, text, fault):
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, text))
-    found = devices.probe(2, limit_s=1 if "within" in fault else TIMEOUT_S)
+    found = devices.probe(2, limit_s=1 if "within" in fault else HANG_S)
     start = devices.start(found)
     assert start.verdict == "wrong"
     assert fault in start.text
@@ -541,7 +541,7 @@ def test_gpus_that_are_hidden_on_purpose(machine, tmp_path):
 
 def test_a_program_that_hangs():
     assert process.run(["sh", "-c", "exec sleep 1000"], 0.01) == ("", "", None)
-    out, err, code = process.run(["sh", "-c", "echo a; echo b >&2; exit 3"], TIMEOUT_S)
+    out, err, code = process.run(["sh", "-c", "echo a; echo b >&2; exit 3"], HANG_S)
     assert (out, err, code) == ("a\n", "b\n", 3)
 
 

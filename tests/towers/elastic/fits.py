@@ -17,13 +17,14 @@ import threading
 import time
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 EXAMPLES, BATCH, WORDS = 121, 16, 41
 # The last one of an epoch is smaller than the others.
 STEPS_PER_EPOCH = 8
 # The generations of hosts in which the model was traced; `None` for alone.
 TRACED_IN = []
 # A test that has failed no longer says that there may be more steps.
-_LIMIT_S = 100.0
 _DEFAULTS = {
     "data": "arrays",
     "epochs": 6,
@@ -191,7 +192,7 @@ def _allowed(folder):
 
 
 def _wait(holds):
-    limit_s = time.monotonic() + _LIMIT_S
+    limit_s = time.monotonic() + HANG_S
     while not holds():
         if time.monotonic() > limit_s:
             raise TimeoutError("Nobody says how many steps there may be.")

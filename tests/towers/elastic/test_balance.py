@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.elastic.balance import Balance, recall, remember
 from towers.loop.timers import Totals
 from towers.machine import limits
@@ -190,7 +191,7 @@ def test_a_slow_tower_of_a_run(tmp_path):
         [sys.executable, "-m", "tests.towers.elastic.slow_run", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from tests import once, warm
+from tests.limits import HANG_S
 from tests.towers.elastic.test_hosts import SMOOTH, until
-from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.towers.train.runs import assembled, main_here, ours, read_settings
@@ -322,7 +322,7 @@ def test_patience_counts_on(tmp_path, dtype):
 @pytest.mark.slow
 def test_parity(tmp_path):
     flags = flags_of(tmp_path / "run", "--num_gpus=3")
-    done = warm.run("towers.parity", *runs.QUICKLY, *flags, timeout_s=runs.TIMEOUT_S)
+    done = warm.run("towers.parity", *runs.QUICKLY, *flags)
     assert done.returncode == 0, done.stderr
 
 
@@ -358,8 +358,7 @@ def callbacks():
         slow(signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),
     ],
 )
-def test_hosts(tmp_path, monkeypatch, number, victim, alone_until, towers, changes):
-    monkeypatch.setattr(launching, "TIMEOUT_S", 300)
+def test_hosts(tmp_path, number, victim, alone_until, towers, changes):
     path = tmp_path / "run"
     own = SMOOTH + f"\nALONE_UNTIL = {alone_until}\n" + GATE
     flags = flags_of(path, "--num_gpus=1", *runs.QUICKLY, mine=own)
@@ -369,7 +368,7 @@ def test_hosts(tmp_path, monkeypatch, number, victim, alone_until, towers, chang
         until(lambda: len([*tmp_path.glob("ready-*")]) == 2, lambda: "two hosts")
         os.kill(int(os.readlink(tmp_path / f"ready-{victim}")), number)
         (tmp_path / "go").touch()
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, out + err
     assert "failed: exit code" not in err, err
     summary = runs.summary_of(path)

@@ -16,14 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.elastic import fits
-from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.variants import seldom, slow
 from towers.launch.elastic import slot as slot_module
 
-LIMIT_S = 90.0
 # Enough for something to happen while hosts train.
 MIDDLE = 24
 # To hold nobody any more.
@@ -32,7 +31,7 @@ ALL = 1_000_000
 
 def until(holds, what):
     """Waits until something holds, and returns it."""
-    limit_s = time.monotonic() + LIMIT_S
+    limit_s = time.monotonic() + HANG_S
     while not (found := holds()):
         if time.monotonic() > limit_s:
             raise AssertionError(f"It never holds: {what()}")
@@ -502,8 +501,7 @@ def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
 
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
 @pytest.mark.parametrize("seed", [slow(1), seldom(2)])
-def test_whatever_happens(run, seed, monkeypatch):
-    monkeypatch.setattr(launching, "TIMEOUT_S", 600)
+def test_whatever_happens(run, seed):
     rng, gone, stopped = random.Random(seed), set(), set()
     kills = collections.Counter()
     file = run.folder / "hosts"
@@ -728,7 +726,7 @@ def test_the_program(tmp_path, victim):
         before = _hosts_of(process)
         assert {*before} == {0, 1}
         kill(before[victim])
-        out, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, out + err
     found, expected = (runs.summary_of(each) for each in (folder, alone))
     for name in ("val_loss", "val_accuracy"):

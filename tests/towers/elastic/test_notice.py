@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import towers
-from tests.towers.train.runs import ROOT, TIMEOUT_S, finish, ours, start, wait_for
+from tests.towers.train.runs import HANG_S, ROOT, finish, ours, start, wait_for
 from towers.elastic import notice
 from towers.elastic.notice import Notice, NoticeError
 from towers.elastic.preemption import Lookout, PreemptionNotice
@@ -26,7 +26,6 @@ from towers.lifecycle.signals import Stopped
 from towers.train import checks
 from towers.train.settings import Settings
 
-SOON_S = 60
 TOKEN, ACTION = "/latest/api/token", "/latest/meta-data/spot/instance-action"
 GCP = "/computeMetadata/v1/instance"
 PREEMPTED, MAINTENANCE = f"{GCP}/preempted", f"{GCP}/maintenance-event"
@@ -177,7 +176,7 @@ def test_a_server_that_speaks_another_language():
         thread.start()
         host = "{}:{}".format(*server.getsockname())
         fails(notice.source("gcp", host), r"does not answer \(\w+\)$")
-        thread.join(SOON_S)
+        thread.join(HANG_S)
 
 
 def test_proxies_are_for_others(cloud, closed, monkeypatch):
@@ -499,7 +498,7 @@ class Scripted:
     def look(self):
         if not self.looks:
             self.waits.set()
-            assert self.release.wait(SOON_S)
+            assert self.release.wait(HANG_S)
             return Notice("late", "now")
         found = self.looks.pop(0)
         if isinstance(found, Exception):
@@ -513,7 +512,7 @@ def threads():
 
 def join_threads():
     for each in threads():
-        each.join(SOON_S)
+        each.join(HANG_S)
     assert not threads()
 
 
@@ -539,7 +538,7 @@ def test_nothing_is_told_after_the_end():
     lookout = Lookout(source, told.append)
     lookout.end()  # which has not begun
     lookout.start()
-    assert source.waits.wait(SOON_S)
+    assert source.waits.wait(HANG_S)
     lookout.end()  # without waiting for an answer
     assert threads()
     source.release.set()
@@ -555,7 +554,7 @@ class Guard(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self._end = time.monotonic() + SOON_S
+        self._end = time.monotonic() + HANG_S
 
     def on_train_batch_end(self, batch, logs=None):
         assert time.monotonic() < self._end, "Nothing has stopped it."
@@ -590,7 +589,7 @@ def test_a_notice_saves_and_ends_the_run(cloud, tmp_path, capsys, monkeypatch, f
 
     def action(method, headers):
         # If this comes too late for one look, it does not for the next.
-        assert trained.wait(SOON_S)
+        assert trained.wait(HANG_S)
         return tokens.action(method, headers)
 
     cloud.answers = tokens.answers | {ACTION: action}
@@ -694,7 +693,7 @@ def test_the_signal_of_the_machines_end_is_no_second_one(tmp_path, first):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 143, done.stderr

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests.limits import HANG_S
 from tests.towers.train.runs import finish, start, summary_of, wait_for
 from towers.cluster import process_group
 from towers.devices import Devices
@@ -23,7 +24,6 @@ from towers.elastic.requests import Inbox, Request, RunError
 from towers.resize import __main__ as program
 from towers.resize import arguments
 
-TIMEOUT_S = 60
 GPUS = tuple(f"/device:GPU:{k}" for k in range(4))
 
 
@@ -35,7 +35,7 @@ def locked(tmp_path):
         yield tmp_path
 
 
-def asked(folder, request, seconds=TIMEOUT_S):
+def asked(folder, request, seconds=HANG_S):
     """Asks in a thread; returns a function that waits for what comes back."""
     found = []
 
@@ -49,7 +49,7 @@ def asked(folder, request, seconds=TIMEOUT_S):
     thread.start()
 
     def answer():
-        thread.join(TIMEOUT_S)
+        thread.join(HANG_S)
         return found[0]
 
     return answer
@@ -90,7 +90,7 @@ def test_nobody_answers(locked, tmp_path):
 def test_no_run(tmp_path):
     assert not requests.is_running(str(tmp_path))
     with pytest.raises(RunError, match="has ended, or has not begun"):
-        requests.ask(str(tmp_path), Request.new(num_gpus=1), TIMEOUT_S)
+        requests.ask(str(tmp_path), Request.new(num_gpus=1), HANG_S)
 
 
 def _like_ours(**changes):

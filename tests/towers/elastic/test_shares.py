@@ -10,6 +10,7 @@ import pytest
 
 import towers
 from tests import oracle
+from tests.limits import HANG_S
 from tests.towers.train.runs import finish, read_settings, start
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
@@ -23,7 +24,6 @@ from towers.train.parts.devices import share_devices
 
 DEVICES = {f"cpu:{k}": f"/device:CPU:{k}" for k in range(4)}
 PLACES = (*DEVICES,)
-TIMEOUT_S = 120
 
 
 class Registry:
@@ -223,7 +223,7 @@ class Run:
 
     def wait_for(self, *changes):
         with self.heard:
-            assert self.heard.wait_for(lambda: self.changes == [*changes], TIMEOUT_S), (
+            assert self.heard.wait_for(lambda: self.changes == [*changes], HANG_S), (
                 self.changes
             )
 
@@ -259,11 +259,11 @@ def three_runs_share(folder, *devices, gpus=""):
     assert refused.returncode == 1, refused.stdout
     assert "expected all together to fit into 4 places" in refused.stderr
     third.process.send_signal(signal.SIGKILL)
-    third.process.wait(TIMEOUT_S)
+    third.process.wait(HANG_S)
     first.wait_for(4, 2, 1, 2)
     second.wait_for(2, 1, 2)
     second.process.send_signal(signal.SIGTERM)
-    second.process.wait(TIMEOUT_S)
+    second.process.wait(HANG_S)
     first.wait_for(4, 2, 1, 2, 4)
     first.process.send_signal(signal.SIGTERM)
-    assert first.process.wait(TIMEOUT_S) == 143
+    assert first.process.wait(HANG_S) == 143

@@ -15,6 +15,7 @@ import pytest
 from absl.testing import flagsaver
 
 from tests import warm
+from tests.limits import HANG_S
 from towers.devices import Devices
 from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
@@ -23,7 +24,6 @@ from towers.find_batch_size.search import Probe, search, unit
 from towers.tower.errors import StageError
 
 MODULE = "towers.find_batch_size"
-TIMEOUT_S = 300
 
 
 def tried_by(room, start, step=1, most=None, speed=lambda size: 100.0):
@@ -307,7 +307,7 @@ FLAGS = (
 
 
 def run(*flags):
-    return warm.run(MODULE, *FLAGS, *flags, timeout_s=TIMEOUT_S)
+    return warm.run(MODULE, *FLAGS, *flags)
 
 
 def write(folder, text):
@@ -437,7 +437,7 @@ def test_wrong_usage_is_said_in_a_sentence(flags, expected):
 
 def test_a_limit_that_is_too_low_is_said_by_the_probe():
     flags = ("--dataset=digits", "--memory_limit_mb=10", "--batch_size=2")
-    done = warm.run(probing.__name__, *FLAGS, *flags, timeout_s=TIMEOUT_S)
+    done = warm.run(probing.__name__, *FLAGS, *flags)
     (error,) = (
         found["error"]
         for found in map(json.loads, done.stdout.splitlines())
@@ -460,7 +460,7 @@ def test_a_signal_ends_the_probe(tmp_path, number, code, cause, first):
         program = pool.submit(run, f"--batch_size={first}", model)
         with pipe.open() as of_probe:
             os.kill(int(of_probe.readline()), number)
-            done = program.result(TIMEOUT_S)
+            done = program.result(HANG_S)
             assert of_probe.read() == ""  # when the probe has ended
     assert done.returncode == code
     assert f"{MODULE}: Stopped by {cause}." in done.stderr

@@ -136,7 +136,7 @@ def model_dir(tmp_path):
 def test_the_command_writes_a_text(model_dir):
     """In a process that has not built the model: its layers are found by name."""
     flags = "--prompt=def", "--max_tokens=5", "--seed=1"
-    done = warm.run("towers.generate", str(model_dir), *flags, timeout_s=120)
+    done = warm.run("towers.generate", str(model_dir), *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def")
     assert len(done.stdout) > len("def\n")

@@ -8,8 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 120
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def launch(*words, hangup=signal.SIG_DFL, environ=None, **options):
     finally:
         signal.signal(signal.SIGHUP, of_tests)
     # It says then what each of its threads does.
-    limit = threading.Timer(TIMEOUT_S, process.send_signal, [signal.SIGABRT])
+    limit = threading.Timer(HANG_S, process.send_signal, [signal.SIGABRT])
     limit.start()
     with process:
         yield process

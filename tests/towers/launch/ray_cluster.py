@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.limits import HANG_S
 from towers.cluster import addresses
 
 ROOT = Path(__file__).parents[3]
-START_S = 120
 # What `ray start` says once the cluster knows the node.
 _STARTED = "Ray runtime started"
 
@@ -43,7 +43,7 @@ class Node:
 
     def wait(self):
         """Waits until the cluster knows it."""
-        self._has_said.wait(START_S)
+        self._has_said.wait(HANG_S)
         assert _STARTED in "".join(self._said), self._said
 
     def has(self, pid):
@@ -83,7 +83,7 @@ class Cluster:
             # Ray takes lines for the same that differ by numbers.
             "RAY_DEDUP_LOGS": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-            "RAY_raylet_start_wait_time_s": str(START_S),
+            "RAY_raylet_start_wait_time_s": str(HANG_S),
             **{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)},
         }
         flags = f"--port={port}", "--node-ip-address=127.0.0.2", f"--num-cpus={cpus}"

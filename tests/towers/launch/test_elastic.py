@@ -11,6 +11,7 @@ import threading
 import psutil
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.launch.launching import ROOT, launch
 from tests.variants import slow
 from towers.cluster import addresses
@@ -22,14 +23,13 @@ from towers.launch.elastic.ssh import machines as listed
 from towers.launch.machine import Machine
 from towers.program.ending import ANOTHER_FAILED
 
-LIMIT_S = 60
 SLOT = "import os, sys; slot = os.environ['TOWERS_SLOT']\n"
 PAUSE = "import signal; signal.pause()"
 
 
 def until(holds):
     """Waits until something holds, and returns it."""
-    for _ in range(100 * LIMIT_S):
+    for _ in range(100 * HANG_S):
         if found := holds():
             return found
         threading.Event().wait(0.01)
@@ -100,7 +100,7 @@ class Run:
     def end(self, process=None):
         """Waits for a launcher; returns its exit code."""
         process = process or self.launchers[-1]
-        return process.wait(timeout=2 * LIMIT_S)
+        return process.wait(timeout=HANG_S)
 
     def stop(self, process=None):
         (process or self.launchers[-1]).send_signal(signal.SIGTERM)

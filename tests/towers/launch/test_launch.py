@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.terminal import read_all
-from tests.towers.launch.launching import ROOT, TIMEOUT_S, launch
+from tests.towers.launch.launching import ROOT, launch
 from tests.variants import slow
 from towers.launch import arguments, generation, gpus, supervisor
 from towers.launch.machine import Machine
@@ -203,7 +204,7 @@ def test_a_host_that_was_stopped_goes_on_to_its_end_and_is_named(
     launched, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    code, (_, err) = launched(RANK + STOPS, fail_seconds=TIMEOUT_S)
+    code, (_, err) = launched(RANK + STOPS, fail_seconds=HANG_S)
     assert code == ANOTHER_FAILED
     assert re.search(r"Host 1 \(pid \d+\) stood still, stopped as by SIGSTOP, ", err)
 
@@ -289,7 +290,7 @@ sys.exit(128 + second)
 
 def wait_for_line(log, line):
     """Waits for a line in another host's file."""
-    follow = ["timeout", str(TIMEOUT_S), "tail", "-n", "+1", "-F", log]
+    follow = ["timeout", str(HANG_S), "tail", "-n", "+1", "-F", log]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(follow, start_new_session=True, **options) as tail:
         assert f"{line}\n" in tail.stdout
@@ -315,7 +316,7 @@ def test_signals_are_passed_on_each_time(tmp_path, by_nohup):
         # A terminal that goes away is a reason to end.
         process.send_signal(signal.SIGHUP)
         assert process.stdout.readline() == "second 15\n"
-        _, err = process.communicate(timeout=2 * TIMEOUT_S)
+        _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 143, (err, (tmp_path / "host1.log").read_text())
     assert "start again" not in err and "failed" not in err
 
@@ -328,7 +329,7 @@ def test_by_nohup_a_terminal_that_goes_away_ends_nobody():
         for said in ("first 2", "second 2"):
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == f"{said}\n"
-        process.communicate(timeout=TIMEOUT_S)
+        process.communicate(timeout=HANG_S)
     assert process.returncode == 130
 
 
@@ -365,7 +366,7 @@ def test_a_signal_that_another_thread_gets_is_heard(tmp_path):
             # To a thread's number: to its process, but by way of this thread.
             os.kill(max(threads), signal.SIGINT)
             assert process.stdout.readline() == f"{said}\n"
-        process.communicate(timeout=TIMEOUT_S)
+        process.communicate(timeout=HANG_S)
     assert process.returncode == 130
 
 
@@ -383,7 +384,7 @@ def test_a_launcher_that_is_killed_takes_all_with_it(tmp_path):
         started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         assert len(started.split()) == 3  # two hosts and what watches
         process.kill()
-        out, _ = process.communicate(timeout=TIMEOUT_S)
+        out, _ = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (-signal.SIGKILL, "")
 
 
@@ -508,7 +509,7 @@ def test_a_command_that_cannot_be_started(launched):
 
 def run(*words, **options):
     with launch(*words, **options) as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, err
 
 
@@ -549,7 +550,7 @@ def test_flags_of_towers_train(tmp_path):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.stderr == ""
     # absl's flags stay from one reading to the next.

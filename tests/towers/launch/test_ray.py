@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from scripts.bench_faults import digest
+from tests.limits import HANG_S
 from tests.towers.launch.ray_cluster import Cluster
 from tests.variants import slow
 
-TIMEOUT_S = 240
 RANK = "import os; rank = int(os.environ['TOWERS_HOST_RANK']); "
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def launched(cluster, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        limit = threading.Timer(TIMEOUT_S, process.kill)
+        limit = threading.Timer(HANG_S, process.kill)
         limit.start()
         lines = []
         with process:
@@ -178,7 +178,7 @@ def test_a_launcher_that_is_killed_takes_its_hosts_with_it(launched):
     assert code == -signal.SIGKILL
     for number in re.findall(r"ready (\d+)", out):
         with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(int(number)).wait(TIMEOUT_S)
+            psutil.Process(int(number)).wait(HANG_S)
 
 
 MODEL = """
@@ -277,7 +277,7 @@ def test_a_function_of_ones_own_finds_its_place(cluster, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"weights (\[.*\])", done.stdout + done.stderr)

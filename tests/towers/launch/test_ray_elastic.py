@@ -11,15 +11,13 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.elastic import fits, test_hosts
 from tests.towers.elastic.test_hosts import ALL, MIDDLE, SMOOTH, kill, until, write
-from tests.towers.launch import launching
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.launch.ray_cluster import Cluster
 from tests.towers.train import runs
 from towers.program.ending import ANOTHER_FAILED
-
-LIMIT_S = 240.0
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray")
@@ -69,9 +67,7 @@ class Run(test_hosts.Run):
 
 
 @pytest.fixture
-def run(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(test_hosts, "LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(launching, "TIMEOUT_S", LIMIT_S)
+def run(cluster, tmp_path):
     one = Run(tmp_path, cluster.environ)
     yield one
     one.close()
@@ -84,7 +80,7 @@ def with_actors(pids):
 
 
 def have_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     return not alive
 
 

@@ -452,7 +452,7 @@ def test_saved_and_continued_with_another_layout(way, tmp_path):
 @pytest.mark.slow
 def test_saved_by_hosts_and_continued_by_one(tmp_path):
     arguments = "continued", tmp_path, "rows,columns,rows"
-    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments, timeout_s=300)
+    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments)
     plain = saved_model()
     fit(plain, 4)
     opened = keras.saving.load_model(tmp_path / "hosts.keras")
@@ -473,13 +473,13 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
 )
 def test_optimizers_of_tables_that_hosts_divide(layout, options, tmp_path):
     arguments = "cases", tmp_path, options
-    hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=500)
+    hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
 
 
 @pytest.mark.slow
 def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
     arguments = "alone", tmp_path, ""
-    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments, timeout_s=100)
+    hosts.run("tests.towers.layers.on_hosts", (1, 2), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
 )
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
     arguments = "large", tmp_path, way
-    hosts.run("tests.towers.layers.on_hosts", layout, *arguments, timeout_s=300)
+    hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from tests.small import build, tiny
 from tests.towers.lifecycle.runs import (
     STEPS,
@@ -107,7 +108,7 @@ def test_values_are_those_of_the_moment(tmp_path):
     written = threading.Event()
 
     def late(*args):
-        assert written.wait(60)
+        assert written.wait(HANG_S)
         write(*args)
 
     checkpoints._write = late

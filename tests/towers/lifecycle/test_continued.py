@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from tests.small import build, tiny
 from tests.towers.lifecycle.runs import (
     BATCH,
@@ -662,7 +663,7 @@ def test_a_second_signal_ends_it_at_once():
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdout.readline() == "noted\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(HANG_S) == 130
         assert (
             "Left at once; the checkpoints are as they were." in process.stderr.read()
         )

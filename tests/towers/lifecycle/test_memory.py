@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
+
 # In a process of its own, whose peak nothing else has raised. Its tensors are so large
 # that the C library returns each to the system when it is freed.
 SCRIPT = """
@@ -62,7 +64,7 @@ def states(tmp_path_factory):
         pytest.skip("only Linux tells the peak of a part of a process's life")
     command = [sys.executable, "-c", SCRIPT, tmp_path_factory.mktemp("run")]
     ended = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=300
+        command, check=False, capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
+from tests.limits import HANG_S
 from tests.variants import sampled, seldom, slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
@@ -584,8 +585,6 @@ def test_shares_lie_on_their_towers_ahead(monkeypatch):
 
 # Beside a step.
 
-TIMEOUT_S = 60
-
 
 class Step(keras.layers.Layer):
     """Calls a function with the number of each batch, which stands in its rows."""
@@ -648,7 +647,7 @@ def test_batches_are_fetched_before_a_step_returns(builder, prefetch):
 
     def step(number):
         awaited = fetched[min(number + prefetch, last)]
-        came.append(all(came) and awaited.wait(TIMEOUT_S / 4))
+        came.append(all(came) and awaited.wait(HANG_S))
 
     trained = _stepping(step, prefetch, variable_update=builder)
     trained.fit(_numbered(last + 1, lambda n: fetched[n].set()), verbose=0)
@@ -665,7 +664,7 @@ class Held:
     def __call__(self, number):
         if number == self.number:
             self.reached.set()
-            assert self.go.wait(TIMEOUT_S)
+            assert self.go.wait(HANG_S)
 
 
 def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
@@ -675,7 +674,7 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
     def step(number):
         steps.append(number)
         if number == 1:
-            assert held.reached.wait(TIMEOUT_S)
+            assert held.reached.wait(HANG_S)
             raise ValueError("batch 1 is bad")
 
     trained = _stepping(step, prefetch=1)
@@ -699,7 +698,7 @@ def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
     ahead = Ahead(1, lambda iterator: Fetched(None, next(iterator)), None)
     hangs, other = iter(_numbered(3, held)), iter(_numbered(3))
     with pytest.raises(KeyboardInterrupt), ahead.filling(hangs):
-        assert held.reached.wait(TIMEOUT_S)
+        assert held.reached.wait(HANG_S)
         raise KeyboardInterrupt
     try:
         fetched = threading.Event()
@@ -710,7 +709,7 @@ def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
             fetched.set()
 
         threading.Thread(target=go_on, daemon=True).start()
-        assert fetched.wait(TIMEOUT_S)
+        assert fetched.wait(HANG_S)
     finally:
         held.go.set()
     assert ahead.take(hangs) is not None  # which had been on its way
@@ -721,7 +720,7 @@ def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
     held = Held(1)
 
     def step(number):
-        assert held.reached.wait(TIMEOUT_S)
+        assert held.reached.wait(HANG_S)
         raise ValueError("bad")
 
     trained = _stepping(step, prefetch=1)
@@ -734,7 +733,7 @@ def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
     del iterator
     assert not gone.is_set()
     held.go.set()
-    assert gone.wait(TIMEOUT_S)
+    assert gone.wait(HANG_S)
 
 
 def test_the_thread_ends_with_its_train_function():
@@ -752,7 +751,7 @@ def test_the_thread_ends_with_its_train_function():
         assert ahead.take(iterator)
     (thread,) = set(threads)
     del ahead
-    thread.join(TIMEOUT_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 
@@ -811,7 +810,7 @@ def test_a_program_ends_though_its_input_hangs(how, raised):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=3 * TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert raised in done.stderr
@@ -836,5 +835,5 @@ def test_iterators_are_freed_by_a_thread(monkeypatch):
     model.fit(data, validation_data=data, epochs=2, verbose=0)
     del model
     gc.collect()
-    threads = {freed_by.get(timeout=TIMEOUT_S).name for _ in range(4)}
+    threads = {freed_by.get(timeout=HANG_S).name for _ in range(4)}
     assert all(name.startswith("towers-free") for name in threads)

@@ -10,6 +10,7 @@ import types
 import psutil
 import pytest
 
+from tests.limits import HANG_S
 from tests.variants import slow
 from towers.input_pipeline.pipeline import room
 from towers.machine import limits
@@ -158,7 +159,7 @@ def test_training_in_a_real_control_group(tmp_path):
                 [*inside, sys.executable, "-c", script, *flags],
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=HANG_S,
             )
 
     try:

@@ -16,9 +16,7 @@ ERRORS = "not finite", "other seeds"
 def found(folder, names):
     """Returns what each of two hosts has found, by name."""
     file = folder / "found.jsonl"
-    hosts.run(
-        "tests.towers.model.on_hosts", (1, 2), ",".join(names), file, timeout_s=600
-    )
+    hosts.run("tests.towers.model.on_hosts", (1, 2), ",".join(names), file)
     records = map(json.loads, file.read_text().splitlines())
     return {each["name"]: each["found"] for each in records}
 

@@ -11,7 +11,6 @@ from tests import warm
 from tests.browser import needs_browser, open_browser, show, tensorboard
 from towers.report.read import RUNS, read
 
-TIMEOUT_S = 300
 EPOCHS = 2
 
 
@@ -34,7 +33,6 @@ def make_run(model_dir):
         *(f"--train_epochs={EPOCHS}", "--log_steps=10", "--batch_size=48"),
         *("--histograms", "--profile_steps=20,22"),
         "--variable_update=parameter_server",
-        timeout_s=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return read(str(model_dir))

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.data.experimental import service
 
 from tests import warm
+from tests.limits import HANG_S
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.cluster import process_group
@@ -33,7 +34,6 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES, BATCH, STEPS = 44, 8, 6
 SECONDS = 300
 TOWERS = "/device:CPU:0", "/device:CPU:1"
-TIMEOUT_S = 60
 # What does not answer costs so much time.
 SOON = {"patience_s": 2}
 
@@ -49,7 +49,7 @@ class Block:
         self.calls += 1
         if self.calls - 1 in self.range:
             self.waits.set()
-            assert self.free.wait(TIMEOUT_S)
+            assert self.free.wait(HANG_S)
         return value
 
 
@@ -185,11 +185,11 @@ class Run:
         )
         thread.start()
         try:
-            assert block.waits.wait(TIMEOUT_S)
+            assert block.waits.wait(HANG_S)
             yield
         finally:
             block.free.set()
-            thread.join(TIMEOUT_S)
+            thread.join(HANG_S)
             assert not thread.is_alive()  # others use the model after it
 
     def wait(self, seconds=SECONDS):
@@ -355,7 +355,7 @@ def test_a_save(run, tmp_path, monkeypatch):
     run.stall()
     # The second save waits for the first.
     with run.blocked(block, piped(ArraySource(*arrays())), checkpoint):
-        assert waits.waits.wait(TIMEOUT_S)
+        assert waits.waits.wait(HANG_S)
         said = run.wait()
     assert reason(said) == "the save of a checkpoint"
     assert "in epoch 1/3 after batch 4;" in said
@@ -414,7 +414,7 @@ def test_once_and_again_when_it_goes_on(run):
         assert "300 s, in epoch 1/3 after batch 2;" in run.wait(20)
         assert run.wait(1000) == ""
         first.free.set()
-        assert second.waits.wait(TIMEOUT_S)
+        assert second.waits.wait(HANG_S)
         assert run.said() == "towers: It goes on after 1300 s.\n"
         assert "300 s, in epoch 1/3 after batch 4;" in run.wait()
         second.free.set()
@@ -450,7 +450,7 @@ def test_it_raises_while_it_is_asked(run, monkeypatch):
         block.free.set()
         for thread in threading.enumerate():
             if thread.name == "fits":
-                thread.join(TIMEOUT_S)
+                thread.join(HANG_S)
 
     monkeypatch.setattr(questions, "compute", compute)
     run.stall("stop")
@@ -567,7 +567,7 @@ def test_its_thread_ends_with_fit(run):
     run.fit(plain(), epochs=1)
     assert run.callback._fit.over.is_set()
     for thread in set(threading.enumerate()) - before:
-        thread.join(TIMEOUT_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
 
 
@@ -628,7 +628,7 @@ model.fit(tf.data.Dataset.range(2).map(rows), callbacks=[stall], verbose=0)
 
 
 def test_stop_ends_a_process_that_waits_for_tensorflow():
-    done = warm.run("tests.program", _STOPS, timeout_s=TIMEOUT_S)
+    done = warm.run("tests.program", _STOPS)
     assert done.returncode == 4, done.stderr
     assert reason(done.stderr) == "the input or the computation (the devices answer)"
     assert "\nThread MainThread:\n" in done.stderr
@@ -693,7 +693,7 @@ def test_a_service_whose_worker_is_killed(tmp_path):
             if line.startswith("epoch 2/"):
                 break
         worker.kill()
-        _, errors = run.communicate(timeout=5 * TIMEOUT_S)
+        _, errors = run.communicate(timeout=HANG_S)
     assert run.returncode == 4, errors
     found = reason(errors)
     assert found == "the input, whose stage 'data service' gives nothing within 4 s"

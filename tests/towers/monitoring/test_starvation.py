@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.loop.timers import Totals
@@ -456,7 +457,7 @@ def test_a_disk_that_is_slow(tmp_path):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
     assert "slowest stage is `TFRecord` (read); try this: keep the data" in done.stdout

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from tests import warm
+from tests.limits import HANG_S
 from tests.small import tiny
 from tests.towers.monitoring.test_device_report import (
     ON_CPU,
@@ -103,17 +104,17 @@ def test_a_driver_that_hangs_holds_nothing_up():
 
     def take():
         asked.set()
-        answers.wait(30)
+        answers.wait(HANG_S)
         return Sample(0.0, {"gpu": 1.0})
 
     sampler = Sampler(take, period_s=0.0)
     sampler.start()
-    assert asked.wait(30)
+    assert asked.wait(HANG_S)
     (thread,) = (each for each in threading.enumerate() if each.name == "utilization")
     sampler.stop()
     assert sampler.since_last_call() == {}
     answers.set()
-    thread.join(30)
+    thread.join(HANG_S)
     assert sampler.since_last_call() == {}  # the run has ended
     assert not thread.is_alive()
 
@@ -128,8 +129,8 @@ def test_an_error_ends_sampling_and_is_said_once(capsys):
 
     device_report._sampler = Sampler(take, period_s=0.0)
     device_report.on_train_batch_end(0)
-    assert failed.wait(30)
-    device_report._sampler._thread.join(30)
+    assert failed.wait(HANG_S)
+    device_report._sampler._thread.join(HANG_S)
     for _ in range(2):
         device_report.measured()
     device_report.on_train_end()
@@ -149,7 +150,7 @@ def test_samples_come_from_a_thread_until_it_is_stopped():
     for _ in range(2):  # it may start again
         sampler.start()
         for _ in range(3):
-            assert taken.acquire(timeout=30)
+            assert taken.acquire(timeout=HANG_S)
         sampler.stop()
         assert sampler.since_last_call()["cpu"]["min"] == 0.5
 
@@ -217,7 +218,7 @@ def test_in_fit_with_steps_and_waiting(tmp_path):
     )
 
     def measured():
-        assert enough.acquire(timeout=30)
+        assert enough.acquire(timeout=HANG_S)
         return device_report.measured()
 
     board = TensorBoard(
@@ -272,7 +273,6 @@ def test_towers_train_writes_them(tmp_path):
         f"--data_dir={tmp_path / 'data'}",
         *("--model=mlp", "--train_epochs=4", "--log_steps=10"),
         *("--variable_update=parameter_server", "--enable_xla=false"),
-        timeout_s=120,
         # So that this short run has some.
         changed={"towers.monitoring.bottleneck.sampling.PERIOD_S": 0.01},
     )

@@ -598,7 +598,7 @@ def test_the_step_that_tells_most_is_shown():
 
 
 def run(*flags, code):
-    done = warm.run("towers.parity", *flags, timeout_s=300)
+    done = warm.run("towers.parity", *flags)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     assert "retracing" not in done.stderr

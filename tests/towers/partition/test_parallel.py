@@ -400,7 +400,7 @@ def test_no_variables_or_no_list_of_some_are_refused():
 @pytest.mark.parametrize("layout", [(1, 2), slow((1, 1, 1))], ids=str)
 def test_hosts_equal_one_device(layout, tmp_path):
     module = "tests.towers.partition.parallel_on_hosts"
-    hosts.run(module, layout, tmp_path, timeout_s=200)
+    hosts.run(module, layout, tmp_path)
 
     def make(model, optimizer):
         loss_fn = parallel_on_hosts.loss_of(model)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.processes.child import Child
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 60
 HANDLERS = {
     "handled": "lambda *_: print('heard', flush=True)",
     "ignored": "signal.SIG_IGN",
@@ -36,7 +36,7 @@ def test_a_request_to_save_ends_no_process(tmp_path, caplog, how):
         while how == "handled" and "heard" not in log.read_text():
             assert ended.empty()
         goes_on.write("\n")
-    assert ended.get(timeout=TIMEOUT_S).code == 0
+    assert ended.get(timeout=HANG_S).code == 0
     said = f"SIGUSR1 is not passed on to process {child.pid}, which does not handle it"
     assert (said in caplog.text) == (how == "not handled")
 
@@ -50,7 +50,7 @@ def test_a_request_to_save_before_a_program_listens(tmp_path, program):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert process.returncode >= 0
     assert "SIGUSR1 received: nothing is saved now, as no training" in process.stderr
@@ -72,7 +72,7 @@ def test_a_request_to_save_before_and_after_fit():
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("SIGUSR1 received: nothing is saved now") == 2

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from towers import __main__ as commands
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def python(code, *flags, cwd=None):
         text=True,
         cwd=cwd,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.program.forking import STARTS
 from towers.elastic import requests
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 60
 
 
 def start(*arguments):
@@ -37,7 +37,7 @@ def wait_for_the_end_of(pid):
     except ProcessLookupError:
         return
     with open(descriptor, "rb", buffering=0) as process:
-        assert select.select([process], [], [], TIMEOUT_S)[0]
+        assert select.select([process], [], [], HANG_S)[0]
 
 
 @pytest.mark.parametrize("how", STARTS)
@@ -47,7 +47,7 @@ def test_a_child_has_what_one_of_a_plain_process_has(tmp_path, how):
         process, state = start(kind, how, tmp_path)
         for pid in process.pid, state.pop("pid"):
             os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_S)
+        process.communicate(timeout=HANG_S)
         states.append(state)
     assert states[1] == states[0]
 
@@ -60,7 +60,7 @@ def test_what_ends_a_child_is_no_signal_to_the_run(tmp_path, how):
     os.kill(state["pid"], signal.SIGTERM)
     wait_for_the_end_of(state["pid"])
     assert kept.exists()
-    out, _ = process.communicate("\n", timeout=TIMEOUT_S)
+    out, _ = process.communicate("\n", timeout=HANG_S)
     assert (process.returncode, out) == (0, "done\n")
     assert not kept.exists()
 
@@ -76,4 +76,4 @@ def test_a_child_of_a_killed_run_keeps_no_lock(tmp_path, how):
         assert psutil.pid_exists(state["pid"])
     finally:
         os.kill(state["pid"], signal.SIGTERM)
-        process.communicate(timeout=TIMEOUT_S)  # all that write have ended
+        process.communicate(timeout=HANG_S)  # all that write have ended

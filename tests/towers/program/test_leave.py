@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
+
 CODE = """
 import atexit, os, sys
 from towers.program import startup
@@ -26,11 +28,14 @@ kept = Destructor()
 )
 def test_destructors_are_left_out(end, code):
     done = subprocess.run(
-        [sys.executable, "-c", CODE + end], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CODE + end],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout) == (code, "at exit\n")
 
 
 def test_without_they_end_the_process():
-    done = subprocess.run([sys.executable, "-c", CODE + "sys.exit(3)"], timeout=60)
+    done = subprocess.run([sys.executable, "-c", CODE + "sys.exit(3)"], timeout=HANG_S)
     assert done.returncode == -6

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.program import locks
 
 # Takes a lock, says so, and ends once it is told to.
@@ -67,7 +68,7 @@ def test_one_process_at_a_time(tmp_path, holder, without_flock, number):
     with pytest.raises(BlockingIOError):
         locks.locked(path).__enter__()
     assert locks.is_locked(path)
-    process.communicate("", timeout=60)
+    process.communicate("", timeout=HANG_S)
     assert not locks.is_locked(path)
     with locks.locked(path):
         assert locks.is_locked(path)
@@ -80,7 +81,7 @@ def test_a_lock_ends_with_its_process_however_that_ends(
 ):
     process = holder(number)
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(HANG_S)
     if number:
         without_flock(number)
     path = str(tmp_path / "lock")
@@ -166,7 +167,7 @@ def test_a_lock_is_waited_for(tmp_path, holder, monkeypatch):
     def let_go(seconds):
         pauses.append(seconds)
         if not process.stdin.closed:
-            process.communicate("", timeout=60)
+            process.communicate("", timeout=HANG_S)
 
     monkeypatch.setattr(locks.time, "sleep", let_go)
     with locks.waited_for(str(tmp_path / "lock"), 60, "Waiting."):

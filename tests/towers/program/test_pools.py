@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.limits import HANG_S
+
 _KILLED = """
 import multiprocessing, os, signal, sys, time
 from towers.program import pools
@@ -28,6 +30,6 @@ sys.exit(143)
 
 def test_a_pool_whose_lock_is_lost_does_not_hang():
     command = [sys.executable, "-c", _KILLED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 143
     assert not done.stderr

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 120
 # Examples on disk, whose rows Python reads; of an iterator that still reads ahead.
 READS = """
 import sys
@@ -104,7 +105,7 @@ def test_python_ends_with_its_exit_code(tmp_path, script):
     # What TensorFlow logs is to be seen, whatever the tests' own setting.
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(
-        command, cwd=ROOT, env=env, timeout=TIMEOUT_S, capture_output=True
+        command, cwd=ROOT, env=env, timeout=HANG_S, capture_output=True
     )
     assert done.returncode == 7, done.stderr.decode()
     assert b"Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.program import sieve
 
 _PROGRAM = r"""
@@ -90,7 +91,7 @@ def test_lines_that_say_nothing_are_left_out(unwanted, wanted):
 def test_the_process_that_does_so():
     lines = [*_UNWANTED.values(), *_WANTED.values()]
     command = [sys.executable, "-c", _PROGRAM, *lines]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.stderr == "\n".join([*_WANTED.values(), ""])
 
 

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.program import small_file, whole_file
 
 KILLED = """
@@ -44,11 +45,11 @@ def test_threads_that_write_one_file_at_a_time_leave_the_last(tmp_path):
         with whole_file.opened(str(path)) as file:
             file.write("first")
             opened.set()
-            assert ended.wait(60)
+            assert ended.wait(HANG_S)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(write)
-        assert opened.wait(60)
+        assert opened.wait(HANG_S)
         whole_file.write_text(str(path), "second")
         assert path.read_text() == "second"
         ended.set()
@@ -62,7 +63,7 @@ def test_a_kill_before_the_name_leaves_what_was_there(tmp_path, call):
     path = tmp_path / "file"
     path.write_text("before")
     command = [sys.executable, "-c", KILLED, str(path), call]
-    done = subprocess.run(command, check=False, timeout=60)
+    done = subprocess.run(command, check=False, timeout=HANG_S)
     assert done.returncode == -signal.SIGKILL
     assert path.read_text() == "before"
 

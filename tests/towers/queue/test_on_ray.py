@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.launch.ray_cluster import Cluster
 from tests.towers.queue.test_running import (
     BAD_MODEL,
     REPEATABLE,
-    TIMEOUT_S,
     TWO_STEPS,
     left,
     wait_for,
@@ -45,7 +45,7 @@ def test_runs_end_and_fail_on_ray(environ, tmp_path):
         *("--train_epochs=2", f"--queue_dir={tmp_path}/q"),
     )
     process = start(environ, *command)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert "model=mlp: running on node 127.0.0." in err
     assert "Traceback" not in err
@@ -53,7 +53,7 @@ def test_runs_end_and_fail_on_ray(environ, tmp_path):
     good, bad = out.splitlines()[-3:-1]
     assert good.split()[1] == "finished"
     assert "RuntimeError: my own mistake (see" in bad
-    again = start(environ, *command).communicate(timeout=TIMEOUT_S)[1]
+    again = start(environ, *command).communicate(timeout=HANG_S)[1]
     assert "1 run on Ray, 2 devices at once; 1 run finished before." in again
 
 
@@ -66,7 +66,7 @@ def test_a_signal_has_the_runs_on_ray_save(environ, tmp_path):
     process = start(environ, *command)
     wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err
     assert "3 runs: 2 stopped, 1 waiting. Start the same command again" in err
     assert not left(folder)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
+from tests.limits import HANG_S
 from towers.doctor.gpus import checks as nvidia
 from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline import room
@@ -471,7 +472,7 @@ def failed(tmp_path):
         told=lambda _, report: reports.put(report),
         ended=ended.put,
     )
-    assert ended.get(timeout=60) is process
+    assert ended.get(timeout=HANG_S) is process
     return process
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tests import warm
+from tests.limits import HANG_S
 from tests.towers.monitoring.test_tensorboard import Board
 from towers.processes.strays import Strays
 from towers.queue import record
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 300
 QUICKLY = "--variable_update=parameter_server", "--model=mlp"
 TWO_STEPS = (*QUICKLY, "--dataset=synthetic:4x4x1:3:32", "--batch_size=16")
 # 23 steps an epoch, and a checkpoint every few of them.
@@ -50,7 +50,7 @@ def callbacks():
 
 def queue(*flags, code=0):
     """Runs a queue to its end, which has to be with this exit code."""
-    done = warm.run("towers.queue", "--devices=2", *flags, timeout_s=TIMEOUT_S)
+    done = warm.run("towers.queue", "--devices=2", *flags)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -66,7 +66,7 @@ def start(*flags, **options):
 
 
 def wait_for(condition):
-    limit = time.monotonic() + TIMEOUT_S
+    limit = time.monotonic() + HANG_S
     while not (found := condition()):
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -179,9 +179,7 @@ def test_a_killed_queue_goes_on_with_the_same_bits(tmp_path, eight, monkeypatch)
     for name in sorted(good):
         alone = tmp_path / "alone" / name
         own = f"--flagfile={tmp_path}/{name}.flags"
-        train = warm.run(
-            *("towers.train", own, f"--model_dir={alone}"), timeout_s=TIMEOUT_S
-        )
+        train = warm.run(*("towers.train", own, f"--model_dir={alone}"))
         assert train.returncode == 0, train.stderr
         for a, b in zip(weights(alone), weights(folder / name), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -197,10 +195,10 @@ def test_ctrl_c_has_all_save(tmp_path):
     process = start(*command)
     wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2)
     second = start(*command)
-    assert "Another queue runs in" in second.communicate(timeout=TIMEOUT_S)[1]
+    assert "Another queue runs in" in second.communicate(timeout=HANG_S)[1]
     assert second.returncode == 1
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert "Stopping: the runs save." in err
     assert err.splitlines()[-1] == (
@@ -221,7 +219,7 @@ def test_a_run_whose_folder_is_gone_ends_no_other(tmp_path):
     process = start(*REPEATABLE, "--sweep=seed=1,2", f"--queue_dir={folder}")
     wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2)
     shutil.rmtree(folder / "seed=1", ignore_errors=True)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1, err
     assert "1 of 2 runs failed: seed=1; start the same command" in err
     assert [line.split()[1] for line in out.splitlines()[1:3]] == ["failed", "finished"]

@@ -15,7 +15,6 @@ from towers.scaling.network import Network
 from towers.scaling.report import Report
 
 MODULE = "towers.scaling"
-TIMEOUT_S = 300
 
 
 def trial(count, speed, ratios=None, towers_ms=None, **parts_ms):
@@ -237,7 +236,7 @@ def test_a_chart_is_drawn(tmp_path):
     ],
 )
 def test_flags_are_checked(flag, said):
-    done = warm.run(MODULE, *flag.split(), timeout_s=TIMEOUT_S)
+    done = warm.run(MODULE, *flag.split())
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -293,7 +292,7 @@ def test_a_slow_tower_is_named():
 def test_it_measures_one_and_two_towers(tmp_path):
     flags = "--num_gpus=2", "--seconds=0.5", "--rounds=1", "--model=mlp"
     folder = f"--model_dir={tmp_path / 'run'}"
-    done = warm.run(MODULE, "--json", *flags, folder, timeout_s=TIMEOUT_S)
+    done = warm.run(MODULE, "--json", *flags, folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     even = [each for each in found["trials"] if len({*each["split_ratios"]}) == 1]
@@ -307,14 +306,14 @@ def test_it_measures_one_and_two_towers(tmp_path):
 
 def test_too_few_devices_for_the_stages():
     flags = "--stages=2", "--num_gpus=1", "--model=mlp"
-    done = warm.run(MODULE, *flags, timeout_s=TIMEOUT_S)
+    done = warm.run(MODULE, *flags)
     assert done.returncode == 1
     assert "--stages=2 for 1 device; expected a device for each stage" in done.stderr
 
 
 def test_an_error_of_the_model_is_a_sentence():
     flags = "--num_gpus=1", "--dataset=folder:/nowhere"
-    done = warm.run(MODULE, *flags, timeout_s=TIMEOUT_S)
+    done = warm.run(MODULE, *flags)
     assert done.returncode == 1
     assert "/nowhere" in done.stderr
     assert "Traceback" not in done.stderr

@@ -417,7 +417,7 @@ def test_a_model_that_its_first_step_builds():
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 def test_hosts_move_the_same_blocks(update, tmp_path):
-    hosts.run("tests.towers.sparse.on_hosts", (1, 2), update, tmp_path, timeout_s=200)
+    hosts.run("tests.towers.sparse.on_hosts", (1, 2), update, tmp_path)
     for kind in ("rigl", "prune"):
         on_hosts.train(kind, lambda model: model, tmp_path / f"{kind}-one.npz")
         one, *others = (

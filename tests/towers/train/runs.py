@@ -18,6 +18,7 @@ from absl.testing import flagsaver
 from PIL import Image
 
 from tests import warm
+from tests.limits import HANG_S
 from towers.input_pipeline.sources.targets import Target
 from towers.train import __main__ as train
 from towers.train import checks
@@ -33,7 +34,6 @@ ROOT = Path(__file__).parents[3]
 STEPS = 23
 # Of the run that most tests look at.
 EPOCHS = 4
-TIMEOUT_S = 300
 # Trying others takes seconds, in each run.
 QUICKLY = ("--variable_update=parameter_server",)
 # The seed is also that of the data.
@@ -64,13 +64,13 @@ def start(*flags, program=("-m", "towers.train"), gpus="", **options):
 
 def finish(process):
     """Waits for a run; its exit code, output and errors."""
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run(*flags, code=0):
     """Runs to the end, which has to be with this exit code."""
-    done = warm.run("towers.train", *QUICKLY, *flags, timeout_s=TIMEOUT_S)
+    done = warm.run("towers.train", *QUICKLY, *flags)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

@@ -62,9 +62,7 @@ def test_killed_while_the_memory_is_filled(kind, epoch, kept, tmp_path):
     expected = runs.run(*dataset, *FLAGS, f"--model_dir={whole}").stdout
     assert kept in expected and ("kept in memory" in expected) == bool(kept)
     flags = *runs.QUICKLY, *dataset, *FLAGS, f"--model_dir={path}"
-    killed = warm.run(
-        "tests.towers.train.dies", epoch, *flags, timeout_s=runs.TIMEOUT_S
-    )
+    killed = warm.run("tests.towers.train.dies", epoch, *flags)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     again = runs.run(*dataset, *FLAGS, f"--model_dir={path}").stdout
     went_on, batch = runs.continued(again, path, STEPS)

@@ -30,7 +30,6 @@ def train(tmp_path, pictures, name, *flags):
         *("--train_epochs=2", "--cache=none", "--deterministic", "--recipe=cifar"),
         f"--model_dir={tmp_path / name}",
         *flags,
-        timeout_s=200,
     )
     assert done.returncode == 0, done.stderr
     model = keras.saving.load_model(tmp_path / name / "model.keras")

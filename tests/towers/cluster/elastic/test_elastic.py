@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster.elastic.counting import STEPS
 from towers.cluster import environment
 from towers.cluster.elastic import Coordinator, Formed, Lost, Over, talk
@@ -18,7 +19,7 @@ from towers.cluster.membership import ElasticPlace
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[4]
-LIMIT_S, FOREVER = 60, 10**9
+FOREVER = 10**9
 
 
 class Run:
@@ -57,7 +58,7 @@ class Run:
     def event(self, kind, **expected):
         """Waits for an event of a kind; returns it."""
         while True:
-            event = self.events.get(timeout=LIMIT_S)
+            event = self.events.get(timeout=HANG_S)
             if isinstance(event, kind):
                 found = {name: getattr(event, name) for name in expected}
                 assert found == expected, event
@@ -83,7 +84,7 @@ class Run:
     def end(self, slot):
         """Waits for a process; returns its exit code and the last line."""
         process = self.processes.pop(slot)
-        out, _ = process.communicate(timeout=LIMIT_S)
+        out, _ = process.communicate(timeout=HANG_S)
         lines = out.splitlines()
         return process.returncode, json.loads(lines[-1]) if lines else None
 

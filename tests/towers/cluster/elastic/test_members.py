@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import in_threads
 from towers.cluster import addresses
 from towers.cluster.elastic import (
@@ -29,7 +30,6 @@ from towers.cluster.rendezvous import (
     strangers,
 )
 
-LIMIT_S = 30
 HERE = f"({socket.gethostname()}, pid {os.getpid()})"
 
 
@@ -62,7 +62,7 @@ class Run:
         return every
 
     def event(self, kind):
-        while not isinstance(event := self.events.get(timeout=LIMIT_S), kind):
+        while not isinstance(event := self.events.get(timeout=HANG_S), kind):
             pass
         return event
 
@@ -79,7 +79,7 @@ def next_of(*members, steps=0):
 
 
 def until(holds):
-    for _ in range(100 * LIMIT_S):
+    for _ in range(100 * HANG_S):
         if holds():
             return
         threading.Event().wait(0.01)
@@ -127,7 +127,7 @@ def test_one_arrives_and_one_is_lost(run):
     assert one.change is None and one.told.empty()
     two.close()
     why = f"host 1 {HERE} has ended"
-    assert one.told.get(timeout=LIMIT_S) == (1, f"Host 1 {HERE} has ended.")
+    assert one.told.get(timeout=HANG_S) == (1, f"Host 1 {HERE} has ended.")
     assert one.change == why and run.event(Lost).why == "has ended"
     assert [each.rank for each in next_of(one, new, steps=6)] == [0, 1]
 
@@ -160,7 +160,7 @@ def test_another_number_is_wanted(run):
     next_of(*members)
     members[1].want(2)
     assert run.event(Wanted).count == 2
-    assert members[2].told.get(timeout=LIMIT_S) == ("2 hosts are wanted",)
+    assert members[2].told.get(timeout=HANG_S) == ("2 hosts are wanted",)
     until(lambda: members[0].change)
     assert members[0].change == f"host 2 {HERE} leaves: 2 hosts are wanted"
     assert [each.count for each in next_of(*members[:2], steps=1)] == [2, 2]
@@ -201,7 +201,7 @@ def test_one_that_neither_goes_on_nor_ends_is_left_out(run):
     )
     # It may wait for the others.
     said = f"Host 1 {HERE} {lost.why}."
-    assert two.told.get(timeout=LIMIT_S) == (0, said)
+    assert two.told.get(timeout=HANG_S) == (0, said)
     with pytest.raises(HostsMissingError, match=re.escape(said)):
         two.next(1)
 
@@ -287,7 +287,7 @@ def test_silent_strangers_have_to_go(run, monkeypatch):
     at = addresses.split(run.coordinator.address)
     with contextlib.ExitStack() as opened:
         silent = [
-            opened.enter_context(socket.create_connection(at, LIMIT_S))
+            opened.enter_context(socket.create_connection(at, HANG_S))
             for _ in range(20)
         ]
         greeting = len(channel._GREETING) + 16
