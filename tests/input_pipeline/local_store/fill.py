@@ -1,12 +1,18 @@
 """Reads a data set through a local store, and prints what came and what was read.
 
-    python -m tests.input_pipeline.local_store.fill SPEC FOLDER DELAY_MS EPOCHS GB
+    python -m tests.input_pipeline.local_store.fill SPEC FOLDER DELAY_MS EPOCHS GB READS
 
-Reading a block from where it lies takes DELAY_MS more.
+Reading a block from where it lies takes DELAY_MS more. After so many READS, if they are
+given, the process is killed, at some moment within DELAY_MS.
 """
 
 import hashlib
+import itertools
+import os
+import random
+import signal
 import sys
+import threading
 import time
 
 from towers.input_pipeline import LocalStore, make_dataset, open_source
@@ -26,11 +32,15 @@ def digest(source, epochs, split="train"):
 
 def main():
     """Does what the module says."""
-    spec, folder, delay_ms, epochs, limit_gb = sys.argv[1:]
-    read_range = store.read_range
+    spec, folder, delay_ms, epochs, limit_gb, *reads = sys.argv[1:]
+    read_range, delay_s = store.read_range, float(delay_ms) / 1000
+    number, last = itertools.count(1), int(reads[0]) if reads else None
 
     def late(*where):
-        time.sleep(float(delay_ms) / 1000)
+        if next(number) == last:
+            kill = os.kill, [os.getpid(), signal.SIGKILL]
+            threading.Timer(random.uniform(0.0, delay_s), *kill).start()
+        time.sleep(delay_s)
         return read_range(*where)
 
     store.read_range = late
