@@ -85,8 +85,8 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header():
-    """Says which of the sampled tests run."""
-    return f"sampled tests: those of TOWERS_TURN={variants.TURN}"
+    """Says which variants run."""
+    return f"variants: those of TOWERS_TURN={variants.TURN}"
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -108,11 +108,11 @@ def pytest_collection_modifyitems(config, items):
     """Chooses among the tests, before pytest does so by their marks."""
     import tensorflow as tf
 
-    variants.choose(items)
+    variants.mark_slow(items)
     if (n := config.getoption("--one-in")) > 1:
-        left_out = [item for item in items if not variants.is_of_ci(n, item.nodeid)]
+        left_out = [item for item in items if not variants.one_in(n, item.nodeid)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if variants.is_of_ci(n, item.nodeid)]
+        items[:] = [item for item in items if variants.one_in(n, item.nodeid)]
     on_cpu = "TOWERS_GPU_TESTS_ON_CPU" in os.environ
     if on_cpu or tf.config.list_physical_devices("GPU"):
         return

@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from tests.towers.train.runs import heard, main_here, read_settings
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers.find_batch_size import probe
 from towers.find_batch_size.search_flags import Search
 from towers.parity import __main__ as parity_program
@@ -67,7 +67,7 @@ def test_there_is_one_of_each_task():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else sampled(2, name) for name in EXAMPLES]
+    "name", [name if name in QUICK else slow(name) for name in EXAMPLES]
 )
 def test_it_trains(name, tmp_path):
     run = f"--model_dir={tmp_path}", "--train_epochs=1", "--max_train_steps=3"
@@ -92,9 +92,7 @@ def test_the_file_of_the_page_trains(tmp_path):
     assert {"val_price_mae", "val_sold_accuracy"} <= summary.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [sampled(4, name) for name in EXAMPLES if name != "binary"]
-)
+@pytest.mark.parametrize("name", [slow(name) for name in EXAMPLES if name != "binary"])
 def test_towers_give_the_numbers_of_one_device(name, tmp_path):
     short = "--batch_size=12", "--parity_steps=1", f"--model_dir={tmp_path}/run"
     settings = read_settings(*flags_of(name), *short)
@@ -105,8 +103,8 @@ def test_towers_give_the_numbers_of_one_device(name, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        seldom("segmentation"),
-        seldom("tagging"),
+        slow("segmentation"),
+        slow("tagging"),
         slow("several_outputs"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.steps import common
-from tests.variants import sampled
+from tests.variants import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted({path.stem for path in ROOT.glob("examples/steps/*.py")} - {"common"})
@@ -24,7 +24,7 @@ def test_the_command(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else sampled(3, name) for name in NAMES]
+    "name", [name if name in QUICK else slow(name) for name in NAMES]
 )
 def test_it_trains(name):
     """By plain Keras: all weights that train change, and all losses are finite."""

@@ -1,4 +1,4 @@
-"""Of slow tests, each commit runs some: all run within fifteen."""
+"""CI runs each slow test within fifteen commits; cases of quick ones take turns."""
 
 import pathlib
 import types
@@ -15,7 +15,6 @@ def turns(monkeypatch):
     """Yields as many turns as are asked for, one after another, from any on."""
 
     def take(count):
-        monkeypatch.setattr(variants, "ALL", False)
         for turn in range(1307, 1307 + count):
             monkeypatch.setattr(variants, "TURN", turn)
             yield turn
@@ -23,14 +22,8 @@ def turns(monkeypatch):
     return take
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_each_case_runs_once_while_all_have_their_turn(turns, n):
-    ran = [
-        case
-        for _ in turns(variants.OF_CI * n)
-        for case in CASES
-        if variants.one_in(n, case) and variants.is_of_ci(variants.OF_CI, case)
-    ]
+def test_each_slow_test_runs_once_in_fifteen_turns(turns):
+    ran = [case for _ in turns(15) for case in CASES if variants.one_in(15, case)]
     assert sorted(ran) == sorted(CASES)
 
 
@@ -45,61 +38,36 @@ class Item:
     def __init__(self, nodeid, *marks):
         self.nodeid, self.marks = nodeid, [*marks]
 
-    def iter_markers(self, name):
-        return (mark for mark in self.marks if mark.name == name)
-
     def get_closest_marker(self, name):
-        return next(self.iter_markers(name), None)
+        return next((mark for mark in self.marks if mark.name == name), None)
 
-    def add_marker(self, mark):
-        mark = getattr(pytest.mark, mark) if isinstance(mark, str) else mark
-        self.marks.append(mark.mark)
+    def add_marker(self, name):
+        self.marks.append(getattr(pytest.mark, name).mark)
 
     def has(self, name):
         return self.get_closest_marker(name) is not None
-
-
-def test_a_test_of_several_marks_runs_as_often_as_one(turns):
-    (mark,) = (m for m in variants.seldom(1).marks if m.name == "one_in")
-    ran = []
-    for _ in turns(5 * variants.OF_CI):
-        items = [Item(case, mark.mark, mark.mark) for case in CASES]
-        variants.choose(items)
-        ran += [item.nodeid for item in items if not item.has("skip")]
-    assert sorted(ran) == sorted(CASES * variants.OF_CI)
 
 
 @pytest.mark.parametrize("count", [2, 4, 9])
 def test_in_each_turn_some_cases_are_quick(turns, count):
     mark = pytest.mark.quick_one_in(4).mark
     quick = []
-    for _ in turns(4 * variants.OF_CI):
+    for _ in turns(4):
         items = [Item(f"test_a.py::test_b[{n}]", mark) for n in range(count)]
-        variants.choose(items)
+        variants.mark_slow(items)
         names = [item.nodeid for item in items if not item.has("slow")]
         assert names or count < 4
         quick += names
-    assert {*quick} == {f"test_a.py::test_b[{n}]" for n in range(count)}
-    assert len(quick) == count * variants.OF_CI
+    assert sorted(quick) == [f"test_a.py::test_b[{n}]" for n in range(count)]
 
 
 def test_slow_cases_take_no_turn_of_quick_ones(turns):
     mark, slow = pytest.mark.quick_one_in(2).mark, pytest.mark.slow.mark
-    for _ in turns(2 * variants.OF_CI):
+    for _ in turns(2):
         marks = [(mark,), (mark, slow), (mark,), (mark, slow)]
         items = [Item(f"test_a.py::test_b[{n}]", *of) for n, of in enumerate(marks)]
-        variants.choose(items)
+        variants.mark_slow(items)
         assert sum(not item.has("slow") for item in items) == 1
-
-
-def test_for_a_report_all_run(turns, monkeypatch):
-    mark = pytest.mark.one_in(5).mark
-    for _ in turns(2):
-        monkeypatch.setattr(variants, "ALL", True)
-        items = [Item(case, mark, pytest.mark.slow.mark) for case in CASES]
-        variants.choose(items)
-        assert not any(item.has("skip") for item in items)
-        assert all(item.has("timeout") for item in items)
 
 
 def test_a_failure_says_how_to_repeat_it(monkeypatch):

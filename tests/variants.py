@@ -1,4 +1,4 @@
-"""Variants of what a quick test proves already, of which each run takes some."""
+"""Variants of what a quick test proves already: each turn takes some of them."""
 
 import collections
 import os
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 ALL = "TOWERS_EXACT_ALL" in os.environ
-"""Whether tests take all variants, for a report; it takes hours."""
+"""Whether exact cases run in all variants, for the report of parity."""
 
-OF_CI = 3
+OF_CI = 15
 """CI runs one in so many slow tests (`--one-in` in .ci/run)."""
 
 
@@ -31,10 +31,9 @@ def _turn() -> int:
 
 
 TURN = _turn()
-"""Which of the sampled tests run: with each commit, others do.
+"""Says which variants run: with each commit, others do.
 
-A test that runs in one turn of five, and of which CI runs one in three, runs once in
-fifteen commits. Without Git, this is 0; in a shallow clone, it counts what is there.
+Without Git, this is 0; in a shallow clone, it counts the commits that are there.
 """
 # Workers of pytest-xdist inherit it.
 os.environ["TOWERS_TURN"] = str(TURN)
@@ -45,16 +44,9 @@ def number_of(case: Any) -> int:
     return zlib.crc32(str(case).encode())
 
 
-def is_of_ci(n: int, nodeid: str) -> bool:
-    """Tells whether CI, which takes one test in `n`, runs this test in this turn."""
+def one_in(n: int, nodeid: str) -> bool:
+    """Tells whether this is the turn, out of `n`, in which a test runs."""
     return (number_of(nodeid) + TURN) % n == 0
-
-
-def one_in(n: int, case: Any) -> bool:
-    """Tells whether this is the turn, out of `n`, in which a case runs."""
-    # This changes with every third commit, and `is_of_ci` with each: so in the three
-    # commits of a case's turn, CI takes each of its three thirds once.
-    return ALL or (number_of(case) + TURN // OF_CI) % n == 0
 
 
 def slow(*values: Any, **options: Any) -> Any:
@@ -62,37 +54,18 @@ def slow(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
-def sampled(n: int, *values: Any, **options: Any) -> Any:
-    """Returns parameters of a slow test that runs in one turn of `n`."""
-    marks = [pytest.mark.slow, pytest.mark.one_in(n)]
-    return pytest.param(*values, marks=marks, **options)
+def mark_slow(items: Sequence[pytest.Item]) -> None:
+    """Marks as slow the tests that are marked quick_one_in, and not quick in this turn.
 
-
-def seldom(*values: Any, **options: Any) -> Any:
-    """Returns parameters of a slow test that proves little more than others do."""
-    return sampled(5, *values, **options)
-
-
-def choose(items: Sequence[pytest.Item]) -> None:
-    """Marks as slow, or skips, what is not of this turn; see pyproject.toml.
-
-    A test is chosen by its name as a whole, once, however many marks it has.
+    Cases take turns by their places: of few cases, too, one is quick in each turn.
     """
-    other = pytest.mark.skip("of another turn; TOWERS_EXACT_ALL=1 runs all")
-    for item in items:
-        turns = [mark.args[0] for mark in item.iter_markers("one_in")]
-        if turns and not one_in(max(turns), item.nodeid):
-            item.add_marker(other)
-        if ALL and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.timeout(0))
     tests = collections.defaultdict(list)
     for item in items:
         is_slow = item.get_closest_marker("slow") is not None
         if item.get_closest_marker("quick_one_in") and not is_slow:
             tests[item.nodeid.partition("[")[0]].append(item)
-    # By their places: of few cases, too, one is quick in each turn.
     for cases in tests.values():
         for place, item in enumerate(cases):
             (n,) = item.get_closest_marker("quick_one_in").args
-            if (place + TURN // OF_CI) % n:
+            if (place + TURN) % n:
                 item.add_marker("slow")

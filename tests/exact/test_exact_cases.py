@@ -10,7 +10,7 @@ import pytest
 import towers
 from tests.exact import block_sparse, combinations, oracle, table
 from tests.exact.table import CASES
-from tests.variants import ALL, number_of, seldom, slow
+from tests.variants import ALL, number_of, slow
 from towers.builders.strategies import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -177,13 +177,12 @@ OF_EACH_GROUP = {
 
 
 def _run(case, builder):
-    """A case with a builder; most slow ones run in one turn of five."""
+    """A case with a builder."""
     name = f"{case}-{builder}"
     if not is_slow(case):  # It may run with the oldest versions.
         oldest = [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
         return pytest.param(case, builder, id=name, marks=oldest)
-    often = case.group in (combinations.GROUP, block_sparse.GROUP)
-    return (slow if often else seldom)(case, builder, id=name)
+    return slow(case, builder, id=name)
 
 
 # Builders of a case follow one another, mostly in one process: what one device makes of

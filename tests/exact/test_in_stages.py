@@ -1,7 +1,6 @@
 """Exact cases by towers of stages and micro-batches, against plain Keras."""
 
 import dataclasses
-import functools
 
 import pytest
 
@@ -9,7 +8,7 @@ import towers
 from tests.exact import combinations, oracle
 from tests.exact.layouts import in_stages, refused
 from tests.exact.test_exact_cases import RUNS, alone, is_slow
-from tests.variants import number_of, sampled, seldom
+from tests.variants import number_of, slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +91,9 @@ def test_stages_equal_one_device(name, k):
 
 
 def _turns(name, k):
-    """Each case comes once in a while; which layout it has hangs on its name alone."""
-    its_turn = k == number_of(name) // 7 % len(LAYOUTS)
-    if is_slow(CASES[name]):
-        return (seldom(name, LAYOUTS[k]),) if its_turn else ()
-    make = functools.partial(sampled, 2) if its_turn else seldom
-    return (make(name, LAYOUTS[k]),)
+    """A quick case has all layouts; the name of another one says which it has."""
+    has_layout = k == number_of(name) // 7 % len(LAYOUTS) or not is_slow(CASES[name])
+    return (slow(name, LAYOUTS[k]),) if has_layout else ()
 
 
 @pytest.mark.parametrize(

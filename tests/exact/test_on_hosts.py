@@ -7,7 +7,7 @@ import pytest
 from tests import hosts
 from tests.exact import combinations, networks, table
 from tests.exact.test_exact_cases import RUNS, is_slow
-from tests.variants import ALL, number_of, one_in, seldom, slow
+from tests.variants import number_of, slow
 
 # What each host has: one tower each, two each, and one beside two.
 LAYOUTS = (1, 1), (2, 2), (1, 2)
@@ -26,16 +26,12 @@ FIRST = (
 )
 
 
-# Less than a test may take.
-LIMIT_S = 36_000 if ALL else 800
-
-
-def run(layout, builder, names, folder, timeout_s, given="whole", stages=1, parts=1):
+def run(layout, builder, names, folder, given="whole", stages=1, parts=1):
     """Runs cases on hosts; returns a record of each, by name."""
     file, listed = folder / "found.jsonl", folder / "names.txt"
     listed.write_text("\n".join(names))
     arguments = builder, file, listed, given, stages, parts
-    hosts.run("tests.exact.on_hosts", layout, *arguments, timeout_s=timeout_s)
+    hosts.run("tests.exact.on_hosts", layout, *arguments)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return {f"{each['group']}/{each['case']}": each for each in records}
 
@@ -57,7 +53,7 @@ def _check(found, names):
     ids=str,
 )
 def test_hosts_equal_one_device(builder, names, tmp_path):
-    _check(run((1, 2), builder, names, tmp_path, 120, "in turns"), names)
+    _check(run((1, 2), builder, names, tmp_path, "in turns"), names)
 
 
 # Its norm is that of all shards; a scale has to be that of all hosts.
@@ -71,7 +67,7 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize("layout", [*map(seldom, LAYOUTS[:-1]), slow(LAYOUTS[-1])])
+@pytest.mark.parametrize("layout", [*map(slow, LAYOUTS)])
 def test_optimizer_state_is_divided_among_the_towers_of_all_hosts(layout, tmp_path):
     found = run(layout, "replicated/state", SHARDED, tmp_path, 400)
     _check(found, SHARDED)
@@ -96,23 +92,23 @@ TABLES = (
 @pytest.mark.parametrize(
     ("layout", "builder"),
     [
-        seldom((1, 1), "parameter_server/rows"),
-        seldom((1, 1), "replicated/auto"),
+        slow((1, 1), "parameter_server/rows"),
+        slow((1, 1), "replicated/auto"),
         slow((1, 2), "parameter_server/rows"),
-        seldom((1, 2), "replicated/rows"),
+        slow((1, 2), "replicated/rows"),
         slow((2, 1), "replicated/columns"),
-        seldom((2, 2), "parameter_server/rows"),
-        seldom((2, 2), "replicated/columns"),
-        seldom((2, 2), "replicated/rows"),
+        slow((2, 2), "parameter_server/rows"),
+        slow((2, 2), "replicated/columns"),
+        slow((2, 2), "replicated/rows"),
     ],
 )
 def test_tables_are_divided_among_the_towers_of_all_hosts(layout, builder, tmp_path):
-    _check(run(layout, builder, TABLES, tmp_path, 600, "in turns"), TABLES)
+    _check(run(layout, builder, TABLES, tmp_path, "in turns"), TABLES)
 
 
 @pytest.mark.slow
 def test_tables_of_hosts_over_devices_of_stages(tmp_path):
-    found = run((1, 2), "replicated/rows", TABLES, tmp_path, 600, "whole", 2, 2)
+    found = run((1, 2), "replicated/rows", TABLES, tmp_path, "whole", 2, 2)
     _check(found, TABLES)
 
 
@@ -120,7 +116,7 @@ def test_tables_of_hosts_over_devices_of_stages(tmp_path):
 def test_hosts_divide_optimizer_state_and_have_tables_in_shards(tmp_path):
     every = map(str, table.CASES)
     names = [name for name in every if name.startswith("gradients/Embedding, ")]
-    _check(run((1, 2), "replicated/state+rows", names, tmp_path, 300), names)
+    _check(run((1, 2), "replicated/state+rows", names, tmp_path), names)
 
 
 QUICK = [str(case) for case in table.CASES if not is_slow(case)]
@@ -131,38 +127,44 @@ OTHERS = [
 ]
 
 
-def of_turn(names, way, ways):
-    """Returns the cases that hosts meet in a way, in this turn.
+def in_ways(names, ways, parts=5):
+    """Returns parameters of tests: a way, and the cases that hosts meet in it.
 
-    A case is met in one way. For the report, all cases are met in all ways.
+    Each case is met once. The cases of a way are several tests.
     """
-    if ALL:
-        return names
-    place = ways.index(way)
-    met = [name for name in names if number_of(name) // 5 % len(ways) == place]
-    return [name for name in met if one_in(5, name)]
+    given = [[[] for _ in range(parts)] for _ in ways]
+    for name in names:
+        number = number_of(name)
+        given[number // parts % len(ways)][number % parts].append(name)
+    return [
+        slow(*way, of_part, id=f"{way}, part {part}")
+        for way, of_way in zip(ways, given, strict=True)
+        for part, of_part in enumerate(of_way)
+        if of_part
+    ]
 
 
-@pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS])
-def test_all_cases(layout, builder, tmp_path):
-    every = [*dict.fromkeys([*QUICK, *OTHERS])]
-    names = of_turn(every, (layout, builder), WAYS)
-    _check(run(layout, builder, names, tmp_path, LIMIT_S), names)
+@pytest.mark.parametrize(
+    ("layout", "builder", "names"), in_ways(dict.fromkeys([*QUICK, *OTHERS]), WAYS)
+)
+def test_all_cases(layout, builder, names, tmp_path):
+    _check(run(layout, builder, names, tmp_path), names)
 
 
-@pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS])
-def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_path):
-    names = [*FIRST, *of_turn(QUICK, (layout, builder), WAYS)]
-    names = [*dict.fromkeys(names)]
-    _check(run(layout, builder, names, tmp_path, LIMIT_S, "rows"), names)
+@pytest.mark.parametrize(("layout", "builder", "names"), in_ways(QUICK, WAYS))
+def test_quick_cases_of_hosts_that_are_given_their_rows(
+    layout, builder, names, tmp_path
+):
+    names = [*dict.fromkeys([*FIRST, *names])]
+    _check(run(layout, builder, names, tmp_path, "rows"), names)
 
 
 @pytest.mark.parametrize(
     ("layout", "builder", "names"),
     # Of the last, the first host has no copies.
     [
-        seldom((1, 1), "parameter_server", FIRST),
-        seldom((1, 1), "replicated", FIRST),
+        slow((1, 1), "parameter_server", FIRST),
+        slow((1, 1), "replicated", FIRST),
         slow((1, 2), "replicated", FIRST),
         slow(
             *((1, 1), "replicated/state"),
@@ -171,7 +173,7 @@ def test_quick_cases_of_hosts_that_are_given_their_rows(layout, builder, tmp_pat
     ],
 )
 def test_hosts_of_towers_of_stages(layout, builder, names, tmp_path):
-    _check(run(layout, builder, names, tmp_path, 600, "in turns", 2, 2), names)
+    _check(run(layout, builder, names, tmp_path, "in turns", 2, 2), names)
 
 
 # What ZeRO's first stage is about.
@@ -182,16 +184,16 @@ OF_STATE = [
 ]
 
 
-@pytest.mark.parametrize("layout", map(slow, LAYOUTS))
-def test_divided_optimizer_state(layout, tmp_path):
-    names = of_turn(OF_STATE, layout, LAYOUTS)
-    _check(run(layout, "replicated/state", names, tmp_path, LIMIT_S), names)
+@pytest.mark.parametrize(
+    ("layout", "names"), in_ways(OF_STATE, [(layout,) for layout in LAYOUTS])
+)
+def test_divided_optimizer_state(layout, names, tmp_path):
+    _check(run(layout, "replicated/state", names, tmp_path), names)
 
 
 WAYS_OF_STAGES = [((1, 1), "replicated"), ((1, 2), "parameter_server")]
 
 
-@pytest.mark.parametrize(("layout", "builder"), [slow(*way) for way in WAYS_OF_STAGES])
-def test_quick_cases_of_towers_of_stages(layout, builder, tmp_path):
-    names = of_turn(QUICK, (layout, builder), WAYS_OF_STAGES)
-    _check(run(layout, builder, names, tmp_path, LIMIT_S, "whole", 2, 2), names)
+@pytest.mark.parametrize(("layout", "builder", "names"), in_ways(QUICK, WAYS_OF_STAGES))
+def test_quick_cases_of_towers_of_stages(layout, builder, names, tmp_path):
+    _check(run(layout, builder, names, tmp_path, "whole", 2, 2), names)

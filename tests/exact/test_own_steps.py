@@ -12,7 +12,7 @@ import pytest
 import towers
 from tests import hosts
 from tests.exact import oracle
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples/steps"
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"common"})
@@ -25,7 +25,6 @@ EPSILON = 1e-4
 # A gradient of a gradient; a condition; random numbers, concatenated halves, two
 # optimizers.
 # To trace them takes half a minute and more; `dcgan` has two optimizers, too.
-LONG = "cyclegan", "wgan_gp"
 QUICK = ("maml", 2), ("accumulate", 3)
 # On hosts, also of pairs of rows, and with a teacher.
 OFTEN = "accumulate", "dcgan", "distillation", "maml", "simclr"
@@ -90,11 +89,6 @@ def one_device(name):
     return run(name)
 
 
-def _slow(n, *case):
-    """One in `n` runs where not all do, without those that take long to trace."""
-    return seldom(*case) if case[0] in LONG else sampled(n, *case)
-
-
 def apart(ours, theirs):
     each = oracle.differences(ours, theirs)
     where = max(each, key=each.get)
@@ -104,7 +98,7 @@ def apart(ours, theirs):
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
-        case if case in QUICK else _slow(3, *case)
+        case if case in QUICK else slow(*case)
         for case in [(name, gpus) for name in NAMES for gpus in (2, 3)]
     ],
 )
@@ -118,7 +112,7 @@ def test_towers_equal_one_device(name, gpus):
     "name",
     # SimCLR compares pairs, so its numbers are others.
     [
-        name if name == "accumulate" else _slow(3, name)
+        name if name == "accumulate" else slow(name)
         for name in NAMES
         if name != "simclr"
     ],
@@ -133,7 +127,7 @@ def test_loss_placement_changes_only_what_lets_examples_meet(name):
 @pytest.mark.parametrize(
     ("name", "gpus", "algorithm"),
     [
-        case if case[:2] in QUICK else _slow(3, *case)
+        case if case[:2] in QUICK else slow(*case)
         for name in NAMES
         for case in [(name, 2, "ring"), (name, 3, "device")]
     ],
@@ -149,10 +143,7 @@ def test_copies_on_towers_equal_one_device(name, gpus, algorithm):
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        *(
-            (name, None) if name in dict(QUICK) else _slow(3, name, None)
-            for name in NAMES
-        ),
+        *((name, None) if name in dict(QUICK) else slow(name, None) for name in NAMES),
         # Where home is on another GPU, values travel in one piece.
         ("accumulate", True),
         slow("dcgan", True),
@@ -173,9 +164,9 @@ def test_a_single_asynchronous_tower_equals_one_device(name, packed):
         ((1, 2), ("accumulate",), "whole", "parameter_server"),
         slow((1, 2), ("accumulate", "dcgan"), "whole", "parameter_server"),
         slow((1, 2), ("accumulate", "dcgan"), "whole", "replicated"),
-        seldom((1, 1), NAMES, "whole", "parameter_server"),
+        slow((1, 1), NAMES, "whole", "parameter_server"),
         slow((1, 2), OFTEN, "rows", "parameter_server"),
-        seldom((1, 2), NAMES, "rows", "parameter_server"),
+        slow((1, 2), NAMES, "rows", "parameter_server"),
     ],
     ids=str,
 )

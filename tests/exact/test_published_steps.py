@@ -12,7 +12,7 @@ import pytest
 import towers
 from tests.exact import oracle
 from tests.exact.published import EXAMPLES
-from tests.variants import sampled
+from tests.variants import slow
 
 # Even parts, uneven ones, and fewer examples than towers.
 SIZES = 7, 8, 2, 3
@@ -67,7 +67,7 @@ def _batches(rows):
 
 @pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else sampled(3, name) for name in EXAMPLES]
+    "name", [name if name in QUICK else slow(name) for name in EXAMPLES]
 )
 @pytest.mark.parametrize(
     ("gpus", "compiled_first"), [(3, False), (2, True)], ids=["before", "after"]

@@ -8,7 +8,7 @@ import pytest
 import towers
 from tests.exact import combinations, oracle
 from tests.exact.test_exact_cases import LONG, RUNS, is_slow
-from tests.variants import ALL, number_of, one_in, slow
+from tests.variants import number_of, slow
 
 # Fewer and more than the two to begin with, also without the first of them.
 LAYOUTS = (0, 1), (3,), (1, 3, 2)
@@ -42,18 +42,8 @@ CASES = [
 CASES = [*dict.fromkeys(CASES)]
 
 
-def _turns(case):
-    """Returns the builders of a case: one of them, or all for the report."""
-    return BUILDERS if ALL else (BUILDERS[number_of(case) // 3 % len(BUILDERS)],)
-
-
 def _is_quick(case):
     return not is_slow(case) and number_of(case) % 4 == 0
-
-
-def _runs(case):
-    """Tells whether a case is quick, or slow and of this turn."""
-    return _is_quick(case) or one_in(5, case)
 
 
 @pytest.mark.quick_one_in(3)
@@ -63,8 +53,8 @@ def _runs(case):
         (pytest.param if _is_quick(case) else slow)(
             case, builder, id=f"{case}-{builder}"
         )
-        for case in filter(_runs, CASES)
-        for builder in _turns(case)
+        for case in CASES
+        for builder in [BUILDERS[number_of(case) // 3 % len(BUILDERS)]]
     ],
 )
 def test_towers_that_change_equal_one_device(case, builder):

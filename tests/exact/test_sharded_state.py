@@ -7,7 +7,7 @@ import pytest
 import towers
 from tests.exact import cases, oracle
 from tests.exact.test_exact_cases import LONG
-from tests.variants import sampled
+from tests.variants import slow
 
 # What these are about is how weights change; other groups do not know the difference.
 GROUPS = "float8", "gradients", "mixed precision", "optimizers"
@@ -30,7 +30,7 @@ def test_quick_cases_exist():
 def _run(case):
     """Only the quick ones are for `make test`."""
     name = str(case)
-    return pytest.param(case, id=name) if name in QUICK else sampled(4, case, id=name)
+    return pytest.param(case, id=name) if name in QUICK else slow(case, id=name)
 
 
 @pytest.mark.quick_one_in(3)

@@ -10,7 +10,6 @@ import keras
 import pytest
 
 from tests.keras_trainer import through_towers
-from tests.variants import sampled
 
 if not keras.__version__.startswith("3.15."):
     pytest.skip("other tests than Keras 3.15's", allow_module_level=True)
@@ -42,8 +41,7 @@ for _name in [each for each in dir(TestTrainer) if each.startswith("test_")]:
     if (_why := _reason(_name)) is not None:
         _test = pytest.mark.skip(reason=_why)(_test)
     elif not any(word in _name for word in OWN):
-        for _mark in sampled(4, _name).marks:
-            _test = _mark(_test)
+        _test = pytest.mark.slow(_test)
     setattr(TestTrainer, _name, _test)
 
 

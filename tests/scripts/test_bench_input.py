@@ -22,7 +22,7 @@ from scripts.input_bench.peers import limit
 from scripts.input_bench.worker import Job
 from scripts.input_bench.works import WORKS
 from tests.limits import HANG_S
-from tests.variants import sampled
+from tests.variants import slow
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench_input.py"
 PHOTOS = 80
@@ -39,7 +39,7 @@ MORE = [
     ("photos", "ours_deterministic"),
     *itertools.product(WORKS, ("ours", "naive", "tuned", "tuned_float")),
 ]
-TENSORFLOW = [*QUICK, *(sampled(2, *pair) for pair in MORE if pair not in QUICK)]
+TENSORFLOW = [*QUICK, *(slow(*pair) for pair in MORE if pair not in QUICK)]
 
 
 def _run(*flags, **environment):

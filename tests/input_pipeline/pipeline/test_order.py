@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import warm
-from tests.variants import sampled, slow
+from tests.variants import slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.input_pipeline.choices import RECIPES
 from towers.input_pipeline.images import recipes
@@ -96,14 +96,14 @@ def test_pixels_in_records_are_found_to_be_that(raw):
         ("raw", "cifar", False),
         ("arrays", "none", True),
         ("arrays", "cifar", True),
-        sampled(2, "photos", "none", True),
-        sampled(2, "photos", "cifar", True),
-        sampled(2, "photos", "cifar", False),
-        sampled(2, "raw", "none", True),
-        sampled(2, "raw", "imagenet", True),
-        sampled(2, "raw", "cifar", True),
-        sampled(2, "arrays", "imagenet", True),
-        sampled(2, "arrays", "cifar", False),
+        slow("photos", "none", True),
+        slow("photos", "cifar", True),
+        slow("photos", "cifar", False),
+        slow("raw", "none", True),
+        slow("raw", "imagenet", True),
+        slow("raw", "cifar", True),
+        slow("arrays", "imagenet", True),
+        slow("arrays", "cifar", False),
     ],
     indirect=["source"],
 )
@@ -118,11 +118,11 @@ def test_every_record_comes_once(source, recipe, deterministic):
     ("source", "training"),
     [
         ("photos", True),
-        sampled(2, "arrays", True),
+        slow("arrays", True),
         ("arrays", False),
-        sampled(2, "photos", False),
-        sampled(2, "raw", True),
-        sampled(2, "raw", False),
+        slow("photos", False),
+        slow("raw", True),
+        slow("raw", False),
     ],
     indirect=["source"],
 )

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from tests.towers.analysis import layers
-from tests.variants import sampled
+from tests.variants import slow
 from towers.analysis import trust
 
 TABLE = layers.table()
@@ -46,7 +46,7 @@ def test_slow_classes_are_in_the_table():
 
 @pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
-    "kind", [sampled(2, kind) if kind in SLOW else kind for kind in BY_CLASS]
+    "kind", [slow(kind) if kind in SLOW else kind for kind in BY_CLASS]
 )
 def test_outcomes(kind):
     found = [layers.outcome(row) for row in BY_CLASS[kind]]

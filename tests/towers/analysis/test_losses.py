@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 from tests.towers.analysis import losses
-from tests.variants import sampled
+from tests.variants import slow
 from towers.analysis.rules import NoRuleError, Rules
 
 TABLE = losses.table()
@@ -51,7 +51,7 @@ def test_a_sample_of_outcomes():
 
 
 @pytest.mark.parametrize(
-    "kind", [sampled(3, kind) for kind in dict.fromkeys(row.kind for row in TABLE)]
+    "kind", [slow(kind) for kind in dict.fromkeys(row.kind for row in TABLE)]
 )
 def test_outcomes(kind):
     for row in TABLE:
@@ -81,7 +81,7 @@ def test_only_what_couples_examples_is_gathered():
     "kind",
     [
         "quick",
-        *(sampled(5, kind) for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
+        *(slow(kind) for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
     ],
 )
 def test_parts_add_up_to_the_whole(kind):

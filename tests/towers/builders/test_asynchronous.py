@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from tests import executed, oracle
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.staleness import Staleness
 from towers.loop.streams import Streams
@@ -459,11 +459,11 @@ def _own_loss():
     ("make", "eager"),
     [
         slow(_words, False),
-        seldom(_tied, False),
+        slow(_tied, False),
         (_two_outputs, False),
         slow(_normalised, False),
-        seldom(_own_loss, False),
-        seldom(_normalised, True),
+        slow(_own_loss, False),
+        slow(_normalised, True),
         slow(_own_loss, True),
     ],
 )

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from tests.limits import HANG_S
-from tests.variants import sampled, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.layers import variables
@@ -225,8 +225,8 @@ EXAMPLES = "accumulate", "dcgan", "sam", "wgan_gp", "fixmatch", "simclr", "vae"
     ("name", "gpus"),
     [
         ("accumulate", 2),
-        *(sampled(3, name, 2) for name in EXAMPLES if name != "accumulate"),
-        *(sampled(3, name, 4) for name in EXAMPLES),
+        *(slow(name, 2) for name in EXAMPLES if name != "accumulate"),
+        *(slow(name, 4) for name in EXAMPLES),
     ],
 )
 def test_examples_learn(name, gpus):

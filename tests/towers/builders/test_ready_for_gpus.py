@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tests import as_on_gpu, executed
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.analysis import rules
 from towers.builders.pieces import batches, reader
@@ -163,7 +163,7 @@ def _assert_ready(of_depths, waits=()):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "cnn" else sampled(2, kind) for kind in MODELS]
+    "kind", [kind if kind == "cnn" else slow(kind) for kind in MODELS]
 )
 def test_towers_of_each_kind(kind):
     ran = [
@@ -181,9 +181,9 @@ def test_towers_of_each_kind(kind):
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        seldom("transformer", 1),
-        seldom("transformer", 10),
-        seldom("cnn", 1),
+        slow("transformer", 1),
+        slow("transformer", 10),
+        slow("cnn", 1),
         slow("cnn", 10),
     ],
 )
@@ -226,7 +226,7 @@ def test_batches_of_unknown_size():
 
 
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", [seldom("mlp, dropout"), slow("cnn")])
+@pytest.mark.parametrize("kind", [slow("mlp, dropout"), slow("cnn")])
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
@@ -263,7 +263,7 @@ def _expected(kind):
 QUICK = "embedding", "replicated, ring"
 KINDS = "embedding", "transformer, no dropout", "lstm"
 OTHERS = [pair for pair in itertools.product(KINDS, WAYS) if pair != QUICK]
-PAIRS = [QUICK, *(sampled(4, *pair) for pair in OTHERS)]
+PAIRS = [QUICK, *(slow(*pair) for pair in OTHERS)]
 
 
 @pytest.mark.parametrize(("kind", "way"), PAIRS)
@@ -273,8 +273,8 @@ def test_numbers_are_those_of_one_device(kind, way):
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [GPUS[0], seldom(HOST)])
-@pytest.mark.parametrize("kind", ["mlp, dropout", seldom("cnn"), slow("transformer")])
+@pytest.mark.parametrize("home", [GPUS[0], slow(HOST)])
+@pytest.mark.parametrize("kind", ["mlp, dropout", slow("cnn"), slow("transformer")])
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, local_parameter_device=home)

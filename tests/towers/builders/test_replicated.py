@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import sampled, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.loop import listeners
 
@@ -222,7 +222,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "own" else sampled(5, name) for name in OPTIMIZERS]
+    "name", [name if name == "own" else slow(name) for name in OPTIMIZERS]
 )
 def test_optimizers_equal_one_device(name):
     # Adam and its kin divide by the root of what is next to nothing.

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import sharded
 from towers.numerics.not_finite import NotFiniteStep
@@ -149,9 +149,9 @@ def _two_towers(model):
     "then",
     [
         _two_towers,
-        seldom(_plain),
+        slow(_plain),
         slow(_parameter_server),
-        seldom(_whole_copies),
+        slow(_whole_copies),
         slow(_wrap),
     ],
 )
@@ -176,8 +176,8 @@ def test_a_saved_model_continues_with_another_number_of_towers_or_without(
     "then",
     [
         _parameter_server,
-        seldom(_plain),
-        seldom(_whole_copies),
+        slow(_plain),
+        slow(_whole_copies),
         slow(_two_towers),
     ],
 )
@@ -364,8 +364,8 @@ def _accumulated():
     ("optimizer", "way"),
     [
         (_all_at_once, "rows"),
-        *(seldom(_adam, "rows"), slow(_all_at_once, "columns")),
-        seldom(_accumulated, "rows"),
+        *(slow(_adam, "rows"), slow(_all_at_once, "columns")),
+        slow(_accumulated, "rows"),
     ],
 )
 def test_tables_keep_their_own_shards(optimizer, way):

@@ -13,7 +13,6 @@ import pytest
 
 from tests.limits import HANG_S
 from tests.towers.cluster import on_hosts
-from tests.variants import seldom, slow
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -93,7 +92,7 @@ def test_hosts_that_differ_say_so():
     )
 
 
-@pytest.mark.parametrize("where", [slow("callback"), *map(seldom, ["data", "loss"])])
+@pytest.mark.parametrize("where", ["callback", "data", "loss"])
 def test_an_error_of_one_host_ends_all(where):
     name = f"raises in {where}"
     (code, first, _), (_, second, _) = ends(start(name))
@@ -104,12 +103,9 @@ def test_an_error_of_one_host_ends_all(where):
 
 
 KILLED = [name for name in on_hosts.DO if name.startswith("SIG")]
-OFTEN = KILLED[0], KILLED[-1]
 
 
-@pytest.mark.parametrize(
-    "name", [(slow if name in OFTEN else seldom)(name) for name in KILLED]
-)
+@pytest.mark.parametrize("name", KILLED)
 def test_a_host_that_is_killed_or_stopped_ends_all(name):
     kind, victim = name.split()[0], int(name.split()[1])
     processes = start(name)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from tests.variants import sampled, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.collectives import packing
 
@@ -196,9 +196,9 @@ BUILDERS = ["parameter_server", "replicated"]
     [
         ("mixed", 3, "parameter_server"),
         slow("mixed", 3, "replicated"),
-        *(sampled(2, "dense", 1, builder) for builder in BUILDERS),
+        *(slow("dense", 1, builder) for builder in BUILDERS),
         *(
-            sampled(2, name, 3, builder)
+            slow(name, 3, builder)
             for name in ("dense", "embedding", "float64", "counters")
             for builder in BUILDERS
         ),

@@ -18,7 +18,7 @@ from tests.towers.elastic.test_hosts import SMOOTH, until
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.towers.train.runs import assembled, main_here, ours, read_settings
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.elastic import requests, resize
 from towers.train import callbacks
 
@@ -278,7 +278,7 @@ def test_batches_of_the_users_own_size_are_refused(tmp_path, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [slow("arrays"), seldom("dataset"), "PyDataset"])
+@pytest.mark.parametrize("kind", [slow("arrays"), slow("dataset"), "PyDataset"])
 def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     path, options = tmp_path / "run", {"mine": own, "data": ()}
@@ -290,7 +290,7 @@ def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
         assert_equal(seen, *plain(tmp_path / "plain", 2, 3, **options))
 
 
-@pytest.mark.parametrize("kind", ["arrays", seldom("dataset"), slow("PyDataset")])
+@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
 def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     for count in (1, 2):
@@ -299,7 +299,7 @@ def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
         assert seen.steps == epochs(2)
 
 
-@pytest.mark.parametrize("kind", ["arrays", seldom("dataset"), slow("PyDataset")])
+@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
 @pytest.mark.parametrize("towers", [2, slow(3)])
 def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
     path, options = tmp_path / "run", {"mine": OWN_DATA + KINDS[kind], "data": ()}
@@ -352,9 +352,9 @@ def callbacks():
 @pytest.mark.parametrize(
     ("number", "victim", "alone_until", "towers", "changes"),
     [
-        seldom(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
+        slow(signal.SIGTERM, 1, -1, (2, 2, 1, 1), [(14, 1)]),
         # It comes back to an epoch of two, or of one.
-        seldom(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
+        slow(signal.SIGKILL, 1, 13, (2, 2, 2, 2), []),
         slow(signal.SIGKILL, 0, 17, (2, 2, 1, 2), [(14, 1), (27, 2)]),
     ],
 )

@@ -20,7 +20,7 @@ from tests.limits import HANG_S
 from tests.towers.elastic import fits
 from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.launch.elastic import slot as slot_module
 
 # Enough for something to happen while hosts train.
@@ -229,10 +229,10 @@ def run(tmp_path, request):
     one.close()
 
 
-def options(tier=slow, **options):
-    """A run with other options, as a parameter of `tier`."""
+def options(**options):
+    """A run with other options, as a parameter of slow tests."""
     name = "-".join(f"{name}={value}" for name, value in options.items()) or "plain"
-    return tier(options, id=name)
+    return slow(options, id=name)
 
 
 def kill(*victims, number=signal.SIGKILL):
@@ -249,7 +249,7 @@ def write(file, text):
 # Others are wanted.
 
 
-@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), seldom(2, 2, 3)])
+@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), slow(2, 2, 3)])
 def test_hosts_are_added_and_removed(run, least, few, many):
     file = run.folder / "hosts"
     file.write_text(str(few))
@@ -286,8 +286,8 @@ def fails_by_exception(run, pids, victim):
     ("fails", "victim"),
     [
         slow(fails_by_kill, 0),
-        seldom(fails_by_kill, 1),
-        seldom(fails_by_exception, 0),
+        slow(fails_by_kill, 1),
+        slow(fails_by_exception, 0),
         slow(fails_by_exception, 1),
     ],
 )
@@ -304,7 +304,7 @@ def test_one_fails_and_another_one_takes_its_place(run, fails, victim):
     run.finish()
 
 
-@pytest.mark.parametrize("hosts", [seldom("2:2")])
+@pytest.mark.parametrize("hosts", [slow("2:2")])
 def test_one_fails_where_none_may_be_missing(run, hosts):
     run.start(hosts, steps=11)
     before = run.begin(0, 1)
@@ -316,7 +316,7 @@ def test_one_fails_where_none_may_be_missing(run, hosts):
     assert {each["hosts"] for each in run.lines()} == {2}
 
 
-@pytest.mark.parametrize("hosts", [seldom(1), slow(2), seldom(3)])
+@pytest.mark.parametrize("hosts", [slow(1), slow(2), slow(3)])
 def test_all_are_killed(run, hosts):
     run.start(f"{hosts}:{hosts}", steps=20)
     before = run.begin(*range(hosts))
@@ -360,7 +360,7 @@ def test_only_so_many_restarts(run):
     run.says(r"after 1 restart of 1 \(--max_restarts\)\.")
 
 
-@pytest.mark.parametrize("allowed", [seldom(2)])
+@pytest.mark.parametrize("allowed", [slow(2)])
 def test_no_more_restarts_than_allowed(run, allowed):
     run.start("1:2", f"--max_restarts={allowed}", steps=5)
     for count in (5, 15):
@@ -382,7 +382,7 @@ def test_one_that_keeps_failing_is_left_out(run):
     run.check()
 
 
-@pytest.mark.parametrize("others", [seldom({"epochs": 5}), slow({"seed": 8})])
+@pytest.mark.parametrize("others", [slow({"epochs": 5}), slow({"seed": 8})])
 def test_one_that_was_given_something_else_ends_alone(run, others):
     file = run.folder / "hosts"
     file.write_text("1")
@@ -398,7 +398,7 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.parametrize("victim", [seldom(0), slow(1)])
+@pytest.mark.parametrize("victim", [slow(0), slow(1)])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)
@@ -411,7 +411,7 @@ def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     assert {each["pid"] for each in run.lines()} == {*before.values()}
 
 
-@pytest.mark.parametrize("again", [seldom("1:1"), slow("1:3")])
+@pytest.mark.parametrize("again", [slow("1:1"), slow("1:3")])
 def test_all_are_asked_to_end(run, again):
     run.start("1:2", steps=12)
     run.begin(0, 1)
@@ -446,15 +446,15 @@ def test_nothing_is_left_to_train(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(seldom, validates=True),
-        options(seldom, steps_per_execution=3),
-        options(seldom, variable_update="replicated"),
-        options(seldom, gpus=2),
-        options(seldom, gpus=2, variable_update="replicated", validates=True),
-        options(seldom, data="dataset"),
-        options(seldom, data="pipeline"),
+        options(validates=True),
+        options(steps_per_execution=3),
+        options(variable_update="replicated"),
+        options(gpus=2),
+        options(gpus=2, variable_update="replicated", validates=True),
+        options(data="dataset"),
+        options(data="pipeline"),
         options(data="pipeline", steps_per_execution=3, validates=True),
-        options(seldom, data="dataset", validates=True),
+        options(data="dataset", validates=True),
     ],
     indirect=True,
 )
@@ -477,16 +477,16 @@ def test_one_is_killed(run):
 @pytest.mark.parametrize(
     "run",
     [
-        options(seldom),
-        options(seldom, validates=True),
-        options(seldom, data="dataset"),
-        options(seldom, data="pipeline", validates=True),
-        options(seldom, steps_per_execution=3),
+        options(),
+        options(validates=True),
+        options(data="dataset"),
+        options(data="pipeline", validates=True),
+        options(steps_per_execution=3),
         options(data="pipeline", steps_per_execution=3, validates=True),
     ],
     indirect=True,
 )
-@pytest.mark.parametrize("epochs", [seldom(2), slow(6)])
+@pytest.mark.parametrize("epochs", [slow(2), slow(6)])
 def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
     """Before it validates, or all meet; the last epoch is also the end of training."""
     end = epochs * fits.STEPS_PER_EPOCH
@@ -500,7 +500,7 @@ def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
 
 
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
-@pytest.mark.parametrize("seed", [slow(1), seldom(2)])
+@pytest.mark.parametrize("seed", [slow(1), slow(2)])
 def test_whatever_happens(run, seed):
     rng, gone, stopped = random.Random(seed), set(), set()
     kills = collections.Counter()
@@ -537,13 +537,13 @@ def test_whatever_happens(run, seed):
 @pytest.mark.parametrize(
     "run",
     [
-        options(seldom, is_built=False),
-        options(seldom, is_built=False, data="dataset", validates=True),
-        options(seldom, is_built=False, shard_embeddings="rows"),
+        options(is_built=False),
+        options(is_built=False, data="dataset", validates=True),
+        options(is_built=False, shard_embeddings="rows"),
         options(
             is_built=False, variable_update="replicated", shard_optimizer_state=True
         ),
-        options(slow, is_built=False, variable_update="auto"),
+        options(is_built=False, variable_update="auto"),
     ],
     indirect=True,
 )
@@ -564,16 +564,15 @@ def test_one_comes_whose_model_is_not_built(run):
 
 DIVIDED = [
     options(
-        tier,
         gpus=gpus,
         variable_update="replicated",
         shard_optimizer_state=optimizer,
         shard_embeddings=tables,
     )
-    for tier, gpus, optimizer, tables in (
-        (seldom, 1, True, "none"),
-        (seldom, 2, False, "rows"),
-        (slow, 2, True, "rows"),
+    for gpus, optimizer, tables in (
+        (1, True, "none"),
+        (2, False, "rows"),
+        (2, True, "rows"),
     )
 ]
 
@@ -602,7 +601,7 @@ def test_parts_are_handed_on(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), seldom(1)])
+@pytest.mark.parametrize("victim", [slow(0), slow(1)])
 @pytest.mark.parametrize("run", DIVIDED, indirect=True)
 def test_one_goes_with_its_part(run, victim):
     run.start("1:2", steps=12)
@@ -663,9 +662,9 @@ SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
     "run",
     [
         options(pytest.param),
-        options(seldom, data="dataset"),
-        options(seldom, data="pipeline", steps_per_execution=3),
-        options(seldom, gpus=2, variable_update="replicated"),
+        options(data="dataset"),
+        options(data="pipeline", steps_per_execution=3),
+        options(gpus=2, variable_update="replicated"),
     ],
     indirect=True,
 )
@@ -708,7 +707,7 @@ def test_graphs_of_a_place_are_kept(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), seldom(1)])
+@pytest.mark.parametrize("victim", [slow(0), slow(1)])
 def test_the_program(tmp_path, victim):
     (tmp_path / "smooth.py").write_text(SMOOTH)
     flags = "--dataset=synthetic:4x4x1:3:1472", "--deterministic"

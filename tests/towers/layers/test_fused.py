@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.variants import sampled
+from tests.variants import slow
 from towers.layers import fused
 
 
@@ -233,7 +233,7 @@ QUICK = {
 @pytest.mark.parametrize(
     ("options", "how", "scaled"),
     [
-        each if each in QUICK else sampled(3, *each)
+        each if each in QUICK else slow(*each)
         for each in itertools.product(MOMENTUM, HOW, SCALED)
     ],
 )

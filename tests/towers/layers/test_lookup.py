@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import embeddings
 
@@ -79,7 +79,7 @@ QUICK = ("test", HOME, True), ("predict", HOME, False)
 @pytest.mark.parametrize(
     ("step", "home", "packed"),
     [
-        each if each in QUICK else sampled(2, *each)
+        each if each in QUICK else slow(*each)
         for each in itertools.product(
             ["train", "test", "predict"], [HOME, TOWERS[0]], [False, True]
         )
@@ -282,7 +282,7 @@ def _towers(towers=2, **options):
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in QUICK_CASES else sampled(2, case) for case in CASES],
+    [case if case in QUICK_CASES else slow(case) for case in CASES],
 )
 def test_towers_equal_one_device(case):
     assert _equal(_run(case, _towers()), _expected(case))
@@ -296,11 +296,11 @@ def test_towers_equal_one_device(case):
         slow("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
         slow("several", {"cpu_merge": False, "loss_placement": "gathered"}),
         slow("tied", {"variable_update": "replicated"}),
-        seldom("tied", {"packed": True}),
-        seldom("tied", {"local_parameter_device": "/device:CPU:3"}),
-        seldom("several", {"packed": True}),
-        seldom("several", {"cpu_merge": False}),
-        seldom("several", {"loss_placement": "gathered"}),
+        slow("tied", {"packed": True}),
+        slow("tied", {"local_parameter_device": "/device:CPU:3"}),
+        slow("several", {"packed": True}),
+        slow("several", {"cpu_merge": False}),
+        slow("several", {"loss_placement": "gathered"}),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from tests.variants import sampled
+from tests.variants import slow
 from towers.layers import fused, sharded
 from towers.lifecycle.checkpoints import saved_model
 
@@ -144,7 +144,7 @@ def test_a_slot_is_cut_however_it_is_asked_for():
 @pytest.mark.parametrize(
     ("name", "sparse"),
     [
-        (name, sparse) if name in QUICK and sparse else sampled(3, name, sparse)
+        (name, sparse) if name in QUICK and sparse else slow(name, sparse)
         for name in OPTIMIZERS
         for sparse in (True, False)
     ],

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests import executed, hosts, oracle
 from tests.towers.layers import test_lookup as lookup
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
@@ -261,7 +261,7 @@ QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        (case, way) if (case, way) in QUICK else sampled(5, case, way)
+        (case, way) if (case, way) in QUICK else slow(case, way)
         for case in lookup.CASES
         for way in WAYS
     ],
@@ -277,13 +277,13 @@ def test_towers_equal_one_device(case, way):
         slow("tied", {"variable_update": "replicated"}),
         slow("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
         slow("several", {"loss_placement": "gathered"}),
-        seldom("tied", {"loss_placement": "gathered"}),
-        seldom("several", {"check_numerics": True}),
+        slow("tied", {"loss_placement": "gathered"}),
+        slow("several", {"check_numerics": True}),
         slow("several", {"split_ratios": (1, 2, 1)}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", [WAYS[0], seldom(WAYS[1])])
+@pytest.mark.parametrize("way", [WAYS[0], slow(WAYS[1])])
 def test_whatever_the_builder_does(case, options, way):
     found = lookup._run(case, _towers(way, **options), evaluated=False)
     assert lookup._equal(found, lookup._expected(case))
@@ -322,7 +322,7 @@ QUICK_UPDATES = (
 @pytest.mark.parametrize(
     ("name", "way", "update"),
     [
-        each if each in QUICK_UPDATES else sampled(3, *each)
+        each if each in QUICK_UPDATES else slow(*each)
         for each in itertools.product(
             OPTIMIZERS, WAYS, ["parameter_server", "replicated"]
         )
@@ -382,7 +382,7 @@ class Combined(keras.layers.Layer):
         return total / keras.ops.maximum(size ** (1 / power), 1e-6)
 
 
-@pytest.mark.parametrize("combiner", [*map(seldom, ["sum", "mean"]), "sqrtn"])
+@pytest.mark.parametrize("combiner", [*map(slow, ["sum", "mean"]), "sqrtn"])
 @pytest.mark.parametrize("way", [slow("rows"), "columns"])
 def test_combiners(combiner, way, monkeypatch):
     def make():
@@ -399,8 +399,8 @@ def test_combiners(combiner, way, monkeypatch):
     ("policy", "update"),
     [
         slow("mixed_float16", "parameter_server"),
-        seldom("mixed_float16", "replicated"),
-        seldom("mixed_bfloat16", "parameter_server"),
+        slow("mixed_float16", "replicated"),
+        slow("mixed_bfloat16", "parameter_server"),
         slow("mixed_bfloat16", "replicated"),
     ],
 )
@@ -465,9 +465,9 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        seldom((1, 1), ""),
-        seldom((1, 1), "shard_optimizer_state"),
-        seldom((1, 2), ""),
+        slow((1, 1), ""),
+        slow((1, 1), "shard_optimizer_state"),
+        slow((1, 2), ""),
         slow((1, 2), "shard_optimizer_state"),
     ],
 )
@@ -485,12 +485,12 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        seldom((1, 1), "rows"),
-        seldom((1, 1), "auto"),
+        slow((1, 1), "rows"),
+        slow((1, 1), "auto"),
         slow((1, 2), "rows"),
-        seldom((1, 2), "auto"),
-        seldom((1, 1, 1), "rows"),
-        seldom((1, 1, 1), "auto"),
+        slow((1, 2), "auto"),
+        slow((1, 1, 1), "rows"),
+        slow((1, 1, 1), "auto"),
     ],
 )
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
@@ -527,7 +527,7 @@ def test_averages_take_the_place_of_weights(callbacks):
 @pytest.mark.parametrize(
     ("placement", "update", "way"),
     [
-        sampled(3, *each)
+        slow(*each)
         for each in itertools.product(
             [{"dense.*": 1, "(?!dense).*": 0}, "auto"],
             ["parameter_server", "replicated"],

@@ -30,7 +30,7 @@ from tests.towers.lifecycle.runs import (
     towers,
     values,
 )
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.store import Position
@@ -224,8 +224,8 @@ class TestOtherData:
         (4, data),
         slow(3, data),
         slow(STEPS + 1, plain),
-        *(seldom(steps, data) for steps in (2, STEPS, STEPS + 1)),
-        *(seldom(steps, plain) for steps in (2, 3, 4, STEPS)),
+        *(slow(steps, data) for steps in (2, STEPS, STEPS + 1)),
+        *(slow(steps, plain) for steps in (2, 3, 4, STEPS)),
     ],
 )
 def test_a_call_may_go_on_in_its_middle(tmp_path, steps, make_data):

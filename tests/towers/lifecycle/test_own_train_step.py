@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests.towers.lifecycle.runs import Breaks
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.layers import variables
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.stop_at_step import StopAtStep
@@ -108,8 +108,8 @@ AFTER = 3, STEPS, STEPS + 3
     ("make", "options", "after"),
     [
         *((rivals, options, after) for options in ({}, ALONE) for after in AFTER),
-        *(seldom(dcgan, ALONE, after) for after in AFTER),
-        *(seldom(dcgan, {}, after) for after in AFTER[:-1]),
+        *(slow(dcgan, ALONE, after) for after in AFTER),
+        *(slow(dcgan, {}, after) for after in AFTER[:-1]),
         slow(dcgan, {}, AFTER[-1]),
     ],
 )

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from tests.limits import HANG_S
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
@@ -86,12 +86,12 @@ def expected():
 @pytest.mark.parametrize(
     ("steps", "builder", "eager"),
     [
-        seldom(1, "parameter_server", False),
+        slow(1, "parameter_server", False),
         slow(4, "parameter_server", False),
-        seldom(10, "parameter_server", False),
+        slow(10, "parameter_server", False),
         slow(1, "replicated", False),
         (4, "replicated", False),
-        seldom(1, "replicated", True),
+        slow(1, "replicated", True),
         (4, "parameter_server", True),
         slow(10, "parameter_server", True),
     ],
@@ -277,7 +277,7 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
 @pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
-    [*QUICK, *(sampled(3, *each) for each in sorted(MORE.difference(QUICK)))],
+    [*QUICK, *(slow(*each) for each in sorted(MORE.difference(QUICK)))],
 )
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
@@ -421,10 +421,10 @@ def _taken_by_call(parallel, counted, steps, epochs=1, **options):
     ("builder", "prefetch"),
     [
         ("parameter_server", 10),
-        seldom("parameter_server", 0),
-        seldom("parameter_server", 1),
+        slow("parameter_server", 0),
+        slow("parameter_server", 1),
         slow("replicated", 2),
-        seldom("asynchronous", 0),
+        slow("asynchronous", 0),
         slow("asynchronous", 2),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
 from towers.collectives import packing
@@ -43,11 +43,9 @@ ALIKE = (
 
 
 def ways(*quick, more=()):
-    """Ways to train, and more that are slow, all but two kinds of them seldom."""
+    """Ways to train, and more that are slow."""
     quick = [pytest.param(HOW[name], id=name) for name in quick]
-    often = "server, a loop", "asynchronous, ahead"
-    slower = {name: slow if name in often else seldom for name in more}
-    return [*quick, *(tier(HOW[name], id=name) for name, tier in slower.items())]
+    return [*quick, *(slow(HOW[name], id=name) for name in more)]
 
 
 def nap(tensor, when=True):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.cluster import process_group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.keras_adapter.randomness import random_states
@@ -66,12 +66,12 @@ def pipeline():
         ({}, [functools.partial(keras.layers.Dropout, 0.5)], {}),
         slow({"variable_update": "replicated"}, [keras.layers.BatchNormalization], {}),
         slow({}, [], {"steps_per_execution": 3}),
-        seldom({"check_numerics": True}, [], {}),
-        seldom({}, [keras.layers.BatchNormalization], {"optimizer": "sgd"}),
+        slow({"check_numerics": True}, [], {}),
+        slow({}, [keras.layers.BatchNormalization], {"optimizer": "sgd"}),
         slow({"gpus": 1, "gradient_compression": "fp16"}, [], {}),
     ],
 )
-@pytest.mark.parametrize("data", [None, tensors, seldom(pipeline)])
+@pytest.mark.parametrize("data", [None, tensors, slow(pipeline)])
 def test_nothing_changes_but_graphs(rehearse, options, layers, compiled, data):
     model = model_of(*(make() for make in layers), **compiled)
     parallel = on_towers(model, **options)

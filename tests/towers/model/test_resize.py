@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import oracle
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.model.update import recipe, variable_update
 
 BATCH, STEPS = 12, 20
@@ -76,14 +76,14 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
     "options",
     [
         {"variable_update": "parameter_server"},
-        seldom({"variable_update": "replicated"}),
+        slow({"variable_update": "replicated"}),
         slow({"variable_update": "replicated", "shard_optimizer_state": True}),
-        seldom({"variable_update": "parameter_server", "prefetch": 3}),
+        slow({"variable_update": "parameter_server", "prefetch": 3}),
         slow({"variable_update": "replicated", "prefetch": 1}),
         slow({"variable_update": "auto"}),
-        seldom({"variable_update": "parameter_server", "check_numerics": True}),
-        seldom({"local_parameter_device": "gpu"}),
-        seldom({"cpu_merge": False}),
+        slow({"variable_update": "parameter_server", "check_numerics": True}),
+        slow({"local_parameter_device": "gpu"}),
+        slow({"cpu_merge": False}),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from keras import layers
 
 from tests import warm
 from tests.towers.train.runs import main_here
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
@@ -174,9 +174,7 @@ QUICK = "replicated", "steps in a loop", "gathered", "asynchronous, eager"
 
 
 @pytest.mark.quick_one_in(4)
-@pytest.mark.parametrize(
-    "way", [way if way in QUICK else sampled(2, way) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [way if way in QUICK else slow(way) for way in WAYS])
 def test_whichever_way_towers_go(way):
     asynchronous = "asynchronous" in way
     # What is dropped depends on which tower was faster.
@@ -207,7 +205,7 @@ def test_a_micro_batch_is_named():
     [
         "loop",
         slow("replicated"),
-        seldom("parameter_server"),
+        slow("parameter_server"),
         slow("eager"),
     ],
 )

@@ -13,7 +13,7 @@ from absl.testing import flagsaver
 
 from tests import warm
 from tests.towers.train.runs import read_settings
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
 from towers.collectives import reduce
 from towers.layers import fused
@@ -175,7 +175,7 @@ def test_a_step_of_the_models_own(update):
 
 
 @pytest.mark.parametrize(
-    "name", ["accumulate", slow("dcgan"), seldom("wgan_gp"), slow("simclr")]
+    "name", ["accumulate", slow("dcgan"), slow("wgan_gp"), slow("simclr")]
 )
 def test_published_steps(name):
     example = importlib.import_module(f"examples.steps.{name}")

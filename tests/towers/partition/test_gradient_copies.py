@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import executed, oracle
-from tests.variants import seldom, slow
+from tests.variants import slow
 from towers.layers.variables import digest
 from towers.partition.functions import variable_copies
 
@@ -63,8 +63,8 @@ def _trained(make, between=lambda model, optimizer, step, gradients: gradients):
     return [variable.numpy() for variable in model.variables]
 
 
-@pytest.mark.parametrize("gpus", [seldom(1), 2, slow(3)])
-@pytest.mark.parametrize("algorithm", ["auto", seldom("cpu"), slow("device"), "ring"])
+@pytest.mark.parametrize("gpus", [slow(1), 2, slow(3)])
+@pytest.mark.parametrize("algorithm", ["auto", slow("cpu"), slow("device"), "ring"])
 def test_a_loop_equals_one_device(gpus, algorithm):
     make = functools.partial(replicated, gpus=gpus, all_reduce_alg=algorithm)
     assert oracle.largest_difference(_trained(make), _trained(_Plain)) < 1e-5
@@ -120,7 +120,7 @@ def _twice(model, optimizer, step, gradients):
 @pytest.mark.parametrize(
     "between",
     [_exchanged, _perturbed, _one_clipped, _slower]
-    + [*map(seldom, [_negated, _twice]), *map(slow, [_clipped, _summed])],
+    + [*map(slow, [_negated, _twice, _clipped, _summed])],
 )
 def test_what_a_loop_does_between_its_lines(between):
     make = functools.partial(replicated, gpus=3)
@@ -179,10 +179,10 @@ def _of_all_kinds(make, optimizer):
     "optimizer",
     [
         _adam,
-        seldom(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+        slow(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
         slow(lambda: keras.optimizers.LossScaleOptimizer(_adam())),
         slow(lambda: keras.optimizers.Adam(0.01, epsilon=1e-4, use_ema=True)),
-        seldom(keras.optimizers.Lamb),
+        slow(keras.optimizers.Lamb),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -298,7 +298,7 @@ def test_averages_of_variables_that_have_no_copy():
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 @pytest.mark.parametrize(
     "name",
-    ["momentum", slow("clipnorm"), seldom("nesterov"), slow("learning_rate")],
+    ["momentum", slow("clipnorm"), slow("nesterov"), slow("learning_rate")],
 )
 def test_settings_that_change_between_updates(name, update):
     value = {"momentum": 0.5, "clipnorm": 0.1, "nesterov": True}.get(

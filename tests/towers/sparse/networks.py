@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers
 
 import towers
-from tests.variants import seldom, slow
+from tests.variants import slow
 
 CHANNELS, UNITS, OUTPUTS = 6, 12, 9
 
@@ -91,15 +91,6 @@ def apart(weights, others):
     return max(np.abs(np.asarray(a, "float64") - b).max() for a, b in pairs)
 
 
-def slow_but(names, *fast, often=None):
-    """Parameters of which all but some are for slow tests.
-
-    Those that are not among `often`, if it is given, run seldom.
-    """
-
-    def one(name):
-        if name in fast:
-            return name
-        return slow(name) if often is None or name in often else seldom(name)
-
-    return [one(name) for name in names]
+def slow_but(names, *fast):
+    """Parameters of which all but some are for slow tests."""
+    return [name if name in fast else slow(name) for name in names]

@@ -67,21 +67,15 @@ WAYS = {
 
 
 class TestOnTowers:
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "3 towers", often=("replicated", "stages"))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS, "3 towers"))
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
 
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, often=("replicated", "stages"))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS))
     def test_several_steps_a_call(self, way):
         check_same(trained(WAYS[way], steps_per_execution=3), _on_one(3))
 
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, often=("2 towers", "state in shards"))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS))
     def test_averages(self, way):
         def optimizer():
             return keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True)
@@ -141,9 +135,7 @@ class Checked(keras.callbacks.Callback):
                 assert not variable.numpy()[gone].any()
 
 
-@pytest.mark.parametrize(
-    "way", networks.slow_but(WAYS, "2 towers", often=("state in shards", "stages"))
-)
+@pytest.mark.parametrize("way", networks.slow_but(WAYS, "2 towers"))
 def test_drops_the_smallest_blocks(way):
     model = networks.sparse(pattern="magnitude", sparsity=0.0)
     oracle = Oracle(schedule)

@@ -181,24 +181,18 @@ WAYS = {
 
 
 class TestOnTowers:
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "2 towers", often=("state in shards", "stages"))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS, "2 towers"))
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "replicated", often=("2 towers", "stages"))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS, "replicated"))
     def test_several_steps_a_call(self, way):
         options = {"steps_per_execution": 3}
         check_same(trained(WAYS[way], **options), _on_one())
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "way", networks.slow_but(WAYS, "replicated", often=("state in shards",))
-    )
+    @pytest.mark.parametrize("way", networks.slow_but(WAYS, "replicated"))
     def test_averages(self, way):
         def optimizer():
             options = {"use_ema": True, "ema_overwrite_frequency": 4}
@@ -247,9 +241,7 @@ class Watch(keras.callbacks.Callback):
         self.before = now
 
 
-@pytest.mark.parametrize(
-    "way", networks.slow_but(WAYS, "2 towers", often=("state in shards", "stages"))
-)
+@pytest.mark.parametrize("way", networks.slow_but(WAYS, "2 towers"))
 def test_blocks_that_moved_begin_at_zero(way):
     watch = Watch()
     trained(WAYS[way], more=[watch])

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.towers.analysis import layers as every
-from tests.variants import sampled
+from tests.variants import slow
 from towers.analysis.layer_calls import key
 from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline, Placement
@@ -91,7 +91,7 @@ FIRST = {row.kind: row for row in reversed(ROWS)}
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    [sampled(3, kind, how) for kind in sorted(FIRST) for how in ("none", "stage")],
+    [slow(kind, how) for kind in sorted(FIRST) for how in ("none", "stage")],
 )
 def test_a_layer_in_a_stage_computes_the_same(kind, recompute):
     compare(FIRST[kind], recompute)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import oracle
-from tests.variants import sampled, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.tower import compare
 
@@ -79,7 +79,7 @@ LIKE_OTHERS = {
 
 @pytest.mark.parametrize(
     "name",
-    [sampled(4, name) if name in LIKE_OTHERS else name for name in MEET],
+    [slow(name) if name in LIKE_OTHERS else name for name in MEET],
 )
 def test_examples_that_meet_are_refused(name):
     parallel = multi_gpu_model(_model(MEET[name]), gpus=2)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 from tests import oracle
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 
 random = np.random.default_rng(0)
@@ -366,10 +366,10 @@ _FURTHER = [change for change in _OTHERS if change != "state"]
         ("weights", False, "parameter_server"),
         ("weights", True, "replicated"),
         ("state", True, "parameter_server"),
-        *(sampled(2, change, True, "parameter_server") for change in _FURTHER),
-        seldom("weights", True, "parameter_server"),
+        *(slow(change, True, "parameter_server") for change in _FURTHER),
+        slow("weights", True, "parameter_server"),
         slow("weights", False, "replicated"),
-        *(sampled(2, change, True, "replicated") for change in _OTHERS),
+        *(slow(change, True, "replicated") for change in _OTHERS),
     ],
 )
 def test_rules_belong_to_what_was_traced(change, eager, builder):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, oracle
-from tests.variants import sampled, seldom, slow
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.model.update import auto
 
@@ -105,11 +105,11 @@ def _difference(found, synchronized=False):
     ("towers", "builder", "evaluated"),
     [
         (3, "replicated", False),
-        seldom(1, "parameter_server", False),
-        seldom(3, "parameter_server", False),
+        slow(1, "parameter_server", False),
+        slow(3, "parameter_server", False),
         slow(1, "parameter_server", True),
         slow(3, "parameter_server", True),
-        seldom(1, "replicated", False),
+        slow(1, "replicated", False),
         slow(4, "replicated", False),
     ],
 )
@@ -125,9 +125,9 @@ def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
         ({"split_ratios": (3, 1), "packed": True, "prefetch": 2}, 1),
         slow({"loss_placement": "gathered"}, 2),
         slow({"variable_update": "auto"}, 2),
-        seldom({"split_ratios": (3, 1)}, 1),
-        seldom({"packed": True}, 1),
-        seldom({"prefetch": 2}, 1),
+        slow({"split_ratios": (3, 1)}, 1),
+        slow({"packed": True}, 1),
+        slow({"prefetch": 2}, 1),
     ],
     ids=str,
 )
@@ -147,7 +147,7 @@ def test_whatever_the_way(options, steps, monkeypatch):
         ({"run_eagerly": True}, "gathered"),
         slow({"run_eagerly": True}, "auto"),
         slow({"jit_compile": True}, "auto"),
-        seldom({"jit_compile": True}, "gathered"),
+        slow({"jit_compile": True}, "gathered"),
     ],
     ids=str,
 )
@@ -323,12 +323,12 @@ def _linear(towers=0, eager=True, **options):
     [
         (2, "gathered", False),
         (3, "tower", True),
-        sampled(2, 2, "tower", False),
-        sampled(2, 3, "gathered", True),
-        sampled(2, 3, "tower", False),
-        sampled(2, 3, "gathered", False),
-        sampled(2, 1, "tower", False),
-        sampled(2, 1, "gathered", True),
+        slow(2, "tower", False),
+        slow(3, "gathered", True),
+        slow(3, "tower", False),
+        slow(3, "gathered", False),
+        slow(1, "tower", False),
+        slow(1, "gathered", True),
     ],
 )
 def test_what_is_drawn_is_drawn_once(towers, loss_placement, eager):
