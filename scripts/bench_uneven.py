@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import towers
-from tests.slow_tower import slowed
+from scripts.slow_tower import slowed
 from towers.monitoring.bottleneck.starvation import Starvation
 
 BATCH, STEPS, ROUNDS = 512, 60, 7

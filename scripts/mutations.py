@@ -41,7 +41,7 @@ TABLE = pathlib.Path(__file__).with_suffix(".toml")
 AREAS = "step", "reduction", "batch", "checkpoint", "pipeline"
 FOUND, MISSED, TIME_OUT, GONE, BROKEN = "found", "MISSED", "time out", "gone", "broken"
 # With all cases of tests of which some are quick in each turn.
-QUICK = "not slow or quick_one_in"
+QUICK = "not slow or other_turn"
 UP_TO_DATE = "bring scripts/mutations.toml up to date with the code"
 
 # Of pytest's summary: the first test that failed, also as it was set up. A file that

@@ -80,7 +80,7 @@ def _caplog_hears_towers(caplog):
 
 def pytest_addoption(parser):
     """Adds what CI has no time without."""
-    text = "Run one in so many tests, others with each commit."
+    text = "Run one in so many tests: different ones with each commit."
     parser.addoption("--one-in", type=int, default=1, help=text)
 
 

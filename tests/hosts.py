@@ -5,12 +5,9 @@ import socket
 from collections.abc import Sequence
 
 from tests import warm
-from tests.limits import HANG_S
 
 
-def run(
-    module: str, layout: Sequence[int], *arguments: object, timeout_s: float = HANG_S
-) -> None:
+def run(module: str, layout: Sequence[int], *arguments: object) -> None:
     """Does `python -m module RANK ADDRESSES TOWERS arguments` on hosts, to their ends.
 
     `layout` has the number of towers of each host.
@@ -20,7 +17,7 @@ def run(
     first = addresses, ",".join(map(str, layout))
 
     def host(rank):
-        done = warm.run(module, rank, *first, *arguments, timeout_s=timeout_s)
+        done = warm.run(module, rank, *first, *arguments)
         return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
 
     with concurrent.futures.ThreadPoolExecutor(len(layout)) as every:

@@ -23,7 +23,8 @@ def turns(monkeypatch):
 
 
 def test_each_slow_test_runs_once_in_fifteen_turns(turns):
-    ran = [case for _ in turns(15) for case in CASES if variants.one_in(15, case)]
+    n = variants.OF_CI
+    ran = [case for _ in turns(n) for case in CASES if variants.one_in(n, case)]
     assert sorted(ran) == sorted(CASES)
 
 
@@ -52,18 +53,31 @@ class Item:
 def test_in_each_turn_some_cases_are_quick(turns, count):
     mark = pytest.mark.quick_one_in(4).mark
     quick = []
-    for _ in turns(4):
+    for _ in turns(4 * variants.OF_CI):
         items = [Item(f"test_a.py::test_b[{n}]", mark) for n in range(count)]
         variants.mark_slow(items)
         names = [item.nodeid for item in items if not item.has("slow")]
         assert names or count < 4
         quick += names
-    assert sorted(quick) == [f"test_a.py::test_b[{n}]" for n in range(count)]
+    assert {*quick} == {f"test_a.py::test_b[{n}]" for n in range(count)}
+    assert len(quick) == count * variants.OF_CI
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_ci_takes_each_case_as_a_slow_one_too(turns, n):
+    mark = pytest.mark.quick_one_in(n).mark
+    ran = set()
+    for _ in turns(2 * n * variants.OF_CI):
+        items = [Item(f"test_a.py::test_b[{k}]", mark) for k in range(40)]
+        variants.mark_slow(items)
+        slow = [item.nodeid for item in items if item.has("slow")]
+        ran |= {name for name in slow if variants.one_in(variants.OF_CI, name)}
+    assert len(ran) == 40
 
 
 def test_slow_cases_take_no_turn_of_quick_ones(turns):
     mark, slow = pytest.mark.quick_one_in(2).mark, pytest.mark.slow.mark
-    for _ in turns(2):
+    for _ in turns(2 * variants.OF_CI):
         marks = [(mark,), (mark, slow), (mark,), (mark, slow)]
         items = [Item(f"test_a.py::test_b[{n}]", *of) for n, of in enumerate(marks)]
         variants.mark_slow(items)

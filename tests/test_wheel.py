@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from towers.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 300
 FOLDERS = "models", "input_pipeline", "tests", "scripts"
 # Python, or Towers, imports modules of these names: not these.
 FILES = "absl", "keras", "logging", "random", "typing"
@@ -65,7 +65,7 @@ def build(kind, folder, pattern):
     return made
 
 
-def execute(*command, timeout=TIMEOUT_S, **kwargs):
+def execute(*command, timeout=HANG_S, **kwargs):
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, **kwargs
     )
@@ -73,7 +73,7 @@ def execute(*command, timeout=TIMEOUT_S, **kwargs):
     return done.stdout
 
 
-def environment(folder, *packages, timeout=TIMEOUT_S):
+def environment(folder, *packages, timeout=HANG_S):
     """Makes an environment in which nothing but these packages is installed."""
     execute(sys.executable, "-m", "venv", "--without-pip", folder)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
@@ -132,7 +132,7 @@ def start(installed, project, *command, cwd=None):
 
 def finish(process):
     """What a process prints, and its exit code."""
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     return out, err, process.returncode
 
 
@@ -220,7 +220,7 @@ def test_a_run_in_a_project(installed, project):
     assert process.stdout.readline() == expected
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(TIMEOUT_S) == 0, err
+    assert process.wait(HANG_S) == 0, err
     file = project / "keras.json"
     assert err.splitlines() == [
         f"towers.train: Note: {text}"
@@ -253,5 +253,5 @@ def test_a_probe_from_elsewhere(installed, project, tmp_path):
         *("--batch_size=4", "--probe_steps=1"),
         cwd=tmp_path,
     )
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert '"fits": true' in out, err

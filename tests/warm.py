@@ -40,7 +40,6 @@ _LOOK_S = 2
 def run(
     module: str,
     *flags: object,
-    timeout_s: float = HANG_S,
     changed: Mapping[str, object] | None = None,
 ) -> subprocess.CompletedProcess:
     """Does what `python -m module flags` does, without GPUs, nor functions at exit.
@@ -56,7 +55,7 @@ def run(
         with server:
             server.send((args, changed or {}, {**os.environ, **_ENVIRON}, *files))
             pid = server.recv()
-            if not server.poll(timeout_s):
+            if not server.poll(HANG_S):
                 os.kill(pid, signal.SIGKILL)
             code = server.recv()
         out, err = (Path(file).read_text() for file in files)

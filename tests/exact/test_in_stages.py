@@ -90,7 +90,7 @@ def test_stages_equal_one_device(name, k):
     check(name, LAYOUTS[k])
 
 
-def _turns(name, k):
+def _layouts(name, k):
     """A quick case has all layouts; the name of another one says which it has."""
     has_layout = k == number_of(name) // 7 % len(LAYOUTS) or not is_slow(CASES[name])
     return (slow(name, LAYOUTS[k]),) if has_layout else ()
@@ -98,7 +98,7 @@ def _turns(name, k):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [turn for name in CASES for k in range(len(LAYOUTS)) for turn in _turns(name, k)],
+    [one for name in CASES for k in range(len(LAYOUTS)) for one in _layouts(name, k)],
     ids=str,
 )
 def test_all_cases(name, layout):

@@ -67,9 +67,9 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize("layout", [*map(slow, LAYOUTS)])
+@pytest.mark.parametrize("layout", [slow(layout) for layout in LAYOUTS])
 def test_optimizer_state_is_divided_among_the_towers_of_all_hosts(layout, tmp_path):
-    found = run(layout, "replicated/state", SHARDED, tmp_path, 400)
+    found = run(layout, "replicated/state", SHARDED, tmp_path)
     _check(found, SHARDED)
 
 
@@ -130,7 +130,8 @@ OTHERS = [
 def in_ways(names, ways, parts=5):
     """Returns parameters of tests: a way, and the cases that hosts meet in it.
 
-    Each case is met once. The cases of a way are several tests.
+    Each case is met once; its name decides in which way. The cases of a way are
+    several tests.
     """
     given = [[[] for _ in range(parts)] for _ in ways]
     for name in names:

@@ -22,9 +22,7 @@ LIMIT = 1e-5
 # Adam divides a gradient by its size, so with its own epsilon of 1e-7 what is only
 # rounding would become a step.
 EPSILON = 1e-4
-# A gradient of a gradient; a condition; random numbers, concatenated halves, two
-# optimizers.
-# To trace them takes half a minute and more; `dcgan` has two optimizers, too.
+# A gradient of a gradient, and a condition.
 QUICK = ("maml", 2), ("accumulate", 3)
 # On hosts, also of pairs of rows, and with a teacher.
 OFTEN = "accumulate", "dcgan", "distillation", "maml", "simclr"

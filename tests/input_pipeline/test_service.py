@@ -81,7 +81,7 @@ def test_who_can_reach_it_is_said(tmp_path):
     ):
         port = int(said.rpartition(":")[2])
         # What the sentence is about: every address of this machine answers.
-        socket.create_connection(("127.0.0.2", port), timeout=10).close()
+        socket.create_connection(("127.0.0.2", port), timeout=HANG_S).close()
     lines = (tmp_path / "said").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("towers: ")]
     assert "The dispatcher listens on all addresses of this machine" in line

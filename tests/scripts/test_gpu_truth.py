@@ -11,6 +11,7 @@ import pytest
 from scripts.bench import contenders
 from scripts.bench.works import WORKS
 from scripts.gpu_truth import page, parts, run, trace
+from tests.limits import HANG_S
 from towers.keras_adapter.runtime import XSpace
 
 H200 = parts.Machine(1, "NVIDIA H200", 143_771, "580")
@@ -58,7 +59,7 @@ def test_only_as_many_race_as_fit_the_memory():
     assert racing[H100] == racing[parts.Machine()]
 
 
-def _part(name, code, limit_s=60, beside=False):
+def _part(name, code, limit_s=HANG_S, beside=False):
     return parts.Part(name, "a program", ("-c", code), limit_s, beside)
 
 
@@ -67,8 +68,8 @@ def test_parts_run_once_and_are_ended_at_their_limit(tmp_path):
     fails = _part("fails", "raise SystemExit(3)", beside=True)
     slow = _part("slow", "import signal; signal.pause()", limit_s=0.5)
     machine = parts.Machine()
-    run.run(tmp_path, [well, fails], time.monotonic() + 60)
-    run.run(tmp_path, [slow], time.monotonic() + 60)
+    run.run(tmp_path, [well, fails], time.monotonic() + HANG_S)
+    run.run(tmp_path, [slow], time.monotonic() + HANG_S)
     late = _part("late", "print('never')")
     run.run(tmp_path, [late], time.monotonic() + 1)
     assert (tmp_path / "well/log.txt").read_text() == "said\n"

@@ -2,8 +2,8 @@
 
     python -m tests.input_pipeline.local_store.fill SPEC FOLDER DELAY_MS EPOCHS GB READS
 
-Reading a block from where it lies takes DELAY_MS more. After so many READS, if they are
-given, the process is killed, at some moment within DELAY_MS.
+Reading a block from where it lies takes DELAY_MS more. If READS is given, the process
+is killed within three DELAY_MS after so many of these reads began.
 """
 
 import hashlib
@@ -34,16 +34,22 @@ def main():
     """Does what the module says."""
     spec, folder, delay_ms, epochs, limit_gb, *reads = sys.argv[1:]
     read_range, delay_s = store.read_range, float(delay_ms) / 1000
-    number, last = itertools.count(1), int(reads[0]) if reads else None
+    number, last = itertools.count(), int(reads[0]) if reads else None
 
-    def late(*where):
+    def count():
         if next(number) == last:
             kill = os.kill, [os.getpid(), signal.SIGKILL]
-            threading.Timer(random.uniform(0.0, delay_s), *kill).start()
+            killer = threading.Timer(random.uniform(0.0, 3 * delay_s), *kill)
+            killer.daemon = True
+            killer.start()
+
+    def late(*where):
+        count()
         time.sleep(delay_s)
         return read_range(*where)
 
     store.read_range = late
+    count()
     local_store = LocalStore(folder, float(limit_gb), tell=print)
     source = open_source(spec, local_store=local_store)
     print(digest(source, int(epochs)))

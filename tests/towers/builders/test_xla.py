@@ -24,8 +24,8 @@ from towers.numerics import not_finite
 
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
 GROUPS = "losses", "metrics", "state"
-# To compile them all takes ten minutes. Integers are quick; the losses of several
-# outputs are tracked.
+# To compile them all takes ten minutes. The quick case has integers. MANY, of another
+# group, has losses of several outputs, which are tracked.
 QUICK = "state/counter, int64"
 MANY = "batches/dict of outputs, each with loss, loss weight, metrics, sample weights"
 TABLE = [

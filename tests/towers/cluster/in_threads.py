@@ -6,11 +6,10 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.limits import HANG_S
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import Links
 from towers.cluster.membership import Membership
-
-SECONDS = 30
 
 
 def memberships(count: int, **options: Any) -> list[Membership]:
@@ -35,7 +34,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
             return error
 
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        return [*pool.map(call, calls, timeout=SECONDS)]
+        return [*pool.map(call, calls, timeout=HANG_S)]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import (
     communicators,
     in_threads,
@@ -283,7 +284,7 @@ def test_whoever_waits_is_freed():
             pass
         assert first.links.doing[0] == "sum"
         first.links.abort("host 1 has ended")
-        waits.join(10)
+        waits.join(HANG_S)
     assert failed == ["host 1 has ended"]
 
 
@@ -356,7 +357,7 @@ def test_silent_strangers_delay_no_host(monkeypatch, most):
     # Nobody speaks to them any more.
     for each in strangers:
         with each:
-            each.settimeout(30)
+            each.settimeout(HANG_S)
             with contextlib.suppress(ConnectionResetError):
                 assert each.recv(1) == b""
 

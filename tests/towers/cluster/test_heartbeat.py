@@ -17,8 +17,6 @@ from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError
 from towers.program.ending import ANOTHER_FAILED
 
-# A test waits that long for what has to come, and does not wait for what must not.
-
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch):

@@ -13,6 +13,8 @@ import pytest
 
 from tests.limits import HANG_S
 from tests.towers.cluster import on_hosts
+from towers.cluster import heartbeat
+from towers.cluster.elastic import talk
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -125,6 +127,13 @@ def test_a_host_that_is_killed_or_stopped_ends_all(name):
         harmed.communicate()
     assert other.returncode == ANOTHER_FAILED, (said, errors[-2000:])
     assert f"host {victim} has" in said + errors
+
+
+def test_hosts_notice_within_the_time_that_documents_say():
+    """The tests above wait longer: the machine may be busy."""
+    text = (ROOT / "docs/hosts.md").read_text()
+    assert f"Hosts notice after {heartbeat.SILENT_S:.0f} s" in text
+    assert heartbeat.SILENT_S == heartbeat.END_S == talk.SILENT_S
 
 
 def test_the_end_of_a_fork_is_not_that_of_its_host():

@@ -159,9 +159,7 @@ def test_more_than_there_are(machine):
         devices.configure(1, max_gpus=3)
 
 
-@pytest.mark.parametrize(
-    "wish", [{"num_gpus": 2}, {"gpu_indices": [0, 1]}, {"num_gpus": 2}], ids=str
-)
+@pytest.mark.parametrize("wish", [{"num_gpus": 2}, {"gpu_indices": [0, 1]}], ids=str)
 def test_fewer_than_to_begin_with(wish):
     with pytest.raises(ValueError, match="max_gpus must be a whole number of at least"):
         devices.configure(**wish, max_gpus=1)

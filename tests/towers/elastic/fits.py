@@ -24,7 +24,6 @@ EXAMPLES, BATCH, WORDS = 121, 16, 41
 STEPS_PER_EPOCH = 8
 # The generations of hosts in which the model was traced; `None` for alone.
 TRACED_IN = []
-# A test that has failed no longer says that there may be more steps.
 _DEFAULTS = {
     "data": "arrays",
     "epochs": 6,
@@ -192,6 +191,7 @@ def _allowed(folder):
 
 
 def _wait(holds):
+    # A test that has failed no longer says that there may be more steps.
     limit_s = time.monotonic() + HANG_S
     while not holds():
         if time.monotonic() > limit_s:

@@ -661,7 +661,7 @@ SMOOTH = (ROOT / "scripts/elastic/smooth.py").read_text()
 @pytest.mark.parametrize(
     "run",
     [
-        options(pytest.param),
+        options(),
         options(data="dataset"),
         options(data="pipeline", steps_per_execution=3),
         options(gpus=2, variable_update="replicated"),

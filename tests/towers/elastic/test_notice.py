@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import towers
-from tests.towers.train.runs import HANG_S, ROOT, finish, ours, start, wait_for
+from tests.limits import HANG_S
+from tests.towers.train.runs import ROOT, finish, ours, start, wait_for
 from towers.elastic import notice
 from towers.elastic.notice import Notice, NoticeError
 from towers.elastic.preemption import Lookout, PreemptionNotice

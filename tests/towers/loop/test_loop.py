@@ -790,7 +790,7 @@ _ENDS = """
             forever.wait()
 
     def step(number):
-        assert reached.wait(60)
+        assert reached.wait(test_loop.HANG_S)
         if how == "error":
             raise ValueError("batch 0 is bad")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.limits import HANG_S
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
@@ -147,7 +148,7 @@ def copies(monkeypatch):
 
     def wait(count):
         with changed:
-            assert changed.wait_for(lambda: len(done) >= count, timeout=20)
+            assert changed.wait_for(lambda: len(done) >= count, timeout=HANG_S)
 
     monkeypatch.setattr(LocalBatches, "cut", slowly)
     return wait
