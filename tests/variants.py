@@ -57,8 +57,8 @@ def slow(*values: Any, **options: Any) -> Any:
 def mark_slow(items: Sequence[pytest.Item]) -> None:
     """Marks as slow the tests that are marked quick_one_in, and not quick in this turn.
 
-    Cases take turns by their places: of few cases, too, one is quick in each turn. The
-    same are quick in fifteen turns, in which CI takes each of the others once as slow.
+    Cases take turns by their places; of fewer cases than `n`, one is quick in each.
+    The same are quick in fifteen turns, in which CI takes each of the others once.
     """
     tests = collections.defaultdict(list)
     for item in items:
@@ -68,6 +68,6 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     for cases in tests.values():
         for place, item in enumerate(cases):
             (n,) = item.get_closest_marker("quick_one_in").args
-            if (place + TURN // OF_CI) % n:
+            if (place + TURN // OF_CI) % min(n, len(cases)):
                 item.add_marker("slow")
                 item.add_marker("other_turn")

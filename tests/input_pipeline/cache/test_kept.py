@@ -18,6 +18,8 @@ from towers.input_pipeline.sources.base import StreamSource
 from towers.input_pipeline.sources.files.file_source import interleaved
 from towers.input_pipeline.sources.files.record import Record
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 COUNT, SHAPE = 40, (8, 8, 3)
 
 

@@ -20,6 +20,8 @@ from towers.input_pipeline.convert.__main__ import main
 from towers.input_pipeline.convert.conversion import convert
 from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 # Each part of a split that is read in one go has a pipeline of its own, half a second
 # to trace: so most folders here are written once, or with one file for each split.
 

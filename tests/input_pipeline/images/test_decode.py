@@ -12,6 +12,8 @@ from towers.input_pipeline import make_dataset, open_source
 from towers.input_pipeline.images import augment, decode
 from towers.input_pipeline.images.decode import Tricks, decode_window
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 SLOW = Tricks(fused_crop=False, scaled=False, fast_dct=False, plain_upsampling=False)
 
 

@@ -5,6 +5,8 @@ import tensorflow as tf
 from tests.variants import slow
 from towers.input_pipeline.images import mix
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 
 def _uniform(*shape, seed=0):
     return np.random.default_rng(seed).random(shape, np.float32)

@@ -9,6 +9,8 @@ from sklearn.datasets import load_sample_images
 from tests.variants import slow
 from towers.input_pipeline.images import randaugment as ra
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 FACTORS = [0.0, slow(0.1), 0.19, slow(0.5), 0.73, 1.0, slow(1.27), 1.9]
 
 

@@ -128,6 +128,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("kind", "block"),
     [
@@ -161,6 +162,7 @@ def test_the_same_batches_in_the_same_order(
         assert not opened.said
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", ["folder", "tfrecord", slow("csv"), slow("parquet")])
 def test_hosts_read_their_rows_through_one_store(specs, local_store, kind):
     opened = local_store()
@@ -580,6 +582,7 @@ for spec in sys.argv[2:]:
 
 
 @pytest.mark.skipif(not object_store.is_possible(), reason="no openssl")
+@pytest.mark.slow
 def test_reads_an_object_store(specs, tmp_path):
     """The real code of TensorFlow for `gs://`, and a server on this machine."""
     root = pathlib.Path(specs["folder"].partition(":")[2]).parent

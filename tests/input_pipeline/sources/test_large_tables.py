@@ -27,6 +27,8 @@ from towers.input_pipeline.sources.tables import (
 )
 from towers.machine import limits
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 
 def table(rows=500):
     """Columns of numbers and of names, and classes by name."""

@@ -9,6 +9,8 @@ from tests import oracle
 from towers import multi_gpu_model
 from towers.models.block_sparse import BlockSparseAttention
 
+pytestmark = pytest.mark.quick_one_in(3)
+
 HEADS, KEY, WIDTH = 2, 4, 6
 PATTERNS = "local", "strided", "global", "matrix"
 # Tokens of a block and of an example: a part of a block, whole ones, a single one. The

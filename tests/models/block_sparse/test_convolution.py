@@ -10,6 +10,8 @@ from towers import multi_gpu_model
 from towers.models.block_sparse import BlockSparseConv2D
 from towers.models.block_sparse.patterns import names
 
+pytestmark = pytest.mark.quick_one_in(3)
+
 PATTERNS = [name for name in names() if name != "monarch"]
 # Channels, filters and a block: whole blocks; larger inputs; uneven ones; few.
 SIZES = (32, 32, 8), (64, 32, 16), (40, 70, 32), (130, 64, 64), (3, 24, 8)

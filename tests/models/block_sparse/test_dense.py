@@ -35,7 +35,10 @@ LIMITS = {
     "bfloat16": 3e-2,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:The pattern")
+pytestmark = [
+    pytest.mark.quick_one_in(3),
+    pytest.mark.filterwarnings("ignore:The pattern"),
+]
 
 
 def _layer(*args, **options):

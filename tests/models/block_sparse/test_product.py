@@ -8,6 +8,8 @@ from towers.models.block_sparse import block_sparse_matmul
 from towers.models.block_sparse.layout import Layout, Reads
 from towers.models.block_sparse.product import multiply, rows_of, slabs_of
 
+pytestmark = pytest.mark.quick_one_in(3)
+
 
 def _irregular(rows=7, columns=5):
     """From no block to all of them, and one row that has none."""
