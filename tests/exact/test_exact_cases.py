@@ -83,7 +83,7 @@ QUICK = {
     "metrics": ("function, and names",),
     "metrics of tokens and pixels": ("numbers, padding, weights",),
     "mixed precision": (
-        "mixed_bfloat16, loss of the whole batch",
+        "mixed_float16, loss of the whole batch",
         "mixed_float16, Adam",
         "mixed_float16, overflow on the second tower",
     ),
