@@ -72,6 +72,13 @@ def test_states_follow_their_rules(sources):
     assert float(combined[3]) == 7
 
 
+def test_a_tower_without_examples_adds_nothing_to_a_mean():
+    means = [[tf.constant(3.0)], [tf.constant(np.nan)]]
+    fractions = [tf.constant(1.0), tf.constant(0.0)]
+    (whole,) = reduce.combine_totals(means, fractions, [(Dependence.MEAN, "Mean")])
+    assert float(whole) == 3.0
+
+
 # All-reduce.
 
 ALGORITHMS = ["cpu", "device", "ring"]
