@@ -20,6 +20,8 @@ from towers.builders.asynchronous.staleness import Staleness
 from towers.loop.streams import Streams
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 FEATURES, OUTPUTS = 6, 3
 
 

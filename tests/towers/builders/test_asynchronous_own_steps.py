@@ -19,6 +19,8 @@ from towers.layers import variables
 from towers.numerics import NotFiniteStep
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[16, 4]).astype("float32")
 Y = RANDOM.normal(size=[16, 1]).astype("float32")

@@ -12,6 +12,8 @@ from tests import executed
 from tests.variants import slow
 from towers import multi_gpu_model
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 HOST, HOME = "/device:CPU:0", "/device:CPU:3"
 TOWERS = "/device:CPU:1", "/device:CPU:2"
 # No parameter, batch or activation has as many elements as the outputs.

@@ -11,6 +11,8 @@ from tests import oracle
 from tests.variants import slow
 from towers import multi_gpu_model
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 CLASSES = 5
 
 

@@ -14,6 +14,8 @@ from towers.builders.guard import Guard, StoppedStep, sums_are_finite
 from towers.collectives import reduce
 from towers.numerics.not_finite import NotFiniteStep
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 TOWERS = "/device:CPU:1", "/device:CPU:2"
 
 

@@ -15,6 +15,8 @@ from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices
 from towers.train.settings import Settings
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 GPUS = "/device:CPU:1", "/device:CPU:2"
 
 

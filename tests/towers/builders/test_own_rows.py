@@ -11,6 +11,8 @@ from tests.towers.builders import own_rows
 from tests.variants import slow
 from towers import multi_gpu_model
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 LIMIT = 1e-5
 
 

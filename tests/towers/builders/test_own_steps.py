@@ -13,6 +13,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[8, 4]).astype("float32")
 Y = RANDOM.normal(size=[8, 1]).astype("float32")

@@ -24,6 +24,8 @@ from towers.models.images import resnet_cifar
 from towers.tower import passes
 from towers.tower.traced import Traced
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 HOST, *GPUS = [f"/device:CPU:{k}" for k in range(3)]
 _numbers = itertools.count(5000)
 _L = keras.layers

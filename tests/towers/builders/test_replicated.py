@@ -13,6 +13,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.loop import listeners
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 TOWERS = "/device:CPU:0", "/device:CPU:1", "/device:CPU:2"
 FEATURES = 6
 _numbers = itertools.count(1000)

@@ -17,6 +17,8 @@ from towers.layers import sharded
 from towers.numerics.not_finite import NotFiniteStep
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 TOWERS = 4
 ROWS, FEATURES = 12, 40
 

@@ -13,6 +13,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 
 def _run(layout, name, folder):
     arguments = name, folder

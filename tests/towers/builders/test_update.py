@@ -14,6 +14,8 @@ from tests import as_on_gpu, executed, oracle
 from tests.variants import slow
 from towers.layers import fused
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 optimizers = keras.optimizers
 _numbers = itertools.count()
 

@@ -14,6 +14,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.pieces import executor
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 TOWERS = "/device:CPU:0", "/device:CPU:1"
 HOME = "/device:CPU:2"
 _numbers = itertools.count(1000)

@@ -22,6 +22,8 @@ from towers.builders.builder import Builder
 from towers.builders.context import Context
 from towers.numerics import not_finite
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 HOME, AWAY = "/device:CPU:0", "/device:CPU:1"
 GROUPS = "losses", "metrics", "state"
 # To compile them all takes ten minutes. The quick case has integers. MANY, of another

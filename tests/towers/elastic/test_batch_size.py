@@ -22,6 +22,8 @@ from tests.variants import slow
 from towers.elastic import requests, resize
 from towers.train import callbacks
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 # Of one tower.
 SIZE, RATE = 8, 0.02
 DATA = ("--dataset=synthetic:4x4x1:3:100",)

@@ -23,6 +23,8 @@ from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
 from towers.tower.errors import StageError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 MODULE = "towers.find_batch_size"
 
 

@@ -23,6 +23,8 @@ from towers.launch.elastic.ssh import machines as listed
 from towers.launch.machine import Machine
 from towers.program.ending import ANOTHER_FAILED
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 SLOT = "import os, sys; slot = os.environ['TOWERS_SLOT']\n"
 PAUSE = "import signal; signal.pause()"
 

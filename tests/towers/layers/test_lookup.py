@@ -13,6 +13,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import embeddings
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 TOWERS, HOME = ["/device:CPU:0", "/device:CPU:1"], "/device:CPU:2"
 TABLE = (37, 4)
 STEPS = 5

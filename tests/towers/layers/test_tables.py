@@ -17,6 +17,8 @@ from towers.callbacks import Checkpoint
 from towers.layers import sharded, tables
 from towers.models.text.layers import TiedEmbedding
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 DEVICES = [f"/device:CPU:{i}" for i in range(3)]
 WAYS = "rows", "columns"
 

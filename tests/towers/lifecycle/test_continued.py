@@ -39,7 +39,7 @@ from towers.lifecycle.continuing.resume import ResumeError
 from towers.lifecycle.signals import Stopped
 from towers.lifecycle.stop_at_step import StopAtStep
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.quick_one_in(2), pytest.mark.oldest]
 
 
 def broken_off(directory, breaks, make, **options):

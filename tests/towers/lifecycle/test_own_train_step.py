@@ -14,6 +14,8 @@ from towers.layers import variables
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.stop_at_step import StopAtStep
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 BATCH, STEPS = 8, 4
 
 

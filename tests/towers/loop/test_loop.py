@@ -26,6 +26,8 @@ from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
 from towers.model.update import auto
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 FEATURES = 6
 # Seven batches, the last one short.
 ROWS, BATCH = 53, 8

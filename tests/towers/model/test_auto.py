@@ -25,6 +25,8 @@ from towers.model.tower_model import TowerModel
 from towers.model.update import auto, first_call, variable_update
 from towers.model.update.auto import Choice
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 SERVER, COPIES = Choice(), Choice("replicated", "ring")
 TOWERS = ["/device:CPU:0", "/device:CPU:1"]
 

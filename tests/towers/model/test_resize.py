@@ -13,6 +13,8 @@ from tests import oracle
 from tests.variants import slow
 from towers.model.update import recipe, variable_update
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 BATCH, STEPS = 12, 20
 X = np.random.default_rng(0).normal(size=(BATCH * STEPS - 5, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, len(X))

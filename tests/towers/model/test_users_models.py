@@ -11,6 +11,8 @@ from keras import layers, ops
 
 import towers
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 ROWS = 12
 
 

@@ -23,6 +23,8 @@ from towers.model.update import auto
 from towers.numerics import search
 from towers.numerics.not_finite import NotFinite, NotFiniteStep
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 # Of 3 batches for 3 towers, the row in question is the 2nd one's, on tower 1.
 ROWS, BATCH, ROW = 63, 21, 30
 

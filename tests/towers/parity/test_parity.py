@@ -30,6 +30,8 @@ from towers.parity.report import (
 )
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 layers = keras.layers
 
 

@@ -14,6 +14,8 @@ from tests.variants import slow
 from towers.layers.variables import digest
 from towers.partition.functions import variable_copies
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[7, 4]).astype("float32")
 Y = RANDOM.normal(size=[7, 1]).astype("float32")

@@ -15,6 +15,8 @@ from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned
 from towers.plan import Plan
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 X = np.random.default_rng(0).normal(size=[9, 4]).astype("float32")
 W = np.random.default_rng(1).normal(size=[4, 3]).astype("float32")
 

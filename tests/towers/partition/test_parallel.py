@@ -16,6 +16,8 @@ from tests.towers.partition import parallel_on_hosts
 from tests.variants import slow
 from towers.plan import Plan
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[7, 4]).astype("float32")
 Y = RANDOM.normal(size=[7, 1]).astype("float32")

@@ -10,6 +10,8 @@ from towers.collectives import batch
 from towers.partition.partitioned import Partitioned
 from towers.plan import Plan
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 ROWS = np.random.default_rng(0).normal(size=[7, 4]).astype("float32")
 
 

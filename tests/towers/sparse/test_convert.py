@@ -10,6 +10,8 @@ from tests.towers.sparse import networks
 from towers.models.block_sparse import BlockSparseConv2D, BlockSparseDense
 from towers.models.text import transformer_lm
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 LIMIT = 1e-5
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from towers.sparse.moves import moved
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 
 def problem(rows, columns, density, seed):
     """A random layout, magnitudes and gradients."""

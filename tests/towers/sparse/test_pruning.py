@@ -11,6 +11,8 @@ from tests.towers.sparse import networks
 from towers import callbacks
 from towers.keras_adapter.optimizers import slots_of
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 LIMIT = 1e-5
 X, Y = networks.batch()
 

@@ -17,6 +17,8 @@ from towers.models.block_sparse import BlockSparseDense
 from towers.sparse.gradients import norms_of_blocks
 from towers.sparse.moves import moved
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 LIMIT = 1e-5
 X, Y = networks.batch()
 

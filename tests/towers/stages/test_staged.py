@@ -16,6 +16,8 @@ from towers.keras_adapter.graphs import function_definition
 from towers.stages import schedule
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 _numbers = itertools.count(5000)
 CPU = [f"/device:CPU:{k}" for k in range(4)]
 PLACEMENT = {"block_[01]": 0, "block_[23]": 1}

@@ -11,6 +11,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.tower import compare
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :3]
 

@@ -7,6 +7,8 @@ from keras import layers, ops
 
 import towers
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 X = np.random.RandomState(0).normal(size=(11, 5, 4)).astype("float32")
 
 

@@ -8,6 +8,8 @@ from keras import layers, ops
 import towers
 from towers.tower.errors import ModelError
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 ROWS = 23
 X = np.random.RandomState(0).normal(size=(ROWS, 6)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

@@ -13,6 +13,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.model.update import auto
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 CLASSES = 4
 # Three batches; the last one leaves towers idle.
 ROWS, BATCH = 25, 12

@@ -75,7 +75,8 @@ def test_killed_while_the_memory_is_filled(kind, epoch, kept, tmp_path):
     runs.assert_same_bits(runs.weights(path), runs.weights(whole))
 
 
-@pytest.mark.parametrize("batches", [0, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [0, 3])
 def test_data_that_were_changed_are_noticed(batches, tmp_path, capsys):
     dataset, path = _write(tmp_path, "records"), tmp_path / "run"
     flags = *dataset, *FLAGS, f"--model_dir={path}"

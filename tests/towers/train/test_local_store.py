@@ -36,6 +36,7 @@ def train(tmp_path, pictures, name, *flags):
     return done.stdout, model.get_weights()
 
 
+@pytest.mark.slow
 def test_trains_as_without_it(tmp_path, pictures):
     store = tmp_path / "store"
     flags = [f"--local_store={store}", "--local_store_gb=1"]

@@ -28,6 +28,8 @@ from towers.train.parts import my_model
 from towers.train.parts.my_model import MyModel
 from towers.train.settings import Settings
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 HEAD = """
 import keras
 import numpy as np

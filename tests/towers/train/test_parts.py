@@ -42,6 +42,8 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
+pytestmark = pytest.mark.quick_one_in(2)
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_end_is_no_failure(monkeypatch, number):
