@@ -128,9 +128,18 @@ def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
     assert not np.array_equal(first, other)
 
 
+class NeedsExamples(keras.layers.Layer):
+    """Fails where there is no example."""
+
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(x)[0])]):
+            return tf.identity(x)
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        pytest.param(lambda x: NeedsExamples()(x), id="needs_examples"),
         pytest.param(
             lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x), id="attention"
         ),
@@ -147,7 +156,7 @@ def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
         ),
     ],
 )
-def test_idle_towers_of_sequence_models(body):
+def test_idle_towers_compute_nothing(body):
     random = np.random.default_rng(0)
     x = random.normal(size=(5, 7, 6)).astype("float32")
 
