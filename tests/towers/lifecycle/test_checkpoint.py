@@ -547,6 +547,27 @@ def test_what_a_checkpoint_says_is_json(tmp_path):
     assert len(again.best_weights) == len(stopping.best_weights)
 
 
+def test_what_waits_for_a_better_epoch_goes_on_waiting(tmp_path):
+    def trained(name, *epochs):
+        for count in epochs:
+            never_better = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: logs.update(score=1.0)
+            )
+            history = fit(
+                as_new("adam"),
+                never_better,
+                keras.callbacks.EarlyStopping("score", patience=3, mode="min"),
+                keras.callbacks.ReduceLROnPlateau("score", patience=2, mode="min"),
+                Checkpoint(tmp_path / name),
+                epochs=count,
+            )
+        return history.history["learning_rate"]
+
+    rates = trained("whole", 9)
+    assert len(rates) == 4 and rates[0] > rates[-1]
+    assert trained("in two parts", 2, 9) == rates
+
+
 class Knows(keras.callbacks.Callback):
     """A callback of the user's, with a state."""
 
