@@ -40,7 +40,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
 AREAS = "step", "reduction", "batch", "checkpoint", "pipeline"
 FOUND, MISSED, TIME_OUT, GONE, BROKEN = "found", "MISSED", "time out", "gone", "broken"
-# With all cases of tests of which some are quick in each turn.
+# Also the cases that are quick in another turn.
 QUICK = "not slow or other_turn"
 UP_TO_DATE = "bring scripts/mutations.toml up to date with the code"
 
@@ -150,7 +150,9 @@ def environ_of(folder: pathlib.Path) -> dict[str, str]:
     """
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(folder), before]))
-    return {**os.environ, "TOWERS_TURN": str(variants.TURN), "PYTHONPATH": path}
+    # A test that failed runs again without the change, and in the same way.
+    same = {"TOWERS_TURN": str(variants.TURN), "TOWERS_GRAPPLER": "0"}
+    return {**os.environ, **same, "PYTHONPATH": path}
 
 
 def check_imports(folder: pathlib.Path) -> None:

@@ -56,7 +56,7 @@ def _fresh_keras():
 
 @pytest.fixture(autouse=True)
 def _grappler(request):
-    """Optimises graphs in slow tests only, as for users.
+    """Optimises graphs in slow tests only, as for users; or as TOWERS_GRAPPLER says.
 
     To optimise a graph that runs a few times takes a tenth of the time.
     """
@@ -64,6 +64,8 @@ def _grappler(request):
 
     slow = request.node.get_closest_marker("slow") is not None
     as_for_users = slow or "TOWERS_EXACT_ALL" in os.environ
+    if given := os.environ.get("TOWERS_GRAPPLER"):
+        as_for_users = given == "1"
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": not as_for_users}
     )
@@ -95,12 +97,21 @@ def pytest_terminal_summary(terminalreporter):
     failed = [*stats.get("failed", ()), *stats.get("error", ())]
     if not failed:
         return
-    names = ("TOWERS_TURN", "TOWERS_EXACT_ALL", "TF_ENABLE_ONEDNN_OPTS")
+    names = (
+        "TOWERS_TURN",
+        "TOWERS_EXACT_ALL",
+        "TF_ENABLE_ONEDNN_OPTS",
+        "TOWERS_GRAPPLER",
+    )
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     terminalreporter.section("run again")
-    for test in dict.fromkeys(report.nodeid for report in failed):
+    for test, slow in {each.nodeid: "slow" in each.keywords for each in failed}.items():
+        # Alone, a case may have another turn.
+        grappler = (
+            [] if "TOWERS_GRAPPLER" in os.environ else [f"TOWERS_GRAPPLER={slow:d}"]
+        )
         command = shlex.join([sys.executable, "-m", "pytest", test])
-        terminalreporter.line(" ".join([*given, command]))
+        terminalreporter.line(" ".join([*given, *grappler, command]))
 
 
 @pytest.hookimpl(tryfirst=True)

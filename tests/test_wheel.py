@@ -192,6 +192,7 @@ def test_the_version(installed, project):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(INSTALL_TIMEOUT_S + HANG_S)
 def test_an_empty_environment(wheel, tmp_path):
     """The dependencies that the wheel names are all that training needs."""
     folder = environment(tmp_path / "empty", wheel, timeout=INSTALL_TIMEOUT_S)

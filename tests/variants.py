@@ -31,8 +31,9 @@ def _turn() -> int:
 
 
 TURN = _turn()
-"""Says which variants run: with each commit, others do.
+"""Says which variants run.
 
+With each commit, CI runs other slow tests; with each fifteenth, other cases are quick.
 Without Git, this is 0; in a shallow clone, it counts the commits that are there.
 """
 # Workers of pytest-xdist inherit it.
@@ -58,7 +59,7 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     """Marks as slow the tests that are marked quick_one_in, and not quick in this turn.
 
     Cases take turns by their places; of fewer cases than `n`, one is quick in each.
-    The same are quick in fifteen turns, in which CI takes each of the others once.
+    Other cases are quick after fifteen turns. Meanwhile, CI runs each of the rest once.
     """
     tests = collections.defaultdict(list)
     for item in items:

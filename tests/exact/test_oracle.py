@@ -25,3 +25,13 @@ def test_16_bits_round_more_and_the_report_says_so(monkeypatch):
     compiled, in_float32 = map(float, re.search(wanted, row).groups())
     assert compiled < 1e-2
     assert 1e-5 < in_float32 < 0.1
+
+
+def test_a_difference_of_16_bits_may_be_as_large_as_that_of_one_device(monkeypatch):
+    some = case("mixed precision", "mixed_float16")
+    own = oracle.rounding(some, "predict 0")["in float32"]
+    monkeypatch.setattr(type(some), "tolerance", 0.0)
+    assert oracle.is_rounding(some, {"predict 0": own})
+    assert not oracle.is_rounding(some, {"predict 0": 1.01 * own})
+    assert not oracle.is_rounding(some, {"predict 9": 1e-9})
+    assert not oracle.is_rounding(case("shares", "float32"), {"predict 0": 0.0})

@@ -22,7 +22,6 @@ def check(ours, ratios):
     assert apart[worst] <= LIMIT, (worst, apart[worst])
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("ratios", "update"),
     [

@@ -132,9 +132,10 @@ def options(make):
         *[slow(make, None, 1) for make in (arrays, unknown)],
         *[(make, 4, 1) for make in (arrays, unknown, repeated, generator)],
         # Data of input_pipeline are those of quick tests in test_continued.py.
-        *[slow(pipeline, 4, 1), slow(repeated_pipeline, 3, 2)],
+        slow(pipeline, 4, 1),
         *[slow(finite, 4, 1), slow(finite, 3, 1)],
         (finite, 8, 2),
+        (repeated_pipeline, 3, 2),
     ],
 )
 def test_the_same_records(tmp_path, record, make, steps, call, capsys):

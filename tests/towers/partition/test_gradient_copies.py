@@ -425,7 +425,6 @@ def test_variables_elsewhere_are_refused():
         replicated(tf.reduce_mean, [tf.Variable(1.0), elsewhere], ["/cpu:0", "/cpu:1"])
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("of_state", [True, False])
 def test_a_loop_that_goes_back(of_state):
     """Weights are given back, as from a checkpoint; so is the optimizer's state."""

@@ -160,7 +160,6 @@ def test_dropped_blocks_stay_zero(name):
         assert gone.any() and not layer.kernels[0].numpy()[gone].any()
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("last", [0.7, 0.9])
 def test_then_sparsify_makes_it_small(last):
     """Also where a float32 of the schedule would round to another number of blocks."""
