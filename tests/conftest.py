@@ -63,9 +63,8 @@ def _grappler(request):
     import tensorflow as tf
 
     slow = request.node.get_closest_marker("slow") is not None
-    as_for_users = slow or "TOWERS_EXACT_ALL" in os.environ
-    if given := os.environ.get("TOWERS_GRAPPLER"):
-        as_for_users = given == "1"
+    given = os.environ.get("TOWERS_GRAPPLER")
+    as_for_users = given == "1" if given else slow or variants.ALL
     tf.config.optimizer.set_experimental_options(
         {"disable_meta_optimizer": not as_for_users}
     )
@@ -103,15 +102,15 @@ def pytest_terminal_summary(terminalreporter):
         "TF_ENABLE_ONEDNN_OPTS",
         "TOWERS_GRAPPLER",
     )
-    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    given = {name: os.environ[name] for name in names if name in os.environ}
     terminalreporter.section("run again")
-    for test, slow in {each.nodeid: "slow" in each.keywords for each in failed}.items():
-        # Alone, a case may have another turn.
-        grappler = (
-            [] if "TOWERS_GRAPPLER" in os.environ else [f"TOWERS_GRAPPLER={slow:d}"]
-        )
-        command = shlex.join([sys.executable, "-m", "pytest", test])
-        terminalreporter.line(" ".join([*given, *grappler, command]))
+    for report in {report.nodeid: report for report in failed}.values():
+        # Alone, the case may not be slow.
+        environ = {**given}
+        environ.setdefault("TOWERS_GRAPPLER", f"{'slow' in report.keywords:d}")
+        words = [f"{name}={value}" for name, value in environ.items()]
+        command = shlex.join([sys.executable, "-m", "pytest", report.nodeid])
+        terminalreporter.line(" ".join([*words, command]))
 
 
 @pytest.hookimpl(tryfirst=True)

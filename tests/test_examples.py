@@ -92,7 +92,8 @@ def test_the_file_of_the_page_trains(tmp_path):
     assert {"val_price_mae", "val_sold_accuracy"} <= summary.keys()
 
 
-@pytest.mark.parametrize("name", [slow(name) for name in EXAMPLES if name != "binary"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "binary"])
 def test_towers_give_the_numbers_of_one_device(name, tmp_path):
     short = "--batch_size=12", "--parity_steps=1", f"--model_dir={tmp_path}/run"
     settings = read_settings(*flags_of(name), *short)

@@ -67,7 +67,8 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize("layout", [slow(layout) for layout in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_optimizer_state_is_divided_among_the_towers_of_all_hosts(layout, tmp_path):
     found = run(layout, "replicated/state", SHARDED, tmp_path)
     _check(found, SHARDED)
@@ -128,20 +129,19 @@ OTHERS = [
 
 
 def in_ways(names, ways, parts=5):
-    """Returns parameters of tests: a way, and the cases that hosts meet in it.
+    """Returns parameters of tests: a way to train, and names of cases.
 
-    Each case is met once; its name decides in which way. The cases of a way are
-    several tests.
+    Each case trains once; its name decides in which way. Each way has some tests, with
+    a part of its cases each.
     """
-    given = [[[] for _ in range(parts)] for _ in ways]
+    cases = {(way, part): [] for way in ways for part in range(parts)}
     for name in names:
         number = number_of(name)
-        given[number // parts % len(ways)][number % parts].append(name)
+        cases[ways[number // parts % len(ways)], number % parts].append(name)
     return [
-        slow(*way, of_part, id=f"{way}, part {part}")
-        for way, of_way in zip(ways, given, strict=True)
-        for part, of_part in enumerate(of_way)
-        if of_part
+        slow(*way, names_of_part, id=f"{way}, part {part}")
+        for (way, part), names_of_part in cases.items()
+        if names_of_part
     ]
 
 

@@ -50,9 +50,8 @@ def test_a_sample_of_outcomes():
         assert found == row.outcomes[rank - 2], str(row)
 
 
-@pytest.mark.parametrize(
-    "kind", [slow(kind) for kind in dict.fromkeys(row.kind for row in TABLE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", dict.fromkeys(row.kind for row in TABLE))
 def test_outcomes(kind):
     for row in TABLE:
         if row.kind == kind:

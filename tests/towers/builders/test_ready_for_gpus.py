@@ -228,7 +228,8 @@ def test_batches_of_unknown_size():
 
 
 @pytest.mark.parametrize("home", [HOST, GPUS[0]])
-@pytest.mark.parametrize("kind", [slow("mlp, dropout"), slow("cnn")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn"])
 def test_asynchronous_towers(kind, home):
     options = {"variable_update": "asynchronous", "local_parameter_device": home}
     _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])

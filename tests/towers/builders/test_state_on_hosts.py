@@ -9,7 +9,6 @@ import pytest
 
 from tests import hosts, oracle
 from tests.towers.builders import on_hosts
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.callbacks import Checkpoint
 
@@ -37,7 +36,8 @@ def plain():
     return on_hosts.state(model)
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1)), slow((1, 2)), slow((1, 1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (1, 1, 2)])
 def test_state_lies_once_in_the_cluster_and_each_host_may_save_it(
     layout, plain, tmp_path
 ):

@@ -304,9 +304,9 @@ def test_one_fails_and_another_one_takes_its_place(run, fails, victim):
     run.finish()
 
 
-@pytest.mark.parametrize("hosts", [slow("2:2")])
-def test_one_fails_where_none_may_be_missing(run, hosts):
-    run.start(hosts, steps=11)
+@pytest.mark.slow
+def test_one_fails_where_none_may_be_missing(run):
+    run.start("2:2", steps=11)
     before = run.begin(0, 1)
     run.step(11)
     kill(before[1])
@@ -316,7 +316,8 @@ def test_one_fails_where_none_may_be_missing(run, hosts):
     assert {each["hosts"] for each in run.lines()} == {2}
 
 
-@pytest.mark.parametrize("hosts", [slow(1), slow(2), slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2, 3])
 def test_all_are_killed(run, hosts):
     run.start(f"{hosts}:{hosts}", steps=20)
     before = run.begin(*range(hosts))
@@ -360,9 +361,9 @@ def test_only_so_many_restarts(run):
     run.says(r"after 1 restart of 1 \(--max_restarts\)\.")
 
 
-@pytest.mark.parametrize("allowed", [slow(2)])
-def test_no_more_restarts_than_allowed(run, allowed):
-    run.start("1:2", f"--max_restarts={allowed}", steps=5)
+@pytest.mark.slow
+def test_no_more_restarts_than_allowed(run):
+    run.start("1:2", "--max_restarts=2", steps=5)
     for count in (5, 15):
         before = run.begin(0, 1)
         run.step(count)
@@ -382,7 +383,8 @@ def test_one_that_keeps_failing_is_left_out(run):
     run.check()
 
 
-@pytest.mark.parametrize("others", [slow({"epochs": 5}), slow({"seed": 8})])
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [{"epochs": 5}, {"seed": 8}])
 def test_one_that_was_given_something_else_ends_alone(run, others):
     file = run.folder / "hosts"
     file.write_text("1")
@@ -398,7 +400,8 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.parametrize("victim", [slow(0), slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)
@@ -411,7 +414,8 @@ def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     assert {each["pid"] for each in run.lines()} == {*before.values()}
 
 
-@pytest.mark.parametrize("again", [slow("1:1"), slow("1:3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["1:1", "1:3"])
 def test_all_are_asked_to_end(run, again):
     run.start("1:2", steps=12)
     run.begin(0, 1)
@@ -486,7 +490,8 @@ def test_one_is_killed(run):
     ],
     indirect=True,
 )
-@pytest.mark.parametrize("epochs", [slow(2), slow(6)])
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [2, 6])
 def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
     """Before it validates, or all meet; the last epoch is also the end of training."""
     end = epochs * fits.STEPS_PER_EPOCH
@@ -500,7 +505,8 @@ def test_one_is_killed_at_the_end_of_an_epoch(run, epochs):
 
 
 @pytest.mark.parametrize("run", [{"epochs": 30}], indirect=True)
-@pytest.mark.parametrize("seed", [slow(1), slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_happens(run, seed):
     rng, gone, stopped = random.Random(seed), set(), set()
     kills = collections.Counter()
@@ -601,7 +607,8 @@ def test_parts_are_handed_on(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("run", DIVIDED, indirect=True)
 def test_one_goes_with_its_part(run, victim):
     run.start("1:2", steps=12)
@@ -707,7 +714,8 @@ def test_graphs_of_a_place_are_kept(run):
     run.finish()
 
 
-@pytest.mark.parametrize("victim", [slow(0), slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_the_program(tmp_path, victim):
     (tmp_path / "smooth.py").write_text(SMOOTH)
     flags = "--dataset=synthetic:4x4x1:3:1472", "--deterministic"
