@@ -23,9 +23,10 @@ from towers.loop import alike
 from towers.loop.host_times import HostTimes, measure_latency
 
 # What a host says of a batch: its rows, a digest of its first example, a wish to stop,
-# and the learning rate, which a callback may have changed.
-_ROWS, _DIGEST, _STOP, _RATE = range(4)
-_NUMBERS = 4
+# and the learning rate, which a callback may have changed: 64 bits, 16 in a number.
+_ROWS, _DIGEST, _STOP = range(3)
+_RATE = slice(3, 7)
+_NUMBERS = 7
 # Numbers up to here are added as floats without rounding.
 _MOST, _PRIME = 2**16, 65521
 
@@ -94,8 +95,9 @@ class Agreement:
         with tf.device(HOST), tf.name_scope("agreement"):
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
             rate = self._learning_rate()
-            rate = tf.zeros([]) if rate is None else tf.cast(rate.value, tf.float32)
-            said = tf.stack([rows, digest(data), self._wish.value(), rate])
+            bits = tf.zeros([4]) if rate is None else _to_numbers(rate.value)
+            said = tf.stack([rows, digest(data), self._wish.value()])
+            said = tf.concat([said, bits], axis=0)
             if times is not None:
                 said = tf.concat([said, times.latest()], axis=0)
             return self._placed(said)
@@ -129,7 +131,7 @@ class Agreement:
         """
         rate = self._learning_rate()
         if rate is not None:
-            rate.assign(tf.cast(told[0, _RATE], rate.dtype))
+            rate.assign(tf.cast(_from_numbers(told[0, _RATE]), rate.dtype))
         saves = tf.reduce_any(told[:, _STOP] == _SAVE)
         self._saves.assign(self._saves.value() | saves)
         if times is not None:
@@ -146,7 +148,8 @@ class Agreement:
         """Inside, all hosts evaluate, or predict for, the same batch, as `before`."""
         with tf.device(HOST), tf.name_scope("agreement"):
             # No host stops within an evaluation, which would be of fewer examples.
-            told = self.of_batch(data) * tf.constant([1.0, 1.0, 0.0, 0.0])
+            same = tf.reduce_max(tf.one_hot([_ROWS, _DIGEST], _NUMBERS), axis=0)
+            told = self.of_batch(data) * same
         (told,) = self._hosts.sum([told], _EVALUATED)
         with self.before(told):
             yield
@@ -223,7 +226,8 @@ class Agreement:
         Raises:
             SignalReceived: A host stops because of a signal.
         """
-        told = self._placed(tf.constant([0.0, 0.0, max(wish, self.wish), 0.0]))
+        wish = float(max(wish, self.wish))
+        told = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
         (told,) = self._hosts.sum([told], "end of an epoch")
         found = told.numpy()[:, _STOP]
         # Of other hosts, all hear with the next batch, if there is one.
@@ -321,3 +325,13 @@ _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 def _batch_of(said):
     rows = int(said[_ROWS])
     return f"a batch of {rows} examples" if rows else "none"
+
+
+def _to_numbers(value):
+    """Returns the bits of a float of up to 64 as four numbers, which add up exactly."""
+    bits = tf.bitcast(tf.cast(value, tf.float64), tf.uint16)
+    return tf.cast(bits, tf.float32)
+
+
+def _from_numbers(numbers):
+    return tf.bitcast(tf.cast(numbers, tf.uint16), tf.float64)

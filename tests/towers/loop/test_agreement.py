@@ -16,7 +16,7 @@ class Host(OneHost):
     count, names = 2, ("host 0", "host 1")
 
     def __init__(self, index=0):
-        self.index, self.other, self.values = index, tf.zeros([2, 4]), None
+        self.index, self.other, self.values = index, 0.0, None
 
     def sum(self, tensors, purpose):
         return [tensors[0] + self.other]
@@ -133,12 +133,12 @@ def test_a_digest_tells_batches_apart(both, first, second):
 
 def test_an_evaluation_ends_for_all_together(both):
     agreement = both[0]
-    agreement._hosts.other = both[1].of_batch(tensors(X)) * [1.0, 1.0, 0.0, 0.0]
+    agreement._hosts.other = both[1].of_batch(tensors(X)) * ([1.0] * 2 + [0.0] * 5)
     with agreement.stops(Model()), agreement.evaluates(tensors(X)):
         pass
     with pytest.raises(HostsDifferError, match="host 0 has none where host 1 has a"):
         agreement.end_evaluation()
-    agreement._hosts.other = tf.zeros([2, 4])
+    agreement._hosts.other = tf.zeros_like(agreement.of_batch(tensors(X)))
     agreement.end_evaluation()
 
 
@@ -147,13 +147,17 @@ def test_any_host(both):
     assert both[0].any(True) and not both[0].any(False)
 
 
-def test_the_first_hosts_learning_rate_is_everybodys(both):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_first_hosts_learning_rate_is_everybodys_to_the_last_bit(both, dtype):
+    keras.config.set_floatx(dtype)
     models = []
-    for agreement, rate in zip(both, (0.1, 0.3), strict=True):
+    for agreement, rate in zip(both, (1 / 3, 0.3), strict=True):
         models.append(Model())
         models[-1].optimizer = keras.optimizers.SGD(rate)
         agreement._model = models[-1]
     told = tf.add_n([agreement.of_batch(tensors(X)) for agreement in both])
     for agreement, model in zip(both, models, strict=True):
         agreement.hear(told)
-        assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+        rate = model.optimizer.learning_rate
+        assert rate.dtype == dtype
+        assert rate.numpy() == np.array(1 / 3, dtype)
