@@ -32,26 +32,31 @@ else
   WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
 endif
 
-.PHONY: train test test-slow test-all test-oldest lint format clean parity-report screenshots docs
+.PHONY: train test test-slow test-all test-changed test-oldest lint format clean parity-report screenshots docs
 
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
 # Tests start hundreds of processes, which import Towers in a third of the time once it
 # is compiled; pytest compiles tests for the next call, too.
-test test-slow test-oldest: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-changed test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
-# In parts, with processes of their own: TensorFlow keeps every graph in memory. Slow exact
-# cases run with oneDNN's kernels, as for users.
+# In parts, with processes of their own: TensorFlow keeps every graph in memory.
 test: $(READY)
 	$(PYTEST) -m 'not slow' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
 	$(PYTEST) -m 'not slow' tests/towers tests/exact $(PYTEST_FLAGS)
 
 test-slow: $(READY)
 	$(PYTEST) -m slow --ignore=tests/exact $(PYTEST_FLAGS)
-	TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) -m slow tests/exact $(PYTEST_FLAGS)
+	$(PYTEST) -m slow tests/exact $(PYTEST_FLAGS)
 
 test-all: test test-slow
+
+# All tests, also slow ones, about what differs from a commit; and the quick exact cases.
+SINCE := HEAD
+test-changed: $(READY)
+	$(PYTEST) $$($(RUN) -m scripts.changed_tests --since=$(SINCE)) $(PYTEST_FLAGS)
+	$(PYTEST) -m 'not slow' tests/exact $(PYTEST_FLAGS)
 
 # What docs/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
 # private names, checkpoints, the training script, and an exact case of each group.
@@ -73,7 +78,7 @@ test-oldest: .venv-oldest/.ready
 parity-report: $(READY)
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
 	# The report tells which cases fail.
-	-TOWERS_EXACT_ALL=1 TF_ENABLE_ONEDNN_OPTS=1 $(PYTEST) tests/exact/test_exact_cases.py
+	-TOWERS_EXACT_ALL=1 $(PYTEST) tests/exact/test_exact.py::test_towers
 	$(RUN) -m scripts.parity_report --mirrored
 
 # docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
