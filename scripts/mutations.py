@@ -151,8 +151,7 @@ def environ_of(folder: pathlib.Path) -> dict[str, str]:
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(folder), before]))
     # A test that failed runs again without the change, and in the same way.
-    same = {"TOWERS_TURN": str(variants.TURN), "TOWERS_GRAPPLER": "0"}
-    return {**os.environ, **same, "PYTHONPATH": path}
+    return {**os.environ, "TOWERS_TURN": str(variants.TURN), "PYTHONPATH": path}
 
 
 def check_imports(folder: pathlib.Path) -> None:

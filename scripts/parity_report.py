@@ -1,6 +1,6 @@
 """Writes PARITY.md: each exact case on towers, and under MirroredStrategy.
 
-What towers do is read from what tests/exact/test_exact_cases.py has written. With
+What towers do is read from what tests/exact/test_exact.py has written. With
 `--mirrored`, all cases but combinations, which would take half an hour more, first run
 under `tf.distribute.MirroredStrategy`, with as many logical CPUs for replicas. They are
 built and compiled in its scope; then comes plain `fit`.
@@ -27,10 +27,10 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from tests.exact import oracle, table
-from tests.exact.cases import Case
+from tests.exact import combinations, oracle, table
+from tests.exact.case import Case
 
-CASES = table.ALL
+CASES = [*table.OF_KERAS_STEPS, *combinations.CASES]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 
@@ -48,19 +48,20 @@ Each case trains, evaluates and predicts, and is compared with plain Keras on on
 (run eagerly, but for batches, metrics and several outputs): losses, metrics,
 predictions, each variable of the model and of its optimizer. A number is the largest
 difference in any of these arrays, relative to the largest value in that array; up to
-1e-5 (1e-2 where 16 bits compute) it is rounding. All builders run each case, and the
-worst counts: `asynchronous` on one tower, where it has to equal one device, and without
-the groups shares and batches, which are about several. Cases of ranks, masks, metrics
-of tokens and pixels, tasks, and combinations run with one builder each. Evaluation is
-the same code for all and runs once. "Clear error" is an error in one sentence. The
-cases are in [tests/exact](tests/exact). [Combinations](tests/exact/combinations.txt)
-were drawn at random, and did not run under MirroredStrategy. Tasks are what the command
-line trains: model, loss, metrics and optimizer of each `--task`. Most have batches that
-do not divide; where MirroredStrategy fails, "even" tells what it does with batches cut
-to a multiple of its replicas. [Exactness](docs/exactness.md#what-is-gathered-and-why)
-says which losses and metrics are gathered, and why. Where towers differ, the row also
-tells by how much plain Keras on one device differs from itself in the same array:
-compiled as the case asks, and with float32 in place of 16 bits.
+1e-5 (1e-2 where 16 bits compute, 1e-14 in float64) it is rounding. All builders run
+each case, and the worst counts: `asynchronous` on one tower, where it has to equal one
+device, and without the groups shares and batches, which are about several. Cases of
+ranks, masks, metrics of tokens and pixels, tasks, and combinations run with one builder
+each. Evaluation is the same code for all and runs once. "Clear error" is an error in
+one sentence. The cases are in [tests/exact](tests/exact).
+[Combinations](tests/exact/combinations.txt) were drawn at random, and did not run under
+MirroredStrategy. Tasks are what the command line trains: model, loss, metrics and
+optimizer of each `--task`. Most have batches that do not divide; where MirroredStrategy
+fails, "even" tells what it does with batches cut to a multiple of its replicas.
+[Exactness](docs/exactness.md#what-is-gathered-and-why) says which losses and metrics
+are gathered, and why. Where towers differ, the row also tells by how much plain Keras
+on one device differs from itself in the same array: compiled as the case asks, and with
+float32 in place of 16 bits.
 
 {versions}; {date}. Written by `make parity-report`.
 
@@ -92,7 +93,7 @@ def _run_mirrored(path):
         return found
 
     with futures.ThreadPoolExecutor(FLAGS.jobs) as pool, path.open("w") as file:
-        for found in pool.map(record, range(len(table.CASES))):
+        for found in pool.map(record, range(len(table.OF_KERAS_STEPS))):
             file.write(f"{json.dumps(found)}\n")
             file.flush()
 
@@ -249,7 +250,7 @@ def _head(towers, mirrored) -> str:
         f"**{len(CASES)} cases. Towers: largest difference {largest(True):.1e} in "
         f"float32, {largest(False):.1e} in 16 bits; {errors} clear errors; "
         f"{len(wrong)} beyond the [bound](docs/exactness.md#how-equal-is-measured). "
-        f"MirroredStrategy, of {len(table.CASES)} that are no combinations: "
+        f"MirroredStrategy, of {len(table.OF_KERAS_STEPS)} that are no combinations: "
         f"{_count(theirs)}; with even batches, {_count(even)}.**"
     )
     if wrong:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops, optimizers
 
 from tests.exact import cases
-from tests.exact.cases import Case
+from tests.exact.case import Case
 from towers.models.block_sparse import (
     BlockSparseAttention,
     BlockSparseConv2D,

@@ -5,80 +5,19 @@ is a line in the list of its group. Models are as small as they can be: what tak
 is tracing them. combinations.py has more.
 """
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, losses, metrics, ops, optimizers, regularizers
 
+from tests.exact.case import Case
+from tests.exact.case import sgd as _sgd
+
 FEATURES, OUTPUTS, STEPS = 6, 3, 5
 EVEN, UNEVEN = (6, 6, 6), (8, 8, 5)
-
-
-def _sgd():
-    return optimizers.SGD(0.05, momentum=0.9)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
-    """One row of the table.
-
-    Attributes:
-        group: Its heading.
-        name: What it is, unique in its group.
-        make: Builds the model; the seed is set before.
-        batches: Returns the batches of an epoch: (x,), (x, y) or (x, y, sample_weight).
-        loss: The loss to compile with.
-        optimizer: Builds the optimizer to compile with.
-        compile: Returns further arguments of `compile`.
-        fit: Further arguments of `fit`.
-        towers: How many towers compute it.
-        options: Further arguments of `multi_gpu_model`.
-        policy: Keras's dtype policy.
-        expect: "equal"; "rule" if only what `only` names equals one device, by written
-            design; else a part of the message of the error that it has to be.
-        only: The arrays to compare are those with this in their name.
-        between: Is called with the model between two calls of `fit`, to change and
-            compile it again.
-        again: Returns the batches of a second call of `fit`.
-        reference: Builds the model that one device trains, by the number of towers,
-            where it is another one by written design.
-    """
-
-    group: str
-    name: str
-    make: Callable[[], keras.Model]
-    batches: Callable[[], Sequence[tuple]]
-    loss: Any = "mse"
-    optimizer: Callable[[], keras.optimizers.Optimizer] = _sgd
-    compile: Callable[[], dict] = dict
-    fit: dict = dataclasses.field(default_factory=dict)
-    towers: int = 3
-    options: dict = dataclasses.field(default_factory=dict)
-    policy: str = "float32"
-    expect: str = "equal"
-    only: str = ""
-    between: Callable[[keras.Model], None] | None = None
-    again: Callable[[], Sequence[tuple]] | None = None
-    reference: Callable[[int], keras.Model] | None = None
-
-    def __str__(self):
-        return f"{self.group}/{self.name}"
-
-    @property
-    def verdict(self) -> str:
-        """What the outcome has to be."""
-        return self.expect if self.expect in ("equal", "rule") else "clear error"
-
-    @property
-    def tolerance(self) -> float:
-        """The largest difference that is rounding, relative to an array's size."""
-        return 1e-2 if "16" in self.policy else 1e-5
 
 
 # Data.

@@ -13,6 +13,7 @@ import numpy as np
 from keras import layers, losses, ops
 
 from tests.exact import bodies, cases
+from tests.exact.case import Case
 from tests.exact.cases import OUTPUTS
 
 GROUP = "combinations"
@@ -161,7 +162,7 @@ def _output(hidden, target, loss, each):
     return last(hidden)
 
 
-def _case(kind: str, line: str) -> cases.Case:
+def _case(kind: str, line: str) -> Case:
     """Makes a case of a line; see the module's text.
 
     The options are: also=LOSS (of a second output), batch=N, towers=N, shares,
@@ -225,7 +226,7 @@ def _case(kind: str, line: str) -> cases.Case:
     options |= {"split_ratios": tuple(range(1, towers + 1))} if "shares" in has else {}
     options |= {"packed": True} if "packed" in has else {}
     options |= {"prefetch": int(has["prefetch"])} if "prefetch" in has else {}
-    return cases.Case(
+    return Case(
         group=GROUP,
         name=f"{kind}: {row}",
         make=make,

@@ -1,8 +1,15 @@
-"""How the model of an exact case is divided among stages."""
+"""The ways in which devices share a model and its batches: the columns of the table."""
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
+import keras
+
+import towers
+from tests.exact import oracle
+from tests.exact.case import Case
 from towers.layers.pipeline import balanced, weighted
 
 # Of models that are built by their data: how many layers have weights.
@@ -13,27 +20,141 @@ BUILT_LATER = {
 }
 
 
-def in_stages(case, model, most):
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How devices share a model, and a batch.
+
+    Attributes:
+        update: How variables are updated.
+        towers: How many towers each host has. Empty: one host with as many as the case
+            asks for.
+        stages: Stages of a tower. A model with fewer layers with weights gets a stage
+            for each.
+        micro_batches: How many parts of its rows a tower of stages computes.
+        schedule: In which order.
+        recompute: What is computed again in the backward pass.
+        shard_optimizer_state: Whether towers divide the optimizer's state.
+        shard_embeddings: How towers divide embedding tables: "rows", "columns", "auto".
+        resized: Whether the towers change before each step.
+        compiled_first: Whether the model is compiled before it is wrapped.
+        options: Further arguments of `multi_gpu_model`, as pairs.
+    """
+
+    update: str = "parameter_server"
+    towers: tuple[int, ...] = ()
+    stages: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    shard_optimizer_state: bool = False
+    shard_embeddings: str | None = None
+    resized: bool = False
+    compiled_first: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self):
+        fields = dataclasses.fields(self)
+        changed = [f.name for f in fields if getattr(self, f.name) != f.default]
+        words = [f"{name}={getattr(self, name)}" for name in changed]
+        return ", ".join(words) or "towers"
+
+    def of(self, case: Case) -> Case:
+        """Returns the case with what is expected of it in this layout."""
+        if self.update == "asynchronous":
+            return alone(case)
+        count = sum(self.towers) or case.towers
+        parts = count * self.micro_batches
+        if self.stages > 1 or self.micro_batches > 1:
+            if "synchronized" in case.name:
+                case = dataclasses.replace(case, expect="expected synchronized=False")
+            if parts == 1:
+                return alone(case)
+        if self.resized:
+            callbacks = [*case.fit.get("callbacks", ()), Resizes()]
+            case = dataclasses.replace(case, fit={**case.fit, "callbacks": callbacks})
+        # A reference computes each part by itself.
+        return dataclasses.replace(case, towers=parts)
+
+    def wrap(self, case: Case, rank: int = 0) -> Callable[[keras.Model], keras.Model]:
+        """Returns what makes the model of this host's towers.
+
+        Args:
+            case: A case as `of` returns it.
+            rank: The number of this host.
+        """
+        count = self.towers[rank] if self.towers else case.towers // self.micro_batches
+        first = sum(self.towers[:rank])
+
+        def wrapped(model):
+            options = in_stages(case, model, self.stages) | case.options
+            if ratios := options.get("split_ratios"):
+                several = [ratios[k % len(ratios)] for k in range(first + count)]
+                options["split_ratios"] = several[first:]
+            if self.shard_embeddings:
+                options["shard_embeddings"] = self.shard_embeddings
+            if self.shard_optimizer_state:
+                options["shard_optimizer_state"] = True
+            if self.stages > 1 or self.micro_batches > 1:
+                options["micro_batches"] = self.micro_batches
+                options["pipeline_schedule"] = self.schedule
+                options["recompute"] = self.recompute
+            gpus = 2 if self.resized else count * options.get("stages", 1)
+            options |= {"variable_update": self.update, **dict(self.options)}
+            return towers.multi_gpu_model(model, gpus, **options)
+
+        return wrapped
+
+    def outcome(self, case: Case, rank: int = 0, later=oracle.LATER) -> dict[str, Any]:
+        """Runs a case so, and compares it with one device; see `oracle.outcome`."""
+        case = self.of(case)
+        wrap = self.wrap(case, rank)
+        record = oracle.outcome(
+            case, wrap, later=later, compiled_first=self.compiled_first
+        )
+        return record | {"layout": str(self), "expected": case.verdict}
+
+
+class Resizes(keras.callbacks.Callback):
+    """Resizes a tower model before each call, and leaves plain Keras alone."""
+
+    # Fewer and more than the two to begin with, also without the first of them.
+    DEVICES = (0, 1), (3,), (1, 3, 2)
+
+    def __init__(self):
+        super().__init__()
+        self._calls = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if hasattr(self.model, "resize"):
+            self.model.resize(gpus=self.DEVICES[self._calls % len(self.DEVICES)])
+            self._calls += 1
+
+
+def alone(case: Case) -> Case:
+    """Returns the case on one tower, to which what several cannot cut is the whole."""
+    options = {name: v for name, v in case.options.items() if name != "split_ratios"}
+    # Some are refused whatever the number of towers.
+    refused = case.expect == "stateful"
+    expect = {} if refused else {"expect": "equal", "only": ""}
+    return dataclasses.replace(case, towers=1, options=options, **expect)
+
+
+def in_stages(case: Case, model: keras.Model, most: int) -> dict[str, Any]:
     """Returns arguments of `multi_gpu_model`, for as many stages as there can be.
 
     Each has a layer with weights. Which ones they are does not hang on the clock.
     """
+    if most == 1:
+        return {}
     if not model.built:
         return {"stages": min(BUILT_LATER.get(str(case), most), most)}
     layers = weighted(model)
     stages = max(min(most, len(layers)), 1)
     if stages == 1:
         return {}
-    found = balanced(model, stages)
+    stage_of = balanced(model, stages)
     # Within a model, names are unique.
     placement = {
-        re.escape(layer.path or layer.name): found[id(layer)] for layer in layers
+        re.escape(layer.path or layer.name): stage_of[id(layer)] for layer in layers
     }
     return {"stages": stages, "placement": placement}
-
-
-def refused(case):
-    """Returns the case with what towers of stages do not compute, as refused."""
-    if "synchronized" in case.name:
-        return dataclasses.replace(case, expect="expected synchronized=False")
-    return case

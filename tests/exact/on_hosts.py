@@ -1,31 +1,29 @@
 """Runs exact cases on one of several hosts: a process that tests start several of.
 
-    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS BUILDER FILE CASES GIVEN \\
-        STAGES MICRO_BATCHES
+    python -m tests.exact.on_hosts RANK ADDRESSES TOWERS LAYOUT CASES FILE
 
-ADDRESSES and TOWERS have an entry for each host, with commas between. BUILDER may be
-"replicated/state", which has optimizer state in shards, or "parameter_server/rows" or
-the like, which has embedding tables in shards, or both, as in "replicated/state+rows".
-CASES is a file with a name in each line. GIVEN says what hosts are given of a batch:
-"whole", its own "rows" only, or one and the other "in turns". Each tower has so many
-stages, if the model has as many layers. The first host compares with one device, and
-appends a record for each case to FILE.
+ADDRESSES and TOWERS have an entry for each host, with commas between. LAYOUT has the
+fields of a `Layout` as JSON. CASES is a file with a name in each line. By its name, a
+case has batches that each host is given as a whole, or its own rows of. The first host
+compares with one device, and appends a record for each case to FILE.
 """
 
+import contextlib
 import dataclasses
-import functools
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
 import tensorflow as tf
 
 import towers
 from tests.exact import oracle, table
-from tests.exact.layouts import in_stages, refused
+from tests.exact.layouts import Layout
+from tests.variants import number_of
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch
@@ -54,68 +52,59 @@ class InRows:
         return (x, *others) if others else x
 
 
-def in_rows(make, batches):
-    """Makes data of which each host is given its rows."""
-    return InRows(make(batches)).dataset()
+@contextlib.contextmanager
+def given_rows() -> Iterator[None]:
+    """Inside, each host is given its own rows of the batches of cases."""
+    whole = oracle.dataset
+    with mock.patch.object(oracle, "dataset", lambda b: InRows(whole(b)).dataset()):
+        yield
 
 
-def main(rank, addresses, counts, builder, file, names, given, most, micro_batches):
+def is_given_rows(name: str) -> bool:
+    """Tells whether hosts are given their own rows of a case's batches."""
+    return number_of(name) // 2 % 2 == 1
+
+
+def run(layout: Layout, rank: int, names: Sequence[str], file: str) -> None:
     """Runs the cases, one after another, as all other hosts do."""
-    rank, addresses = int(rank), tuple(addresses.split(","))
-    counts, most = [*map(int, counts.split(","))], int(most)
-    towers.configure(num_gpus=max(counts[rank] * most, 2))
-    called = tuple(f"host {k}" for k in range(len(addresses)))
-    process_group.join(Membership(rank, addresses, called))
     cases = {str(case): case for case in table.ALL}
-    make = oracle.dataset
-    with open(names) as lines:
-        wanted = [cases[line.strip()] for line in lines]
-    for k, case in enumerate(wanted):
-        case = dataclasses.replace(case, towers=sum(counts))
-        if most > 1:
-            case = refused(case)
-        rows = given == "rows" or (given == "in turns" and k % 2)
-        oracle.dataset = functools.partial(in_rows, make) if rows else make
-        options = dict(case.options)
-        if ratios := options.get("split_ratios"):
-            each = [ratios[k % len(ratios)] for k in range(sum(counts))]
-            first = sum(counts[:rank])
-            options["split_ratios"] = each[first : first + counts[rank]]
-
-        way, _, shards = builder.partition("/")
-        options["variable_update"] = way
-        for each in filter(None, shards.split("+")):
-            if each == "state":
-                options["shard_optimizer_state"] = True
-            else:
-                options["shard_embeddings"] = each
-
-        def wrap(model, case=case, options=options):
-            options = in_stages(case, model, most) | options
-            return towers.multi_gpu_model(
-                model,
-                gpus=counts[rank] * options.get("stages", 1),
-                micro_batches=int(micro_batches),
-                **options,
-            )
-
+    for name in names:
+        data = given_rows() if is_given_rows(name) else contextlib.nullcontext()
+        case = layout.of(cases[name])
         if rank == 0:
-            record = {"builder": builder, "hosts": counts}
-            record |= oracle.outcome(case, wrap)
-            record["expected"] = case.verdict
-            with open(file, "a") as found:
-                found.write(f"{json.dumps(record)}\n")
+            with data:
+                record = layout.outcome(cases[name])
+            with open(file, "a") as records:
+                records.write(f"{json.dumps(record)}\n")
             verdict = record["verdict"]
         else:
             verdict = "equal"
             try:
-                oracle.run(case, wrap)
+                with data:
+                    oracle.run(
+                        case,
+                        layout.wrap(case, rank),
+                        compiled_first=layout.compiled_first,
+                    )
             except Exception as error:
                 verdict = f"raises: {type(error).__name__}: {error}"
-        print(case, verdict[:300], flush=True)
+        print(name, verdict[:300], flush=True)
         # Nobody begins the next before all have ended this one.
-        this_host().tell_all(str(case))
-        keras.backend.clear_session()
+        this_host().tell_all(name)
+
+
+def main(rank, addresses, counts, layout, names, file):
+    """Joins the other hosts, and runs the cases."""
+    rank, addresses = int(rank), tuple(addresses.split(","))
+    counts = tuple(map(int, counts.split(",")))
+    fields = json.loads(layout)
+    pairs = tuple(map(tuple, fields.pop("options")))
+    layout = Layout(towers=counts, options=pairs, **fields)
+    towers.configure(num_gpus=max(counts[rank] * layout.stages, 2))
+    called = tuple(f"host {k}" for k in range(len(addresses)))
+    process_group.join(Membership(rank, addresses, called))
+    with open(names) as lines:
+        run(layout, rank, lines.read().splitlines(), file)
 
 
 if __name__ == "__main__":

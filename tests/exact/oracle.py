@@ -12,9 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.exact.cases import Case
+from tests.exact.case import EPOCHS, Case
 
-EPOCHS = 2
 # Arrays smaller than this are sums that cancel: zero, but for rounding.
 NOTHING = 1e-4
 # One device differs more between 16 and 32 bits where a loss overflows, or in a choice.
@@ -22,7 +21,7 @@ MOST_ROUNDING = 2e-2
 LATER = "evaluate", "predict"
 # Eagerly, Keras counts the losses of several outputs, and some metrics, otherwise; and
 # it cannot train in float8.
-NOT_EAGERLY = "batches", "float8"
+NOT_EAGERLY = "batches", "float8", "float64"
 
 
 def run(
@@ -30,6 +29,8 @@ def run(
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     later: Collection[str] = LATER,
+    plain: bool = False,
+    compiled_first: bool = False,
 ) -> dict[str, np.ndarray]:
     """Trains, evaluates and predicts.
 
@@ -37,23 +38,35 @@ def run(
         case: What to run.
         wrap: Makes of the model what is compiled and fitted.
         scope: Makes the context that the model is built and compiled in.
-        later: What follows on training: "evaluate", "predict".
+        later: What follows on training, of what the case has: "evaluate", "predict".
+        plain: Compute with the least rounding: no XLA, and eagerly where Keras can.
+        compiled_first: Compile the model, and not what `wrap` makes of it.
 
     Returns:
-        All that has to be equal, by name: history, results of `evaluate`, predictions,
-        variables of the model and of its optimizer.
+        All that has to be equal, by name: the logs of each step, history, results of
+        `evaluate`, predictions, variables of the model and of its optimizers.
     """
     keras.backend.clear_session()
+    keras.config.set_floatx("float64" if case.policy == "float64" else "float32")
     keras.config.set_dtype_policy(case.policy)
     keras.utils.set_random_seed(7)
     with scope():
         model = case.make()
-        trained = wrap(model)
-        trained.compile(optimizer=case.optimizer(), loss=case.loss, **case.compile())
-    data = dataset(case.batches())
+        arguments = case.compile_arguments()
+        trained = model if compiled_first or arguments is None else wrap(model)
+        if arguments is not None:
+            trained.compile(**arguments)
+        if compiled_first or arguments is None:
+            trained = wrap(trained)
+    if plain:
+        # Nothing is traced then: half the time, and the same to 1e-6.
+        trained.run_eagerly |= _equal_eagerly(case)
+        trained.jit_compile = False
+    data, logs = dataset(case.batches()), _Logs()
     fit = {"epochs": EPOCHS, "verbose": 0} | case.fit
     fit.setdefault("x", data)
-    found = {}
+    fit["callbacks"] = [*fit.get("callbacks", ()), logs]
+    results = {}
     for round in range(2 if case.between or case.again else 1):
         if round and case.between:
             with scope():
@@ -61,26 +74,47 @@ def run(
         if round and case.again:
             fit["x"] = dataset(case.again())
         history = trained.fit(**fit).history
-        found |= {f"history {name} {round}": v for name, v in history.items()}
-    found |= _variables(model)
+        results |= {f"history {name} {round}": v for name, v in history.items()}
+    results |= {f"steps {name}": values for name, values in logs.of_steps.items()}
+    results |= _variables(model)
+    later = [method for method in later if method in case.later]
     if "evaluate" in later:
-        results = trained.evaluate(data, return_dict=True, verbose=0)
-        found |= {f"evaluate {name}": value for name, value in results.items()}
+        evaluated = trained.evaluate(data, return_dict=True, verbose=0)
+        results |= {f"evaluate {name}": value for name, value in evaluated.items()}
     if "predict" in later:
         outputs = keras.tree.flatten(trained.predict(data, verbose=0))
-        found |= {f"predict {i}": value for i, value in enumerate(outputs)}
+        results |= {f"predict {i}": value for i, value in enumerate(outputs)}
     if later:
         # Some models count there, too.
-        found |= {f"later {name}": value for name, value in _variables(model).items()}
-    return {name: np.asarray(value) for name, value in found.items()}
+        again = _variables(model)
+        results |= {f"later {name}": value for name, value in again.items()}
+    return {name: np.asarray(value) for name, value in results.items()}
+
+
+class _Logs(keras.callbacks.Callback):
+    """Keeps the logs of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_steps = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        for name, value in logs.items():
+            self.of_steps.setdefault(name, []).append(value)
 
 
 def _variables(model):
-    found = {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
-    # Their paths hang on where Keras built them; names and order do not.
-    slots = enumerate(model.optimizer.variables)
-    found |= {f"slot {i} {v.path.split('/')[-1]}": v.value for i, v in slots}
-    return {name: np.array(value) for name, value in found.items()}
+    variables = {f"{v.path} {i}": v.value for i, v in enumerate(model.variables)}
+    for attribute, value in vars(model).items():
+        # A step of the model's own may have several optimizers.
+        for optimizer in value if isinstance(value, list) else [value]:
+            if isinstance(optimizer, keras.Optimizer):
+                # Their paths hang on where Keras built them; names and order do not.
+                variables |= {
+                    f"{attribute} {i} {v.path.split('/')[-1]}": v.value
+                    for i, v in enumerate(optimizer.variables)
+                }
+    return {name: np.array(value) for name, value in variables.items()}
 
 
 def dataset(batches: list[tuple]) -> tf.data.Dataset:
@@ -132,6 +166,7 @@ def outcome(
     wrap: Callable[[keras.Model], Any] = lambda model: model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     later: Collection[str] = LATER,
+    compiled_first: bool = False,
 ) -> dict[str, Any]:
     """Runs a case another way, and compares it with one device.
 
@@ -140,6 +175,7 @@ def outcome(
         wrap: See `run`.
         scope: See `run`.
         later: See `run`.
+        compiled_first: See `run`.
 
     Returns:
         A record for a report. Its "verdict" is "equal", "rule", "clear error" (all
@@ -147,7 +183,7 @@ def outcome(
     """
     record = {"group": case.group, "case": case.name, "towers": case.towers}
     try:
-        ours = run(case, wrap, scope, later)
+        ours = run(case, wrap, scope, later, compiled_first=compiled_first)
     except Exception as error:
         clear = case.verdict == "clear error" and isinstance(error, ValueError)
         clear = clear and case.expect in str(error)
@@ -157,17 +193,17 @@ def outcome(
         message = f"{type(error).__name__}: {_words(error)}"
         return record | {"verdict": verdict, "message": message}
     theirs = _one_device(case, later)
-    each = {
+    apart = {
         name: value
         for name, value in differences(ours, theirs).items()
         if case.only in name
     }
-    where = max(each, key=each.get)
-    equal = each[where] <= case.tolerance or is_rounding(case, each, later)
+    where = max(apart, key=apart.get)
+    equal = apart[where] <= case.tolerance or is_rounding(case, apart, later)
     record["verdict"] = ("rule" if case.only else "equal") if equal else "differs"
-    record |= {"difference": each[where], "where": where}
+    record |= {"difference": apart[where], "where": where}
     return record | (
-        {"metrics": _by_metric(each)} if case.group.startswith("metrics") else {}
+        {"metrics": _by_metric(apart)} if case.group.startswith("metrics") else {}
     )
 
 
@@ -188,7 +224,7 @@ def is_rounding(
     """
     if "16" not in case.policy:
         return False
-    own = differences(run(_in_float32(case), later=later), _one_device(case, later))
+    own = differences(_in_float32(case, later), _one_device(case, later))
     return all(
         value <= case.tolerance or value <= own.get(name, 0.0) <= MOST_ROUNDING
         for name, value in differences_of.items()
@@ -206,45 +242,42 @@ def rounding(case: Case, where: str) -> dict[str, float]:
         The difference in that array from the run that `outcome` compares with, if one
         device compiles as the case does, and if it computes 16 bits in 32.
     """
-    others = {"compiled": case}
+    others = {"compiled": run(case)}
     if "16" in case.policy:
-        others["in float32"] = _in_float32(case)
+        others["in float32"] = _in_float32(case, LATER)
     expected = _one_device(case, LATER)
-    return {
-        name: differences(run(other), expected)[where] for name, other in others.items()
-    }
+    return {name: differences(other, expected)[where] for name, other in others.items()}
 
 
-def _plain(case):
-    """The case as one device computes it with the least rounding of its own."""
-    options = {"jit_compile": False}
+def _equal_eagerly(case):
+    """Tells whether Keras computes the same if nothing is traced."""
     traced = case.group in NOT_EAGERLY or case.group.startswith("metrics")
-    if not traced and not isinstance(case.loss, list | dict):
-        # Nothing is traced then: half the time, and the same to 1e-6.
-        options["run_eagerly"] = True
-    plain = dataclasses.replace(case, compile=lambda: case.compile() | options)
+    return not traced and not isinstance(case.loss, list | dict)
+
+
+def _plain(case, later):
     if case.reference:
-        plain = dataclasses.replace(plain, make=lambda: case.reference(case.towers))
-    return plain
+        case = dataclasses.replace(case, make=lambda: case.reference(case.towers))
+    return run(case, later=later, plain=True)
 
 
-def _in_float32(case):
-    """The case as one device computes it in 32 bits."""
-    return dataclasses.replace(_plain(case), policy="float32")
+def _in_float32(case, later):
+    """Runs the case as one device computes it in 32 bits."""
+    return _plain(dataclasses.replace(case, policy="float32"), later)
 
 
 def _one_device(case, later):
-    """What one device makes of a case, computed once for all that follow of it."""
+    """Runs the case on one device, once for all layouts that follow on one another."""
     later, key = tuple(later), (str(case), case.towers if case.reference else None)
     if key not in _last or not set(later) <= set(_last[key][0]):
         _last.clear()
-        _last[key] = later, run(_plain(case), later=later)
-    had, found = _last[key]
+        _last[key] = later, _plain(case, later)
+    had, results = _last[key]
     if later == had:
-        return found
-    # The last builder of a case only trains.
-    more = tuple(f"{each} " for each in (*LATER, "later"))
-    return {name: each for name, each in found.items() if not name.startswith(more)}
+        return results
+    # The last layout of a case may only train.
+    more = tuple(f"{name} " for name in (*LATER, "later"))
+    return {name: value for name, value in results.items() if not name.startswith(more)}
 
 
 _last: dict[tuple, tuple[Collection[str], dict[str, np.ndarray]]] = {}

@@ -4,15 +4,24 @@ from tests.exact import (
     block_sparse,
     cases,
     combinations,
+    float64,
     masks,
     measured,
     networks,
+    own_steps,
     ranks,
     tasks,
 )
 
-# Each has one builder, as have combinations: they are about what is computed, not about
-# how variables are updated.
-OF_ONE_BUILDER = [*ranks.CASES, *masks.CASES, *measured.CASES, *tasks.CASES]
-CASES = [*cases.CASES, *networks.CASES, *block_sparse.CASES, *OF_ONE_BUILDER]
+# Each is updated in one way, as are combinations: they are about what is computed, not
+# about how variables are updated.
+OF_ONE_WAY = [*ranks.CASES, *masks.CASES, *measured.CASES, *tasks.CASES, *float64.CASES]
+OF_KERAS_STEPS = [
+    *cases.CASES,
+    *networks.CASES,
+    *block_sparse.CASES,
+    *OF_ONE_WAY,
+]
+OWN_STEPS = [*own_steps.CASES, *float64.OWN_STEPS]
+CASES = [*OF_KERAS_STEPS, *OWN_STEPS]
 ALL = [*CASES, *combinations.CASES]

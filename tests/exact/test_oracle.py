@@ -7,7 +7,9 @@ from tests.exact import oracle, table
 
 
 def case(group, policy):
-    return next(c for c in table.CASES if c.group == group and c.policy == policy)
+    return next(
+        c for c in table.OF_KERAS_STEPS if c.group == group and c.policy == policy
+    )
 
 
 def test_float32_rounds_little_when_compiled():

@@ -16,7 +16,7 @@ import towers
 from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
-from tests.exact.test_exact_cases import alone
+from tests.exact.layouts import alone
 from tests.variants import slow
 from towers.builders.builder import Builder
 from towers.builders.context import Context
@@ -79,9 +79,10 @@ def _scaled_error(y, predicted):
     return keras.ops.mean(keras.ops.square(y - predicted), axis=-1) * Scaled.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "loss"),
-    [([Scaled], "mse"), slow([], _scaled_error)],
+    [([Scaled], "mse"), ([], _scaled_error)],
     ids=["layer", "loss"],
 )
 def test_what_is_on_another_device_goes_on_without(capsys, layers, loss):
@@ -244,6 +245,7 @@ def _behind_a_step(error, fails, says=lambda builder: None):
     return train_function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [FAILURES[0], *map(slow, FAILURES[1:])],

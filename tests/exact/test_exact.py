@@ -1,0 +1,535 @@
+"""The table of exact cases: each case, in several layouts, against plain Keras.
+
+It asks of a case for a model, what `compile` and `fit` get, and the batches; it knows
+nothing of how a step is built.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import pytest
+
+from tests import hosts
+from tests.exact import (
+    block_sparse,
+    combinations,
+    float64,
+    oracle,
+    own_steps,
+    table,
+)
+from tests.exact.layouts import Layout
+from tests.variants import ALL, number_of, slow
+
+ROOT = pathlib.Path(__file__).parents[2]
+# For scripts/parity_report.py.
+FILE = pathlib.Path(os.environ.get("TOWERS_EXACT_FILE", ROOT / ".exact/towers.jsonl"))
+
+UPDATES = SERVER, COPIES, ASYNCHRONOUS = (
+    "parameter_server",
+    "replicated",
+    "asynchronous",
+)
+
+# What these are about is how several towers cut a batch. `asynchronous` equals one
+# device with one tower only.
+OF_SEVERAL_TOWERS = "shares", "batches"
+# What these are about is how weights change. A loss is evaluated by Keras, on the whole
+# batch, as those of the other groups are.
+OF_TRAINING = "optimizers", "gradients", "losses"
+# What these are about is how outputs are put together.
+OF_OUTPUTS = "batches", "networks", "shares"
+# What these are about is computed from outputs, wherever variables and layers are: a
+# third of them run where towers change, and half of those of one way in stages.
+OF_RESULTS = (
+    *("losses", "losses that layers add", "metrics", "metrics of tokens and pixels"),
+    *("float64", "masks", "ranks", "tasks"),
+)
+# Of what these are about, towers that divide the optimizer's state know the difference.
+OF_STATE = "float8", "gradients", "mixed precision", "optimizers"
+
+# What ways to update do differently is met by many cases: `replicated` takes a fourth
+# of them in place of `parameter_server`, of which it is one, `asynchronous` an eighth
+# besides; a case of block-sparse layers has one of the three. All three predict by the
+# same code, which a fourth of the cases tries, as `evaluate` has gone through the same
+# outputs. Which ones it are hangs on the case's name alone, so that a new case changes
+# nothing for the others. For the report, each way takes all cases, and
+# `parameter_server` predicts for all.
+TURNS = [(SERVER,)] * 8
+TURNS[0] = SERVER, ASYNCHRONOUS
+TURNS[1] = TURNS[5] = (COPIES,)
+
+# To trace them takes 25 s, 11 s and 6 s; the layers are in other cases, too.
+LONG = (
+    "models/MobileNetV2, synchronized BatchNormalization",
+    "models/MobileNetV2, frozen BatchNormalization",
+    "float8/attention",
+)
+
+# What `make test` runs: of each group, what its other cases are variants of. The others
+# are slow, as is whatever comes.
+QUICK = {
+    "batches": (
+        "nested of inputs",
+        "sizes (1, 8)",
+        "sizes (8, 8, 5), 3 towers",
+        "with validation",
+    ),
+    "block-sparse": ("random, tokens", "used twice, batches of (1, 8)"),
+    "float8": ("idle towers, clipping and a loss scale",),
+    "float64": ("mean",),
+    "gradients": (
+        "Embedding used twice",
+        "Embedding, gathered",
+        "Embedding, global_clipnorm",
+        "frozen between two fits",
+    ),
+    "losses": (
+        "KLDivergence",
+        "function, pairwise ranking",
+        "gradient penalty, state",
+        "ignore_class",
+        "py_function",
+        "reduction mean_with_sample_weight",
+        "reduction sum, sample weights",
+    ),
+    "losses that layers add": (
+        "mean and sum",
+        "sum, smaller than the towers",
+        "variance over the batch",
+    ),
+    "masks": (
+        "ignore_class of pixels, sum_over_batch_size",
+        "the first tower has only padding, mean_with_sample_weight, weights",
+    ),
+    "metrics": ("function, and names",),
+    "metrics of tokens and pixels": ("numbers, padding, weights",),
+    "mixed precision": (
+        "mixed_float16, loss of the whole batch",
+        "mixed_float16, Adam",
+        "mixed_float16, overflow on the second tower",
+    ),
+    "models": (
+        "Conv2D",
+        "functional, nested models",
+        "functional, shared layer",
+        "not built",
+        "run_eagerly, add_loss",
+        "steps_per_execution=3",
+    ),
+    "networks": (
+        "convolutional, a learning rate for each batch",
+        "siamese, arrays, of which a part validates",
+    ),
+    "optimizers": (
+        "SGD",
+        "constraint MaxNorm",
+        "gradient accumulation and clipping",
+        "learning rate set by a callback",
+        "loss_scale_factor",
+    ),
+    "ranks": ("logits of tokens, reduction sum_over_batch_size, weights (n, tokens)",),
+    "shares": ("(2, 3, 3), batches of (16, 16)", "(2, 3, 3), loss of the whole batch"),
+    "state": (
+        "BatchNormalization(synchronized=True), mask",
+        "BatchNormalization, each share by itself",
+        "counter, int64",
+        "moving mean",
+        "moving mean, with this batch",
+        "moving norm",
+        "moving sum",
+        "stateful RNN",
+        "vector quantizer",
+    ),
+    "tasks": ("binary, mlp",),
+}
+# Of combinations, those that are refused, which takes no time.
+QUICK_KINDS = (
+    "added loss that couples",
+    "examples that meet",
+    "raw state",
+    "state that couples",
+)
+
+
+# To train and compare a combination takes 3 s, and 14 s with XLA; to see one refused
+# takes half a second. One of each kind is tried here, the one of the smallest number,
+# and all for the report. Each has one way: other cases tell how ways differ.
+OF_A_KIND = {
+    kind: min(cases, key=number_of) for kind, cases in combinations.BY_KIND.items()
+}
+
+
+def ways(case):
+    """Returns the ways to update variables that a case runs with."""
+    number = number_of(case)
+    one = ((SERVER, COPIES)[number // 8 % 2],)
+    if case.group == combinations.GROUP:
+        return one if ALL or case in OF_A_KIND.values() else ()
+    if case in table.OF_ONE_WAY:
+        return one
+    turns = TURNS[number % len(TURNS)]
+    if ALL:
+        turns = UPDATES
+    elif case.group == block_sparse.GROUP:
+        turns = (UPDATES[number // 3 % len(UPDATES)],)
+    several = case.group in OF_SEVERAL_TOWERS
+    return [way for way in turns if not (way == ASYNCHRONOUS and several)]
+
+
+def is_slow(case):
+    """Tells whether only `make test-slow` runs a case."""
+    if case.group == combinations.GROUP:
+        return not any(case is OF_A_KIND[kind] for kind in QUICK_KINDS)
+    return case.name not in QUICK.get(case.group, ())
+
+
+def later(case, way):
+    """Returns the methods that are looked at besides training."""
+    if case in table.OF_ONE_WAY:
+        return oracle.LATER
+    if way == ASYNCHRONOUS or (ALL and way != SERVER):
+        return ()
+    if ALL:
+        return oracle.LATER
+    if case.group in OF_TRAINING:
+        return ()
+    predicts = case.group in OF_OUTPUTS or number_of(case) // len(TURNS) % 4 == 0
+    return oracle.LATER if predicts else ("evaluate",)
+
+
+CASES = {str(case): case for case in table.ALL}
+# The names of the cases that `make test-oldest` runs.
+OF_EACH_GROUP = {
+    case.group: str(case)
+    for case in sorted(table.OF_KERAS_STEPS, key=number_of)
+    if ways(case) and not is_slow(case)
+}
+USUAL = [case for case in table.OF_KERAS_STEPS if str(case) not in LONG]
+
+
+def row(case, layout, is_quick, marks=()):
+    """Returns parameters of a test."""
+    name = f"{case}-{layout}"
+    if is_quick:
+        return pytest.param(case, layout, id=name, marks=marks)
+    return slow(case, layout, id=name)
+
+
+def check(record):
+    assert record["verdict"] == record["expected"], record
+
+
+def _of_group(case):
+    # It may run with the oldest versions.
+    return [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
+
+
+# The ways of a case follow one another, mostly in one process: what one device makes of
+# it is then computed once.
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        row(case, Layout(way), not is_slow(case), marks=_of_group(case))
+        for case in [*table.OF_KERAS_STEPS, *combinations.CASES]
+        for way in ways(case)
+    ],
+)
+def test_towers(case, layout):
+    record = layout.outcome(case, later=later(case, layout.update))
+    _append(record)
+    check(record)
+
+
+def _append(record):
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    # One write of a line, so that those of several processes do not mix.
+    with FILE.open("ab", buffering=0) as file:
+        file.write(f"{json.dumps(record)}\n".encode())
+
+
+def test_named_cases_exist():
+    assert {*QUICK_KINDS} <= OF_A_KIND.keys()
+    for group, names in QUICK.items():
+        assert {*names} <= {case.name for case in CASES.values() if case.group == group}
+    named = {*LONG, *QUICK_STATE, *WITH_STAGES, *QUICK_STEPS, *QUICK_PUBLISHED}
+    named |= {*OFTEN, *WITH_SHARDED_STATE, *TABLES}
+    assert named <= CASES.keys()
+
+
+@pytest.mark.parametrize(
+    "group", dict.fromkeys(case.group for case in table.OF_KERAS_STEPS)
+)
+def test_some_of_each_group_are_quick(group):
+    assert group in OF_EACH_GROUP
+
+
+# Towers that change before each call of training. A reference hangs on how many there
+# are.
+@pytest.mark.quick_one_in(3)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        row(
+            case,
+            Layout((SERVER, COPIES)[number_of(case) // 3 % 2], resized=True),
+            not is_slow(case) and number_of(case) % 4 == 0,
+        )
+        for case in USUAL
+        if case.group not in OF_RESULTS or number_of(case) % 3 == 0
+        if case.verdict == "equal"
+        and case.towers > 1
+        and case.reference is None
+        and "split_ratios" not in case.options
+    ],
+)
+def test_towers_that_change(case, layout):
+    check(layout.outcome(case, later=("evaluate",)))
+
+
+QUICK_STATE = (
+    "float8/idle towers, clipping and a loss scale",
+    "gradients/Embedding, global_clipnorm",
+    "mixed precision/mixed_float16, overflow on the second tower",
+    "optimizers/Adam",
+    "optimizers/Muon",
+    "optimizers/gradient accumulation and clipping",
+)
+
+
+@pytest.mark.quick_one_in(3)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        row(case, Layout(COPIES, shard_optimizer_state=True), str(case) in QUICK_STATE)
+        for case in USUAL
+        if case.group in OF_STATE
+    ],
+)
+def test_optimizer_state_of_which_each_tower_has_a_part(case, layout):
+    check(layout.outcome(case, later=()))
+
+
+STAGES = [
+    Layout(SERVER, (1,), 2),
+    Layout(SERVER, (1,), 2, 2),
+    Layout(COPIES, (2,), 2, 2),
+    Layout(SERVER, (1,), 2, 5, "gpipe"),
+    Layout(SERVER, (1,), 4, 2, "1f1b", "stage"),
+    Layout(SERVER, (1,), 4, 5, "gpipe", "layer"),
+    Layout(SERVER, (2,), 2, 5, "gpipe", "stage"),
+    Layout(COPIES, (2,), 1, 2, "1f1b", "layer"),
+]
+# A layer that is called on two stages, rows of a table that travel and the norm of all
+# gradients, a loss that has to see all outputs, more micro-batches than rows.
+WITH_STAGES = {
+    "models/functional, shared layer": 1,
+    "gradients/Embedding, global_clipnorm": 4,
+    "losses/function, pairwise ranking": 2,
+    "batches/sizes (1, 8)": 3,
+}
+
+
+def stages_of(case):
+    """Returns the layouts of a case, and whether each is quick.
+
+    A quick case has three of them, another one has one.
+    """
+    first, named = number_of(case) // 7, WITH_STAGES.get(str(case))
+    numbers = [(first + k) % len(STAGES) for k in range(1 if is_slow(case) else 3)]
+    if named is not None:
+        numbers.append(named)
+    return {STAGES[k]: k == named for k in numbers}
+
+
+@pytest.mark.quick_one_in(4)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        row(case, layout, is_quick)
+        for case in table.OF_KERAS_STEPS
+        if case not in table.OF_ONE_WAY or number_of(case) % 2 == 0
+        for layout, is_quick in stages_of(case).items()
+    ],
+)
+def test_stages(case, layout):
+    check(layout.outcome(case))
+
+
+# A gradient of a gradient, and a condition.
+QUICK_STEPS = "own steps/maml", "own steps/accumulate"
+QUICK_PUBLISHED = (
+    "published steps/DCGAN",
+    "published steps/gradient centralization",
+    "published steps/Siamese network",
+)
+
+
+def layouts_of_step(case):
+    """Returns the layouts of a case whose model defines its step, and whether quick."""
+    name = str(case)
+    if case.group == float64.GROUP:
+        return {Layout(towers=(3,)): False, Layout(COPIES, (3,)): False}
+    if case.group == own_steps.PUBLISHED:
+        first, quick = Layout(towers=(3,)), name in QUICK_PUBLISHED
+        return {first: quick, Layout(towers=(2,), compiled_first=True): quick}
+    quick = name in QUICK_STEPS
+    layouts = {
+        Layout(towers=(2,)): name == "own steps/maml",
+        Layout(towers=(3,)): name == "own steps/accumulate",
+        Layout(COPIES, (2,), options=(("all_reduce_alg", "ring"),)): quick,
+        Layout(COPIES, (3,), options=(("all_reduce_alg", "device"),)): quick,
+        Layout(ASYNCHRONOUS, (1,)): quick,
+        # Where home is on another GPU, values travel in one piece.
+        Layout(ASYNCHRONOUS, (1,), options=(("packed", True),)): quick,
+    }
+    if case.name != "simclr":
+        # It compares pairs, so the numbers of parts are others.
+        own = Layout(towers=(3,), options=(("loss_placement", "tower"),))
+        layouts[own] = name == "own steps/accumulate"
+    return layouts
+
+
+@pytest.mark.quick_one_in(5)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        row(case, layout, is_quick)
+        for case in table.OWN_STEPS
+        for layout, is_quick in layouts_of_step(case).items()
+    ],
+)
+def test_own_steps(case, layout):
+    check(layout.outcome(case))
+
+
+# What each host has: one tower each, two each, and one beside two.
+HOSTS = (1, 1), (2, 2), (1, 2)
+# Rows and values of a table travel; a loss has to see all outputs; a host has no rows;
+# a state has to be that of all; nothing is traced.
+OFTEN = (
+    "batches/sizes (1, 8)",
+    "gradients/Embedding, global_clipnorm",
+    "losses/function, pairwise ranking",
+    "state/moving mean",
+)
+# A norm is that of all shards; a scale has to be that of all hosts.
+WITH_SHARDED_STATE = (
+    *OFTEN,
+    "float8/idle towers, clipping and a loss scale",
+    "mixed precision/mixed_float16, overflow on the second tower",
+    "optimizers/EMA, overwrite",
+    "optimizers/Muon",
+    "optimizers/gradient accumulation and clipping",
+)
+# A table is read as a whole, too; rows that both hosts have, masks.
+TABLES = (
+    "gradients/Embedding, SGD",
+    "gradients/Embedding, Adam",
+    "gradients/Embedding, Adagrad",
+    "gradients/Embedding, global_clipnorm",
+    "gradients/Embedding, gathered",
+    "gradients/Embedding used twice",
+    "gradients/Embedding tied to the output",
+    "masks/Embedding, reduction sum, weights (n, tokens)",
+    "masks/padding and weights, gradient accumulation",
+    "masks/padding and weights, mixed_float16",
+    "masks/padding and weights, run_eagerly",
+)
+
+
+def is_for_hosts(case):
+    """Tells whether a case runs on hosts: the quick ones, and a third of all others.
+
+    Hosts add up what their towers have added up, whatever it is.
+    """
+    if case.group == combinations.GROUP:
+        return case in OF_A_KIND.values()
+    return not is_slow(case) or number_of(case) % 3 == 0
+
+
+def parts(layouts, cases, of_a_layout):
+    """Divides cases among layouts, by their names, and those of each into parts.
+
+    A test of a part starts the hosts once for all of its cases.
+    """
+    names = {(layout, part): [] for layout in layouts for part in range(of_a_layout)}
+    for name in map(str, cases):
+        number = number_of(name)
+        layout = layouts[number // of_a_layout % len(layouts)]
+        names[layout, number % of_a_layout].append(name)
+    return [
+        slow(layout, some, id=f"{layout}, part {part}")
+        for (layout, part), some in names.items()
+        if some
+    ]
+
+
+def run_on_hosts(layout, names, folder):
+    """Runs cases on hosts, each a process, and checks their records."""
+    file, listed = folder / "records.jsonl", folder / "names.txt"
+    listed.write_text("\n".join(names))
+    fields = dataclasses.asdict(layout)
+    counts = fields.pop("towers")
+    hosts.run("tests.exact.on_hosts", counts, json.dumps(fields), listed, file)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [f"{one['group']}/{one['case']}" for one in records] == [*names]
+    for record in records:
+        check(record)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(SERVER, (1, 2), shard_embeddings="rows"), OFTEN[:2]),
+        (Layout(COPIES, (1, 2)), ("networks/embedding, validation",)),
+        slow(Layout(SERVER, (1, 2)), ("own steps/accumulate",)),
+        *parts(
+            [Layout(way, towers) for way in (SERVER, COPIES) for towers in HOSTS],
+            [*filter(is_for_hosts, table.ALL)],
+            5,
+        ),
+        *parts(
+            [Layout(COPIES, towers, shard_optimizer_state=True) for towers in HOSTS],
+            [case for case in CASES.values() if case.group in OF_STATE],
+            5,
+        ),
+        *[
+            slow(Layout(COPIES, towers, shard_optimizer_state=True), WITH_SHARDED_STATE)
+            for towers in HOSTS
+        ],
+        *[
+            slow(Layout(way, towers, shard_embeddings=cut), TABLES)
+            for towers, way, cut in [
+                ((1, 1), SERVER, "rows"),
+                ((1, 1), COPIES, "auto"),
+                ((1, 2), SERVER, "rows"),
+                ((1, 2), COPIES, "rows"),
+                ((2, 1), COPIES, "columns"),
+                ((2, 2), SERVER, "rows"),
+                ((2, 2), COPIES, "columns"),
+                ((2, 2), COPIES, "rows"),
+            ]
+        ],
+        *parts(
+            [Layout(COPIES, (1, 1), 2, 2), Layout(SERVER, (1, 2), 2, 2)],
+            [case for case in table.OF_KERAS_STEPS if not is_slow(case)],
+            5,
+        ),
+        # Of the last, the first host has no copies.
+        *[
+            slow(layout, OFTEN)
+            for layout in [
+                Layout(SERVER, (1, 1), 2, 2),
+                Layout(COPIES, (1, 1), 2, 2),
+                Layout(COPIES, (1, 1), 2, 2, shard_optimizer_state=True),
+                Layout(COPIES, (1, 2), 2, 2),
+            ]
+        ],
+    ],
+    ids=str,
+)
+def test_hosts(layout, names, tmp_path):
+    run_on_hosts(layout, names, tmp_path)
