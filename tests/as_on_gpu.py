@@ -24,6 +24,15 @@ _KINDS = "GPU", "DEFAULT"
 _PASSES = {"_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv"}
 # What TensorFlow makes of operations that are on a CPU only.
 _OF_CPUS = {"_UnaryOpsComposition"}
+# How oneDNN's operations begin, and what they take the place of: the longest first.
+_OF_ONEDNN = {
+    "_MklNativeFusedBatchNorm": "FusedBatchNorm",
+    "_MklNativeFused": "_Fused",
+    "_MklFusedBatchNorm": "FusedBatchNorm",
+    "_MklFused": "_Fused",
+    "_MklNative": "",
+    "_Mkl": "",
+}
 
 
 @contextlib.contextmanager
@@ -57,7 +66,7 @@ def without_kernel(nodes: Nodes, gpus: Sequence[str]) -> list[str]:
         f"{node.op} {node.name}"
         for gpu in gpus
         for node in nodes.get(gpu, ())
-        if node.op not in _PASSES | _OF_CPUS and kernel(node) is None
+        if _name(node) not in _PASSES | _OF_CPUS and kernel(node) is None
     )
 
 
@@ -80,10 +89,18 @@ def waits(nodes: Nodes, gpu: str) -> list[str]:
 def kernel(node: Any) -> Any | None:
     """Returns the kernel that a GPU has for an operation, `None` if it has none."""
     for kind in _KINDS:
-        for each in _kernels(node.op):
+        for each in _kernels(_name(node)):
             if each.device_type == kind and not each.label and _fits(each, node):
                 return each
     return None
+
+
+def _name(node):
+    """Returns the name of an operation, before oneDNN took its place on a CPU."""
+    for prefix, before in _OF_ONEDNN.items():
+        if node.op.startswith(prefix):
+            return before + node.op.removeprefix(prefix)
+    return node.op
 
 
 @functools.cache
@@ -102,10 +119,10 @@ def _fits(each, node):
 
 def _host_inputs(node):
     """The inputs of an operation that it reads in the host's memory."""
-    found = None if node.op in _PASSES else kernel(node)
+    found = None if _name(node) in _PASSES else kernel(node)
     if found is None or not found.host_memory_arg:
         return
-    names = _names(node, op_def_registry.get(node.op).input_arg)
+    names = _names(node, op_def_registry.get(_name(node)).input_arg)
     data = [name for name in node.input if not name.startswith("^")]
     for name, text in zip(names, data, strict=True):
         if name in found.host_memory_arg:
@@ -122,7 +139,7 @@ def _on_host(node, output):
     found = kernel(node)
     if found is None:
         return True
-    names = _names(node, op_def_registry.get(node.op).output_arg)
+    names = _names(node, op_def_registry.get(_name(node)).output_arg)
     return names[output] in found.host_memory_arg
 
 

@@ -12,8 +12,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# oneDNN makes kernels anew for each graph, a tenth of the tests' time; GPUs have none.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # What is said of slow work depends on how busy the machine is.
 os.environ.setdefault("TOWERS_PROGRESS", "0")
 
@@ -50,24 +48,9 @@ def _fresh_keras():
     # TensorFlow keeps the graphs of all tests; looking through them again in each
     # garbage collection would take most of the time.
     gc.freeze()
+    keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(1)
-
-
-@pytest.fixture(autouse=True)
-def _grappler(request):
-    """Optimises graphs in slow tests only, as for users; or as TOWERS_GRAPPLER says.
-
-    To optimise a graph that runs a few times takes a tenth of the time.
-    """
-    import tensorflow as tf
-
-    slow = request.node.get_closest_marker("slow") is not None
-    given = os.environ.get("TOWERS_GRAPPLER")
-    as_for_users = given == "1" if given else slow or variants.ALL
-    tf.config.optimizer.set_experimental_options(
-        {"disable_meta_optimizer": not as_for_users}
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -96,21 +79,12 @@ def pytest_terminal_summary(terminalreporter):
     failed = [*stats.get("failed", ()), *stats.get("error", ())]
     if not failed:
         return
-    names = (
-        "TOWERS_TURN",
-        "TOWERS_EXACT_ALL",
-        "TF_ENABLE_ONEDNN_OPTS",
-        "TOWERS_GRAPPLER",
-    )
-    given = {name: os.environ[name] for name in names if name in os.environ}
+    names = "TOWERS_TURN", "TOWERS_EXACT_ALL"
+    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     terminalreporter.section("run again")
     for report in {report.nodeid: report for report in failed}.values():
-        # Alone, the case may not be slow.
-        environ = {**given}
-        environ.setdefault("TOWERS_GRAPPLER", f"{'slow' in report.keywords:d}")
-        words = [f"{name}={value}" for name, value in environ.items()]
         command = shlex.join([sys.executable, "-m", "pytest", report.nodeid])
-        terminalreporter.line(" ".join([*words, command]))
+        terminalreporter.line(" ".join([*given, command]))
 
 
 @pytest.hookimpl(tryfirst=True)

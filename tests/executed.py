@@ -19,15 +19,10 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     those in which `name` occurs.
     """
     context.context().enable_graph_collection()
-    optimizer = tf.config.optimizer
-    before = optimizer.get_experimental_options()
-    # Quick tests do without Grappler; users do not.
-    optimizer.set_experimental_options({"disable_meta_optimizer": False})
     try:
         function()
         metadata = context.context().export_run_metadata()
     finally:
-        optimizer.set_experimental_options(before)
         context.context().disable_graph_collection()
     nodes = collections.defaultdict(list)
     for reported in metadata.function_graphs:

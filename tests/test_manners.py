@@ -168,6 +168,7 @@ def test_too_little_address_space_is_said_before_tensorflow_aborts(tmp_path, gb,
 # Flags.
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("command", "meant"),
     [
@@ -196,6 +197,7 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
     )
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

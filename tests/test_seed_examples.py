@@ -67,6 +67,7 @@ def test_matmul_on_gpu():
     assert found.device.endswith("CPU:2")
 
 
+@pytest.mark.slow
 def test_model_checkpoint(tmp_path):
     best, again = _run("model_checkpoint", str(tmp_path / "best.keras"))
     model = keras.models.load_model(tmp_path / "best.keras")
@@ -77,6 +78,7 @@ def test_model_checkpoint(tmp_path):
     np.testing.assert_allclose([best, again], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_own_pipeline():
     x, y = (np.concatenate(each) for each in zip(*own_pipeline.pipeline(), strict=True))
     assert x.shape == (1000, 1)

@@ -23,6 +23,7 @@ def test_the_command(name):
     assert f"    python -m examples.steps.{name} --gpus=2" in said
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else slow(name) for name in NAMES]
 )

@@ -136,6 +136,7 @@ def finish(process):
     return out, err, process.returncode
 
 
+@pytest.mark.slow
 def test_all_is_in_one_package(installed):
     folder = packages_of(installed)
     (info,) = folder.glob("keras_towers-*.dist-info")
@@ -172,6 +173,7 @@ def test_the_license(installed):
     assert text.read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.quick_one_in(7)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_programs_start(installed, project, command):
     """By the command, and by the module."""

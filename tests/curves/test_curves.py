@@ -31,11 +31,13 @@ def test_each_model_has_a_curve_that_falls():
         assert curve[-1] < 0.996 * curve[9], name
 
 
+@pytest.mark.quick_one_in(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device_still_has_the_curve(name):
     check(name)
 
 
+@pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_towers_have_the_curve_of_one_device(name, gpus):

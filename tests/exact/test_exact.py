@@ -450,6 +450,14 @@ def is_for_hosts(case):
     return not is_slow(case) or number_of(case) % 3 == 0
 
 
+def is_for_stages_of_hosts(case):
+    """Tells whether a case runs in stages on hosts."""
+    # FIXME: With copies, rows of its table are added to a variable that is empty on the
+    # second host, and TensorFlow refuses them.
+    is_known = str(case) == "networks/siamese, arrays, of which a part validates"
+    return not is_slow(case) and not is_known
+
+
 def parts(layouts, cases, of_a_layout):
     """Divides cases among layouts, by their names, and those of each into parts.
 
@@ -515,7 +523,7 @@ def run_on_hosts(layout, names, folder):
         ],
         *parts(
             [Layout(COPIES, (1, 1), 2, 2), Layout(SERVER, (1, 2), 2, 2)],
-            [case for case in table.OF_KERAS_STEPS if not is_slow(case)],
+            [case for case in table.OF_KERAS_STEPS if is_for_stages_of_hosts(case)],
             5,
         ),
         # Of the last, the first host has no copies.

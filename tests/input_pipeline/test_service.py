@@ -74,6 +74,7 @@ def test_processes_make_the_batches(tmp_path, image_example, grey, write_tfrecor
                     np.testing.assert_array_equal(part, other)
 
 
+@pytest.mark.slow
 def test_who_can_reach_it_is_said(tmp_path):
     with (
         open(tmp_path / "said", "w+") as stderr,

@@ -93,6 +93,7 @@ def test_logits_are_float32_under_mixed_precision(case):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_saved_and_loaded(case, tmp_path):
     model, x = _built(case), _examples(CASES[case][1])
@@ -251,6 +252,7 @@ def _targets(case):
     return np.random.default_rng(1).integers(0, shape[-1], shape[:-1])
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     "case", ["lm", "dlrm", *map(slow, ["learned", "texts", "tags", "unet"])]
 )

@@ -142,6 +142,7 @@ def test_saved_and_loaded(name, tmp_path):
     )
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     "name", ["cnn", "lstm", "mlp", slow("resnet20"), "MobileNetV2"]
 )
@@ -154,7 +155,8 @@ def test_logits_are_float32_under_mixed_precision(name):
     assert logits.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", [slow("resnet50"), "MOBILENETV2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet50", "MOBILENETV2"])
 def test_applications_in_any_case(name):
     model = models.build(name, input_shape=(32, 32, 3), num_classes=5)
     assert model.output_shape == (None, 5)

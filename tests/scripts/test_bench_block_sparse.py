@@ -70,6 +70,7 @@ def _check(module, name, **other):
     return built
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.filterwarnings("ignore:The pattern .* has a sparsity:UserWarning")
 @pytest.mark.parametrize("name", OURS)
 def test_tensorflow_is_right(name):
@@ -78,6 +79,7 @@ def test_tensorflow_is_right(name):
     assert built.slot_bytes == 2 * built.parameter_bytes
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("name", FORM_PRODUCTS)
 def test_a_form_is_right(name):
     _check(forms, name)
@@ -236,6 +238,7 @@ def test_dense_products_run_beside_sparse_ones():
     assert find("csr:forward").dense == "dense:forward"
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

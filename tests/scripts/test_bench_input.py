@@ -128,6 +128,7 @@ def test_missing_photographs_are_said_in_a_line(tmp_path, monkeypatch):
         data.make(tmp_path)
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(("work", "contender"), TENSORFLOW)
 def test_batches_of_tensorflow(work, contender, folder):
     name = CONTENDERS[contender].module
@@ -245,6 +246,7 @@ def test_a_ratio_is_the_median_over_rounds():
     assert race.summary(job, _round(1.0), theirs, ours[:1])["ratio"] is None
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

@@ -7,6 +7,7 @@ from towers.input_pipeline import open_source
 from towers.input_pipeline.records import quarantine
 
 
+@pytest.mark.quick_one_in(7)
 @pytest.mark.parametrize("kind", records.KINDS)
 def test_a_bad_record_is_one(kind, tmp_path):
     make, where = records.KINDS[kind]

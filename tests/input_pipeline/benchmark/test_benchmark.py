@@ -176,6 +176,7 @@ def test_ablation_leaves_out_what_cannot_matter(digits):
     assert variants == ["deterministic on", GAP, "shuffle off", *LAST]
 
 
+@pytest.mark.slow
 def test_of_a_data_service_the_stages_run_elsewhere(monkeypatch):
     # Each reading is a job of the service, which takes its time to begin.
     monkeypatch.setattr(measure, "_ROUNDS", 1)
@@ -249,6 +250,7 @@ def test_bad_flags(flag, words):
     assert message.startswith("towers.input_pipeline.benchmark: ") and words in message
 
 
+@pytest.mark.slow
 def test_it_reads_through_a_local_store(pictures, tmp_path):
     flags = f"--dataset=folder:{pictures}", "--image_size=8", "--cache=none"
     # Each block is written at once, as nothing is done at exit here.

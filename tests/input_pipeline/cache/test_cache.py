@@ -57,7 +57,8 @@ def examples(stamps):
     return {split: _examples(stamps, split) for split in stamps.splits}
 
 
-@pytest.mark.parametrize("where", ["memory", "disk", slow("auto")])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["memory", "disk", "auto"])
 def test_kept_examples_are_the_same(stamps, examples, tmp_path, where):
     kept = cached(stamps, where, str(tmp_path))
     assert isinstance(kept, RowSource if where == "disk" else KeptSource)
@@ -80,6 +81,7 @@ def test_a_later_run_reads_the_files(stamps, examples, tmp_path, monkeypatch):
     assert _examples(second, "test") == examples["test"]
 
 
+@pytest.mark.slow
 def test_other_files_are_another_cache(tmp_path, image_example, grey, write_tfrecord):
     def write(value):
         record = image_example(grey(value), 0)
@@ -102,6 +104,7 @@ def test_what_does_not_fit_goes_to_the_disk_or_nowhere(stamps, tmp_path, monkeyp
     assert isinstance(cached(stamps, "auto"), KeptSource)
 
 
+@pytest.mark.slow
 def test_the_log_says_what_was_decided(digits, caplog):
     with caplog.at_level(logging.INFO, logger="absl"):
         kept = cached(digits, "memory")
@@ -214,6 +217,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @KINDS
 def test_images_of_many_sizes_are_kept_encoded(many_sizes):
     source, kept = many_sizes, cached(many_sizes)
@@ -259,7 +263,8 @@ _OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("where", ["memory", slow("disk")])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["memory", "disk"])
 def test_photographs_are_kept_at_the_size_wanted(photographs, tmp_path, where):
     """In the same order, and changed at random by the same numbers."""
     encoded = cached(photographs, "memory")
@@ -307,6 +312,7 @@ def test_what_is_kept_of_photographs_depends_on_the_room(
     assert kept(0, "memory", (640, 640, 3)) == "encoded"
 
 
+@pytest.mark.slow
 def test_the_smaller_of_two_sizes_is_kept(stamps):
     for larger in ((16, 16, 1), (8, 8, 3)):
         assert keep._pixels_shape(stamps, larger) == (8, 8, 1)
@@ -348,6 +354,7 @@ def test_a_file_is_no_folder(digits, tmp_path):
         cached(digits, "disk", str(tmp_path / "a"))
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_written_anew(stamps, examples, tmp_path, capsys):
     cached(stamps, "disk", str(tmp_path))
     labels = next(tmp_path.glob("*-labels.npy"))
@@ -422,6 +429,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_pixels_are_kept_once(tmp_path, example, write_tfrecord):
     record = example(
         image__encoded=bytes(3 * 2**18),
@@ -439,6 +447,7 @@ def test_pixels_are_kept_once(tmp_path, example, write_tfrecord):
     assert float(done.stdout) < 1.5 * 336
 
 
+@pytest.mark.slow
 def test_pixels_in_records_are_counted(tmp_path, example, write_tfrecord):
     for split, count in (("train", 7), ("val", 3)):
         records = [

@@ -160,7 +160,8 @@ def _examples(kept, split="train"):
     )
 
 
-@pytest.mark.parametrize("shape", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [True, False])
 @_all_kinds(_folder, _records)
 def test_batches_do_not_depend_on_what_is_in_memory(source, shape):
     whole = _batches(_keep(source, shape), epochs=3)
@@ -184,6 +185,7 @@ def test_batches_do_not_depend_on_what_is_in_memory(source, shape):
     assert sum(len(labels) for _, labels in fixed[0]) == count
 
 
+@pytest.mark.slow
 @_all_kinds(_records)
 def test_epochs_without_a_gap_are_the_same(source):
     whole = _batches(_keep(source), epochs=3)
@@ -223,6 +225,7 @@ class _Half:
         return x
 
 
+@pytest.mark.slow
 @_all_kinds(_records)
 def test_hosts_have_their_rows_of_the_same_batches(source):
     # The first epoch of each host leaves rows of the other one to the next ones.
@@ -239,6 +242,7 @@ def test_hosts_have_their_rows_of_the_same_batches(source):
     assert joined == whole
 
 
+@pytest.mark.slow
 def test_only_rows_of_a_host_are_decoded(tmp_path, encode):
     source = _prepared(_folder(tmp_path, encode))
     kept, share = _keep(source), _Half(0)
@@ -251,6 +255,7 @@ def test_only_rows_of_a_host_are_decoded(tmp_path, encode):
     )
 
 
+@pytest.mark.slow
 @_all_kinds(_folder, _records)
 def test_nothing_is_decoded_before_it_is_needed_nor_again(source):
     kept = _keep(source)
@@ -271,6 +276,7 @@ def _write_anew(path, content):
         file.write(content)
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("write", [_folder, _records])
 def test_a_bad_record_is_named_when_it_is_read(
@@ -294,6 +300,7 @@ def test_a_bad_record_is_named_when_it_is_read(
         _batches(kept, start_epoch=epoch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("count", [COUNT - 21, COUNT - 19])
 def test_files_that_change_after_they_are_counted(
@@ -311,6 +318,7 @@ def test_files_that_change_after_they_are_counted(
         _batches(kept, start_epoch=epoch, epochs=2)
 
 
+@pytest.mark.slow
 def test_records_that_are_left_out_are_not_kept(tmp_path, encode):
     source = _prepared(_folder(tmp_path, encode))
     bad = {
@@ -336,6 +344,7 @@ def _examples_of_one(kept, split="train"):
     }
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_shown(
     tmp_path, encode, example, write_tfrecord, monkeypatch
 ):

@@ -123,6 +123,7 @@ def _files(folder):
 # --- what is written
 
 
+@pytest.mark.slow
 def test_digits_are_the_same(few_digits, converted_digits):
     written = _check_equal(few_digits, converted_digits)
     assert not written.encoded
@@ -147,10 +148,11 @@ def test_pixels_are_the_same(converted):
     assert not _check_equal(_arrays(), converted).encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shards"),
     [
-        slow("synthetic:6x5x2:3:40", 1, id="two channels"),
+        pytest.param("synthetic:6x5x2:3:40", 1, id="two channels"),
         pytest.param("synthetic:4x4x1:2:3", 4, id="fewer than files"),
     ],
 )
@@ -164,6 +166,7 @@ def test_arrays_are_the_same_as_png(encoded):
     assert _check_equal(_arrays(), encoded).encoded
 
 
+@pytest.mark.slow
 def test_encoded_images_are_kept_byte_for_byte(photos, tmp_path):
     convert(photos, f"{tmp_path}/out", shards=1)
     written = open_source(f"tfrecord:{tmp_path}/out")
@@ -177,6 +180,7 @@ def test_encoded_images_are_kept_byte_for_byte(photos, tmp_path):
         assert found == [(path.read_bytes(), path.parent.name) for path in paths]
 
 
+@pytest.mark.slow
 def test_small_images_of_one_size_become_pixels(tmp_path):
     for name in "ab":
         (tmp_path / "in" / name).mkdir(parents=True)
@@ -235,6 +239,7 @@ def test_what_is_written_trains(converted):
     assert [images.shape[0] for images, _ in dataset] == [10, 10, 3]
 
 
+@pytest.mark.slow
 def test_memory_is_a_file_system_too():
     convert(_arrays(), "ram://converted/arrays", shards=1)
     _check_equal(_arrays(), "ram://converted/arrays")
@@ -279,6 +284,7 @@ def test_an_info_of_somebody_else_is_left_alone(mine):
 # --- going on
 
 
+@pytest.mark.slow
 def test_whole_files_are_kept(mine):
     before = _files(mine)
     content = {path.name: path.read_bytes() for path in mine.glob("*.tfrecord")}
@@ -373,6 +379,7 @@ def test_a_folder_is_written_over(mine):
     assert (mine / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_source_that_has_changed(photos, tmp_path):
     convert(photos, f"{tmp_path}/out", shards=1)
     Image.new("RGB", (9, 9)).save(photos.files("train")[3])
@@ -435,6 +442,7 @@ def test_a_bad_record_is_named(tmp_path, image_example, grey, write_tfrecord):
         convert(source, f"{tmp_path}/out")
 
 
+@pytest.mark.slow
 def test_bad_records_are_left_out(photos, tmp_path, capsys):
     paths = photos.files("train")
     for path in (paths[5], paths[-1]):
@@ -514,6 +522,7 @@ def test_rows_of_numbers_are_the_same(rows):
     assert [*written.image_fields] == ["height", "width"]
 
 
+@pytest.mark.slow
 def test_rows_of_numbers_train(rows):
     _, folder = rows
     source = open_source(f"tfrecord:{folder}")
@@ -541,9 +550,10 @@ def test_rows_without_their_info(rows, tmp_path):
 # --- the program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "train", "test"),
-    [("synthetic:8x8x1:2:320", 320, 80), slow("digits", 1437, 360)],
+    [("synthetic:8x8x1:2:320", 320, 80), ("digits", 1437, 360)],
 )
 def test_the_program_converts(tmp_path, capsys, spec, train, test):
     flags = [f"--data_dir={tmp_path}/data", "--shards=1", "--image_size=4x5"]
@@ -605,6 +615,7 @@ def test_the_program_explains_itself(capsys):
     assert "--shards" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_conversion_into_the_folder_is_said(few_digits, tmp_path):
     with open(tmp_path / ".convert.lock", "w") as lock:
         # Of another opened file, as of another process.

@@ -173,6 +173,7 @@ _SIGHTS = {
 }
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("name", _SIGHTS)
 def test_the_fast_way_is_near_to_lanczos(photo, name):
     kind, sides, size, less = _SIGHTS[name]

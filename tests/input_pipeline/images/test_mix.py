@@ -129,15 +129,16 @@ def test_a_cutmix_label_is_the_share_of_its_pixels():
 
 
 # Each type with both, and each of the two by itself: XLA takes its time.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "mixup", "cutmix"),
     [
         ("uint8", 0.2, 1.0),
         ("float16", 0, 1.0),
-        slow("float16", 0.2, 1.0),
-        slow("bfloat16", 0.2, 1.0),
-        slow("float32", 0.2, 1.0),
-        slow("uint8", 0.2, 0),
+        ("float16", 0.2, 1.0),
+        ("bfloat16", 0.2, 1.0),
+        ("float32", 0.2, 1.0),
+        ("uint8", 0.2, 0),
     ],
 )
 def test_a_mix_is_the_same_compiled_and_not(dtype, mixup, cutmix):

@@ -216,7 +216,8 @@ def test_layers_follow_one_another():
         np.testing.assert_array_equal(ra.randaugment(image, draws, magnitude=4), wanted)
 
 
-@pytest.mark.parametrize("channels", [slow(1), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 3])
 def test_a_map_over_images_of_any_size_gives_the_same(channels):
     pictures = [picture for picture in _pictures() if picture.shape[2] == channels] * 6
     u = np.random.default_rng(1).random(

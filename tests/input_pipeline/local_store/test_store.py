@@ -18,7 +18,6 @@ from tests import object_store, once, warm
 from tests.input_pipeline.local_store import fill
 from tests.input_pipeline.pipeline.test_rows import check as check_rows
 from tests.limits import HANG_S
-from tests.variants import slow
 from towers.input_pipeline import (
     BadRecordError,
     LocalStore,
@@ -128,14 +127,14 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "block"),
     [
         ("folder", 600),
         ("tfrecord", 10**5),
         *(
-            slow(kind, block)
+            (kind, block)
             for kind in KINDS
             for block in (600, 10**5)
             if (kind, block) not in (("folder", 600), ("tfrecord", 10**5))
@@ -162,8 +161,8 @@ def test_the_same_batches_in_the_same_order(
         assert not opened.said
 
 
-@pytest.mark.quick_one_in(2)
-@pytest.mark.parametrize("kind", ["folder", "tfrecord", slow("csv"), slow("parquet")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "tfrecord", "csv", "parquet"])
 def test_hosts_read_their_rows_through_one_store(specs, local_store, kind):
     opened = local_store()
     source = open_source(specs[kind], local_store=opened)
@@ -187,6 +186,7 @@ def test_reads_each_block_once(specs, local_store):
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_read_evenly(tmp_path, local_store, monkeypatch):
     monkeypatch.setattr(places, "_BLOCK_BYTES", 2**20)
     for number in range(2000):
@@ -254,6 +254,7 @@ def record(function, calls):
     return recorded
 
 
+@pytest.mark.slow
 def test_a_damaged_byte_is_fetched_again(specs, tmp_path, local_store):
     plain = batches(open_source(specs["tfrecord"]))
     opened = local_store()
@@ -296,6 +297,7 @@ def test_changed_files_are_read_anew(tmp_path, local_store, encode, grey):
     assert opened.remote_blocks == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_once_and_nothing_else(specs, local_store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -313,6 +315,7 @@ def test_a_full_disk_is_said_once_and_nothing_else(specs, local_store, monkeypat
     assert not os.listdir(opened.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others_fill_it", [True, False])
 def test_says_once_at_the_end_what_has_found_no_room(
     specs, local_store, monkeypatch, others_fill_it
@@ -360,6 +363,7 @@ def test_a_disk_that_is_too_small_is_no_matter_of_the_limit():
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_is_no_error(specs, local_store):
     opened = local_store()
     source = open_source(specs["folder"], local_store=opened)
@@ -372,6 +376,7 @@ def test_a_folder_that_vanishes_is_no_error(specs, local_store):
     assert_same(batches(source), plain)
 
 
+@pytest.mark.slow
 def test_a_bad_record_is_named(tmp_path, local_store, image_example, grey):
     path = tmp_path / "train-0"
     with tf.io.TFRecordWriter(str(path)) as writer:
@@ -424,6 +429,7 @@ def test_a_file_that_is_gone_is_named(specs, tmp_path, local_store, encode, grey
         batches(source)
 
 
+@pytest.mark.slow
 def test_keeps_in_memory_what_it_reads_through_a_store(specs, local_store):
     opened = local_store()
     source = cached(open_source(specs["folder"], local_store=opened), "memory")
@@ -432,6 +438,7 @@ def test_keeps_in_memory_what_it_reads_through_a_store(specs, local_store):
     assert opened.remote_blocks
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_says_of_what_use_it_is(specs, local_store, kind):
     opened = local_store()
@@ -473,6 +480,7 @@ def filled(spec, folder, delay_ms=0, epochs=1, limit_gb=1, reads=()):
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_two_processes_fill_one_store(specs, tmp_path):
     spec, folder = specs["folder"], tmp_path / "store"
     expected = fill.digest(open_source(spec), epochs=2)
@@ -555,6 +563,7 @@ next(ready)
 """
 
 
+@pytest.mark.slow
 def test_python_ends_while_files_are_awaited(specs, tmp_path):
     """As after an error, whose traceback holds the iterator."""
     subprocess.run(

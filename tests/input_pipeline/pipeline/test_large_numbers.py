@@ -72,6 +72,7 @@ def _open(kind, folder):
     return open_source(_parquet(folder, times), **whole), times
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
@@ -98,6 +99,7 @@ def test_times_are_told_apart_once_they_are_scaled(tmp_path, kind, cache):
     np.testing.assert_allclose(np.sort(x[:, 0]), expected, atol=1e-6)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("values", "merged"),
     [

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.variants import slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 
 _BATCH = 8
@@ -49,7 +48,8 @@ def _assert_same(found, wanted):
             np.testing.assert_array_equal(part, theirs)
 
 
-@pytest.mark.parametrize("make", [_csv, slow(_conll)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_csv, _conll])
 def test_each_row_comes_once_with_little_padding(tmp_path, make):
     source = make(tmp_path)
     plain = _read(source, group_by_length=False)
@@ -71,6 +71,7 @@ def test_each_row_comes_once_with_little_padding(tmp_path, make):
     assert sorted(widths)[::-1] != widths
 
 
+@pytest.mark.slow
 def test_the_order_may_be_entered_anywhere(tmp_path):
     source = _csv(tmp_path)
     whole, following = _read(source), _read(source, start_epoch=1)

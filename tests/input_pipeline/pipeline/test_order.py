@@ -89,6 +89,7 @@ def test_pixels_in_records_are_found_to_be_that(raw):
 
 
 # Each of the stages that a recipe adds, and each source without determinism.
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("source", "recipe", "deterministic"),
     [
@@ -114,6 +115,7 @@ def test_every_record_comes_once(source, recipe, deterministic):
     assert (sizes if deterministic else sorted(sizes)[::-1]) == [16, 16, 16, 12]
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("source", "training"),
     [
@@ -178,6 +180,7 @@ def test_epochs_may_follow_without_a_gap(source):
     _check_no_gap(source)
 
 
+@pytest.mark.slow
 def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecord):
     records = [
         example(image__encoded=b"\xff\xd8\xff broken", image__class__label=0),
@@ -191,6 +194,7 @@ def test_what_is_skipped_is_not_decoded(tmp_path, photos, example, write_tfrecor
         _epoch(source, **options)
 
 
+@pytest.mark.slow
 @UNLIKE
 def test_augmentation_depends_on_seed_epoch_and_record(source):
     images, labels, _ = _epoch(source)
@@ -229,6 +233,7 @@ def test_one_order_for_any_threads_and_towers(photos, arrays, tmp_path):
         assert first != second
 
 
+@pytest.mark.slow
 @UNLIKE
 def test_workers_of_a_service_make_the_same(source, service):
     options = {"start_epoch": 1, "start_record": 5}
@@ -239,7 +244,7 @@ def test_workers_of_a_service_make_the_same(source, service):
 
 
 # Workers divide the files of the one, and the numbers of the other.
-@pytest.mark.parametrize("kind", ["raw", slow("arrays")])
+@pytest.mark.parametrize("kind", ["raw", "arrays"])
 @pytest.mark.slow
 def test_workers_of_a_service_share_the_records(kind, service, request):
     source = request.getfixturevalue(kind)
@@ -265,7 +270,7 @@ def test_epochs_of_a_service_follow_without_a_gap(raw, service):
 # By the image, behind a window of it, and behind cifar by the batch.
 @pytest.mark.parametrize(
     ("source", "recipe"),
-    [("arrays", "none"), slow("photos", "imagenet"), slow("arrays", "cifar")],
+    [("arrays", "none"), ("photos", "imagenet"), ("arrays", "cifar")],
     indirect=["source"],
 )
 @pytest.mark.slow

@@ -45,7 +45,8 @@ def bytes_read():
         return int(dict(line.split(":") for line in lines)["rchar"])
 
 
-@pytest.mark.parametrize("hosts", [slow(2), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 4])
 def test_a_host_reads_its_part_of_the_bytes(write, hosts):
     source = write()
     whole = sum(map(os.path.getsize, source.files("train")))
@@ -96,7 +97,8 @@ def damage(path, number, place):
     open(path, "wb").write(content)
 
 
-@pytest.mark.parametrize("place", ["length", slow("data"), slow("end")])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["length", "data", "end"])
 def test_around_bad_records(write, place):
     source = write(image_4=b"no image")
     damage(source.files("train")[1], 20, place)
@@ -108,7 +110,8 @@ def test_around_bad_records(write, place):
     check(pipeline, (1, 1), (1, 1))
 
 
-@pytest.mark.parametrize("place", ["data", slow("length"), slow("end")])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["data", "length", "end"])
 def test_a_damaged_record_is_named_by_who_reads_it(write, place):
     source = write()
     path = source.files("train")[1]
@@ -126,7 +129,8 @@ def test_a_damaged_record_is_named_by_who_reads_it(write, place):
         assert fault.startswith(f"{path}: record 20 ") and "corrupted" in fault
 
 
-@pytest.mark.parametrize("share", [None, slow(shares((1, 1), (1, 1))[0])])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [None, shares((1, 1), (1, 1))[0]])
 def test_a_file_that_is_gone_is_named(write, share):
     source = write()
     # The size of a record, which is asked for first, tells nothing of it.
@@ -136,6 +140,7 @@ def test_a_file_that_is_gone_is_named(write, share):
         list(dataset)
 
 
+@pytest.mark.slow
 def test_records_are_found_once(write, monkeypatch):
     share = shares((1, 1), (1, 1))[0]
     dataset = Pipeline(write(), "train", share=share, **OPTIONS).dataset()

@@ -119,6 +119,7 @@ def test_a_fresh_process_gives_the_same_epochs():
     assert _epochs(_dataset(source, seed=5), 2) == there
 
 
+@pytest.mark.slow
 def test_files_and_records_are_both_shuffled(files):
     # With a buffer of one record, only the order of the files can change.
     files_only = _epochs(_dataset(files, shuffle_mb=0), 6)
@@ -235,6 +236,7 @@ def test_an_unprepared_source_says_so(tmp_path):
         _dataset(source)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(("repeat", "start"), [(False, 0), slow(True, 0), (True, 20)])
 def test_a_record_fewer_than_were_counted_is_noticed(
     tmp_path, image_example, grey, write_tfrecord, repeat, start

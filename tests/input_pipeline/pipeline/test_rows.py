@@ -98,16 +98,17 @@ def source(request):
 OPTIONS = {"image_shape": (6, 6, 3), "recipe": "cifar", "seed": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "size", "ratios", "layout"),
     [
         # The last batch has 3 rows, and the last host none of them.
         ("photos", 5, (1, 1, 1, 1), (3, 1)),
         # Of 3 rows, the second host has one, of 4 none.
-        slow("arrays", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
-        slow("photos", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
-        slow("photos", 5, (2, 3, 3), (1, 1, 1)),
-        slow("arrays", 5, (2, 3, 3), (1, 1, 1)),
+        ("arrays", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
+        ("photos", 4, (1, 1, 5, 5, 5), (1, 1, 3)),
+        ("photos", 5, (2, 3, 3), (1, 1, 1)),
+        ("arrays", 5, (2, 3, 3), (1, 1, 1)),
     ],
     indirect=["source"],
 )
@@ -116,7 +117,8 @@ def test_hosts_have_the_rows_of_one(source, size, ratios, layout):
     check(pipeline, ratios, layout)
 
 
-@pytest.mark.parametrize("start", [slow(0), 10])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 10])
 def test_epochs_without_a_gap(arrays, start):
     pipeline = Pipeline(
         arrays, "train", batch_size=5, repeat=True, start_record=start, seed=1
@@ -141,6 +143,7 @@ def test_rows_of_tokens(tmp_path, grouped):
     check(pipeline, (1, 1, 1, 1), (3, 1))
 
 
+@pytest.mark.slow
 def test_the_first_batches_only(arrays):
     pipeline = Pipeline(arrays, "train", batch_size=5, most_batches=2, seed=1)
     assert len(pipeline.dataset()) == 2
@@ -148,6 +151,7 @@ def test_the_first_batches_only(arrays):
     assert len(first) == 2
 
 
+@pytest.mark.slow
 def test_each_host_decodes_its_own_rows(photos, monkeypatch):
     decoded = []
 

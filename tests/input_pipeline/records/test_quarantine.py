@@ -134,6 +134,7 @@ KINDS = {
 QUICK = "no image", "label too large"
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     "kind", [*QUICK, *(slow(kind) for kind in KINDS if kind not in QUICK)]
 )
@@ -171,7 +172,8 @@ def test_bad_examples_are_passed_over(write, encode, grey):
     assert find_bad_record(good, "train") is None
 
 
-@pytest.mark.parametrize("place", ["header", slow("data")])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["header", "data"])
 def test_after_a_wrong_checksum_reading_goes_on(write, image_example, grey, place):
     source, path, offset = write(image_example(grey(50), 0))
     content = bytearray(open(path, "rb").read())
@@ -185,7 +187,8 @@ def test_after_a_wrong_checksum_reading_goes_on(write, image_example, grey, plac
     assert good.splits == {"train": len(ALL)}
 
 
-@pytest.mark.parametrize("record", [0, slow(AT), slow(GOOD - 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("record", [0, AT, GOOD - 1])
 def test_behind_a_wrong_length_the_next_record_is_found(write, record):
     source, path, _ = write()
     sizes = [len(raw.numpy()) + 16 for raw in tf.data.TFRecordDataset(path)]
@@ -259,6 +262,7 @@ def test_several_gaps_in_several_files(write, image_example, grey):
     assert first == again
 
 
+@pytest.mark.slow
 def test_the_others_keep_order_and_augmentation(write, example):
     bad = example(image__encoded=b"no image", image__class__label=0)
     whole, _, _ = write(bad)
@@ -275,6 +279,7 @@ def test_the_others_keep_order_and_augmentation(write, example):
         assert numbers(good, start) == expected[start:]
 
 
+@pytest.mark.slow
 def test_kept_in_memory(write, example):
     source, _, _ = write(example(image__encoded=b"no image", image__class__label=0))
     good, _ = _without(source)
@@ -395,6 +400,7 @@ def test_a_row_group_that_cannot_be_read(tmp_path):
     assert good.splits == {"train": 54, "test": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [None, [3, 4]])
 def test_a_stream_goes_on_behind_bad_records(write, seeds):
     source, _, _ = write(b"no example")
@@ -447,6 +453,7 @@ def few_digits(tmp_path):
     return open_few
 
 
+@pytest.mark.slow
 def test_tfds(few_digits):
     source = few_digits()
     path = source.files("train")[1]
@@ -471,6 +478,7 @@ def test_tfds(few_digits):
     assert quarantines.inspect(part, ["train"], 0).splits["train"] == 10
 
 
+@pytest.mark.slow
 def test_what_tfds_has_to_write_again(few_digits):
     source = few_digits()
     path = source.files("train")[0]
@@ -499,7 +507,8 @@ class Host:
         return told
 
 
-@pytest.mark.parametrize("bad", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [True, False])
 def test_hosts_look_at_a_part_each(write, example, monkeypatch, bad):
     record = example(image__encoded=b"no image", image__class__label=0)
     source, _, _ = write(*[record] * bad)

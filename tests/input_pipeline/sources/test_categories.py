@@ -52,6 +52,7 @@ def _as_parquet(spec):
 CHOSEN = ["price", "color", "size", "shop"]
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [

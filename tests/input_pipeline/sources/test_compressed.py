@@ -35,6 +35,7 @@ def _labels(source, split="train", **options):
     return [int(y) for _, ys in data.as_numpy_iterator() for y in ys]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.tfrecord.gz"])
 @pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])
 def test_they_are_read_like_others(tmp_path, write, kind, name):
@@ -53,6 +54,7 @@ def test_they_are_read_like_others(tmp_path, write, kind, name):
     assert not len(found) and found.splits == {"train": 2 * _COUNT}
 
 
+@pytest.mark.slow
 def test_conversion_and_a_local_store(tmp_path, write):
     write(tmp_path / "a.gz", "GZIP")
     info = convert(
@@ -65,6 +67,7 @@ def test_conversion_and_a_local_store(tmp_path, write):
     assert _labels(source, training=False) == [*range(_COUNT)]
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "damaged"])
 def test_nothing_is_read_behind_what_is_damaged(tmp_path, write, kind, cut):

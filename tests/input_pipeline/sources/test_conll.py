@@ -130,6 +130,7 @@ _TABS = _SPACES.replace(" ", "\t")
 _MANY = "has {} columns, expected 4, divided by {}"
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(
     "content, bad, fault",
     [

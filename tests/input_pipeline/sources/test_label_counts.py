@@ -65,6 +65,7 @@ def unreadable(monkeypatch):
     return forbid
 
 
+@pytest.mark.quick_one_in(2)
 def test_labels_that_were_counted_are_not_read_again(spec, tmp_path, unreadable):
     findings = str(tmp_path / "run" / "findings")
     first = open_source(spec, findings=findings)
@@ -84,6 +85,7 @@ def test_a_number_of_classes_that_is_given_reads_nothing(spec, tmp_path, unreada
     assert not os.path.exists(f"{findings}.json")
 
 
+@pytest.mark.quick_one_in(9)
 @pytest.mark.parametrize(
     "change",
     ["time", "removed", "options", "cut", "other JSON", "unwritable", "dangling"],
@@ -121,6 +123,7 @@ def test_what_is_not_the_same_is_read(spec, tmp_path, change, capsys):
     assert said == (change in ("cut", "other JSON", "unwritable"))
 
 
+@pytest.mark.quick_one_in(2)
 def test_classes_are_those_of_the_files_as_they_are(spec, tmp_path):
     findings = str(tmp_path / "findings")
     assert open_source(spec, findings=findings).num_classes == 5

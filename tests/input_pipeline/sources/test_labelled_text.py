@@ -54,6 +54,7 @@ def _read(source, split="train", **options):
     return found
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_texts_and_names_of_classes(tmp_path, kind):
     columns = {"label": _LABELS, "id": [*range(5)], "text": _TEXTS}
@@ -67,6 +68,7 @@ def test_texts_and_names_of_classes(tmp_path, kind):
     assert _read(source, seed=1, start_record=2) == shuffled[2:]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     "columns, options, kind, wanted",
     [
@@ -109,6 +111,7 @@ def test_a_tokenizer_makes_the_tokens(tmp_path):
     assert source.tokenizer is words
 
 
+@pytest.mark.slow
 def test_what_is_held_out(tmp_path):
     columns = {"text": [f"t{k}" for k in range(40)], "label": [*range(2)] * 20}
     source = _open(tmp_path, columns, eval_fraction=None)

@@ -92,6 +92,7 @@ def is_known(source):
     return any("known from an earlier run" in note for note in source.notes)
 
 
+@pytest.mark.slow
 def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
     far = open_source(spec)
     assert far.in_memory() is None
@@ -109,6 +110,7 @@ def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
     assert read(far, seed=1, start_record=100) == shuffled[100:]
 
 
+@pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize(("buffer_mb", "at_once"), [(0, 4), (1, 500)])
 def test_rows_are_mixed_within_some_blocks(spec, no_room, buffer_mb, at_once):
     """As many as the buffer has room for, and at least four."""
@@ -240,6 +242,7 @@ def test_an_order_over_bad_records_that_overlap(no_room, tmp_path):
     assert [*good.numbers("train")] == [*range(1, 5), *range(35, 490)]
 
 
+@pytest.mark.slow
 def test_rows_that_are_passed_over_are_in_no_batch(no_room, tmp_path):
     path = tmp_path / "rows.csv"
     write_csv(path)
@@ -267,6 +270,7 @@ def test_rows_that_are_passed_over_are_in_no_batch(no_room, tmp_path):
         assert [int(number) for some, _ in later for number in some] == read[33:]
 
 
+@pytest.mark.quick_one_in(4)
 def test_a_pass_that_was_made_is_not_made_again(spec, no_room, tmp_path, monkeypatch):
     known = str(tmp_path / "run" / "findings")
     first = open_source(spec, findings=known)

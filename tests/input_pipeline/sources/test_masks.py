@@ -88,7 +88,8 @@ def test_what_is_no_mask():
             masks.decode(tf.constant(encoded))
 
 
-@pytest.mark.parametrize("palette", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("palette", [True, False])
 def test_a_folder_of_pictures_with_masks(tmp_path, palette):
     source = open_source(_write(tmp_path, palette=palette))
     assert source.target == Target("mask", 8) and source.num_classes == 8
@@ -111,6 +112,7 @@ def test_a_folder_of_pictures_with_masks(tmp_path, palette):
     )
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("recipe", "keep"),
     [
@@ -150,6 +152,7 @@ def test_a_mask_moves_with_its_picture(tmp_path, recipe, keep):
     assert changed >= 4
 
 
+@pytest.mark.slow
 def test_masks_of_arrays():
     x, y = np.stack([PLACES] * 3), np.stack([CLASSES] * 3)
     source = ArraySource(x, y, class_names="abcdefgh")
@@ -217,6 +220,7 @@ def test_a_folder_of_0_and_255_is_told_from_classes(tmp_path):
         open_source(spec)
 
 
+@pytest.mark.slow
 def test_bad_masks_are_bad_records(tmp_path):
     spec = _write(tmp_path, count=5)
     (tmp_path / "masks" / "01.png").write_bytes(_png(PLACES))

@@ -761,6 +761,7 @@ def _multiset(source, split):
     return _comparable(_read(source, split))
 
 
+@pytest.mark.slow
 def test_splits_in_the_words_of_tfds(digits):
     options = {"train_split": "test[:90%]", "eval_split": "test[90%:]"}
     source = TFDSSource(digits._builder, "digits", **options)
@@ -780,6 +781,7 @@ def test_splits_of_what_is_not_prepared(tmp_path):
     assert fresh.splits == {"train": 10, "test": 360}
 
 
+@pytest.mark.slow
 def test_shards_are_even_parts_of_each_split(digits):
     parts = [TFDSSource(digits._builder, "digits", shard=(n, 2)) for n in range(2)]
     assert sum(part.splits["train"] for part in parts) == 1437

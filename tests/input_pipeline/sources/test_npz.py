@@ -175,6 +175,7 @@ def test_a_picture_unlike_those_that_were_looked_at(tmp_path):
         _read(source, "train")
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     "y, kind, size",
     [

@@ -162,6 +162,7 @@ def _parquet(root, pictures):
     return open_source(f"parquet:{root}/a.parquet", eval_fraction=0)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("picture", IGNORED)
 @pytest.mark.parametrize("reader", [_folder, _masks, _records, _parquet])
 def test_what_is_ignored_of_a_picture_is_said_once_whatever_reads_it(

@@ -92,6 +92,7 @@ def _write(folder, name):
     return f"{kind}:{path}", test, table.label
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("name", _READ)
 def test_the_default_command_takes(tmp_path, name):
     spec, _, label = _write(tmp_path, name)
@@ -119,6 +120,7 @@ def test_the_table_of_a_text_names_what_reads_it(tmp_path):
     assert len(rows) == 20 and not any(row.fault for row in rows)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("size", [1, 100, 2**22])
 def test_rows_of_nothing_at_the_end_are_said(tmp_path, capsys, monkeypatch, size):
     monkeypatch.setattr(csv_file, "_BLOCK_BYTES", size)

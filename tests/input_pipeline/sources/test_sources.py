@@ -31,6 +31,7 @@ def _comparable(examples):
     return sorted((image.tobytes(), label) for image, label in examples)
 
 
+@pytest.mark.slow
 def test_importing_is_light():
     code = """if True:
         import sys
@@ -48,6 +49,7 @@ def test_importing_is_light():
 # --- digits
 
 
+@pytest.mark.slow
 def test_digits_are_those_of_scikit_learn(digits):
     wanted = load_digits()
     pixels = np.rint(wanted.images * 255 / 16).astype(np.uint8)[..., None]

@@ -61,6 +61,7 @@ PRICES = [1.5, 2.25, -3.0, 1e3] * 10
 WET, HOT = [0, 1] * 20, [1, 1, 0, 0] * 10
 
 
+@pytest.mark.quick_one_in(2)
 @KINDS
 @pytest.mark.parametrize(
     ("labels", "options", "kind_of_target", "note"),
@@ -153,6 +154,7 @@ def test_a_label_that_is_neither_0_nor_1_is_a_bad_record(tmp_path):
     assert open_source(spec, label_column="wet,hot").target.kind == "numbers"
 
 
+@pytest.mark.quick_one_in(4)
 @KINDS
 @pytest.mark.parametrize(
     ("labels", "options", "kind_of_target", "size", "note"),

@@ -41,6 +41,7 @@ def _read(source, split="train", **options):
     ]
 
 
+@pytest.mark.slow
 def test_texts_and_their_folders(tmp_path):
     source = _open(tmp_path)
     assert source.class_names == ("neg", "pos") and source.num_classes == 2

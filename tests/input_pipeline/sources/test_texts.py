@@ -61,6 +61,7 @@ def test_rows_are_the_documents_one_behind_the_other(tmp_path):
     assert "30 tokens" in source.note
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_order_is_that_of_other_sources(tmp_path, on_disk):
     _write(tmp_path, *[f"{k} bottles of beer" for k in range(12)])
@@ -75,6 +76,7 @@ def test_order_is_that_of_other_sources(tmp_path, on_disk):
     assert _rows(source, seed=3, start_record=7) == first[7:]
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("tokenizer", ["bytes", _WORDS], ids=["bytes", "words"])
 def test_tokens_on_the_disk_are_made_once(tmp_path, monkeypatch, tokenizer):
     _write(tmp_path, *[f"one two three four {k}\n" * 9 for k in range(20)])
@@ -95,6 +97,7 @@ def test_tokens_on_the_disk_are_made_once(tmp_path, monkeypatch, tokenizer):
         _open(tmp_path, **options, cache_dir=folder)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("end", [".ids", ".json"])
 def test_damaged_tokens_are_made_anew(tmp_path, capsys, end):
     _write(tmp_path, *[f"one two three {k}\n" * 9 for k in range(20)])

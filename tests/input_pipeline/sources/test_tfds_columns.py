@@ -49,6 +49,7 @@ def _movielens(data_dir, **options):
     return source
 
 
+@pytest.mark.slow
 def test_movielens(data_dir):
     source = _movielens(data_dir)
     assert source.target == Target("numbers", 1, ("user_rating",))
@@ -87,6 +88,7 @@ def test_movielens(data_dir):
     assert seen == {(n % 3, n % 2, 1.0 + n % 5) for n in range(30)}
 
 
+@pytest.mark.slow
 def test_named_features_and_a_part_of_the_ids(data_dir):
     names = {"feature_columns": ["raw_user_age", "user_id"]}
     source = _movielens(data_dir, **names, label_column="user_gender")

@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests.variants import slow
 from towers.input_pipeline import make_dataset
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources.targets import Target
@@ -102,7 +101,8 @@ def _open(builder, folder, **options):
     return source
 
 
-@pytest.mark.parametrize("builder", [TinyPets, slow(TinyScenes)])
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", [TinyPets, TinyScenes])
 def test_masks(tmp_path, builder):
     options = {"target": "mask", "num_classes": 3} if builder is TinyPets else {}
     source = _open(builder, tmp_path, **options)
@@ -127,6 +127,7 @@ def test_a_set_with_a_class_and_a_mask_is_of_classes_unless_asked(tmp_path):
         TFDSSource(TinyPets(data_dir=tmp_path), "tfds:tiny_pets", target="numbers")
 
 
+@pytest.mark.slow
 def test_rows_and_numbers(tmp_path):
     source = _open(TinyWines, tmp_path)
     assert source.target == Target("numbers", 1, ("price",))

@@ -46,6 +46,7 @@ def test_words_are_ids_and_words_again():
         text.WordTokenizer(["b", "a", "a"])
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", ["bytes", "words", "sentencepiece", "wordpiece"])
 def test_what_is_saved_is_loaded(tmp_path, kind):
     tokenizer = {
@@ -174,6 +175,7 @@ def _wordpiece(folder, pieces):
     return text.open_tokenizer(f"wordpiece:{folder}/vocab.txt")
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     "pieces, wanted, size, end",
     [

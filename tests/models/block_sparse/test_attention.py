@@ -121,6 +121,7 @@ def _variables(layer):
     return [variable.value for variable in layer.trainable_variables]
 
 
+@pytest.mark.quick_one_in(18)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -278,6 +279,7 @@ def _traced(layer, *specs):
     return tf.function(layer).get_concrete_function(*specs).graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("pattern", ["local", "global"])
 def test_memory_grows_with_the_number_of_blocks(pattern, causal):
@@ -312,6 +314,7 @@ def test_memory_grows_with_the_number_of_blocks(pattern, causal):
     assert numbers(1024) <= 2.1 * numbers(512)
 
 
+@pytest.mark.slow
 def test_fit_compiled_by_xla():
     layer = _layer("local", 8, 29, causal=True, dropout=0.1)
     model = keras.Sequential([keras.Input((29, WIDTH)), layer])
@@ -417,6 +420,7 @@ def _model():
     return keras.Model([inputs, mask], keras.layers.Dense(2)(attended))
 
 
+@pytest.mark.slow
 def test_on_towers_as_on_one_device(caplog):
     x, y, mask = _examples(77)
     data = tf.data.Dataset.from_tensor_slices(((x, mask), y[..., :2])).batch(3)

@@ -103,6 +103,7 @@ def _check(layer, x, tolerance=1e-6):
     assert oracle.largest_difference(ours, _expected(layer, x, weights)) < tolerance
 
 
+@pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("channels, filters, block", SIZES, ids=str)
 @pytest.mark.filterwarnings("ignore:The pattern")
@@ -111,6 +112,7 @@ def test_equals_a_dense_one(pattern, channels, filters, block):
     _check(layer, _numbers(2, 6, 5, channels))
 
 
+@pytest.mark.quick_one_in(12)
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("data_format", ("channels_last", "channels_first"))
 @pytest.mark.parametrize("padding", ("same", "valid"))
@@ -281,6 +283,7 @@ def test_a_matrix_is_saved():
     assert layer.kernels[0].shape == (MATRIX.sum(), 3, 3, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("xla", (False, True))
 def test_fit(xla):
     ours, theirs = _model((10, 9)), _model((10, 9))
@@ -292,6 +295,7 @@ def test_fit(xla):
     assert difference < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ((10, 9), (None, None)), ids=str)
 @pytest.mark.parametrize(
     "options", ({}, {"dynamic": True}, {"dilation_rate": 2}), ids=str

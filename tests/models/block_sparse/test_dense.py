@@ -214,6 +214,7 @@ def _has(pattern, inputs, units, size, dynamic=False):
     return not rest and blocks > 1 and not dynamic
 
 
+@pytest.mark.quick_one_in(9)
 @pytest.mark.parametrize("pattern", names())
 @pytest.mark.parametrize("inputs, units, size", SIZES, ids=str)
 @pytest.mark.parametrize("sparsity", (0.1, 0.7))
@@ -250,6 +251,7 @@ def test_monarch_is_what_its_paper_defines(side):
     assert _apart([layer.dense_kernel()], [(p @ left @ p.T @ right).T]) < 1e-6
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("dynamic", (False, True), ids=("", "dynamic"))
 @pytest.mark.parametrize("shape", ((1,), (0,), (3, 5), (2, 1, 3)), ids=str)
 @pytest.mark.parametrize("use_bias", (False, True), ids=("", "bias"))
@@ -258,6 +260,7 @@ def test_axes_of_examples(shape, dynamic, use_bias):
     _check(layer, _numbers(*shape, 16))
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("policy", LIMITS)
 @pytest.mark.parametrize("pattern", ("butterfly", "random", "monarch", "local_strided"))
 def test_policies(pattern, policy):
@@ -458,6 +461,7 @@ def test_masks_pass_through():
     np.testing.assert_array_equal(outputs._keras_mask, ids != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("xla", (False, True), ids=("", "xla"))
 def test_fit(xla):
     ours, theirs = _model(), _model()
@@ -569,6 +573,7 @@ def test_wrong_numbers(wrong, message):
         BlockSparseDense(**{"units": 8, **wrong})
 
 
+@pytest.mark.slow
 def test_one_import_is_enough_to_load(tmp_path):
     model = keras.Sequential([keras.Input((64,)), BlockSparseDense(32, 8)])
     model.save(tmp_path / "m.keras")

@@ -162,6 +162,7 @@ def _specs(layout, leading):
     return [*map(tf.TensorSpec, shapes)]
 
 
+@pytest.mark.quick_one_in(15)
 @pytest.mark.parametrize("xla", (False, True), ids=("", "xla"))
 @pytest.mark.parametrize("leading", ((None,), (None, 3), (2, None), (None, None)))
 @pytest.mark.parametrize("name", ("full", "uneven"))
@@ -208,6 +209,7 @@ def _second(product, mask, x, matrix):
     return outer.gradient(penalty, [x, matrix])
 
 
+@pytest.mark.quick_one_in(12)
 @pytest.mark.parametrize("mode", ("eager", "function", "xla"))
 @pytest.mark.parametrize("name", ("one block", "full", "irregular", "uneven"))
 def test_second_derivatives(name, mode):
@@ -277,6 +279,7 @@ def _with_places(x, blocks, layout, inputs):
     return rows_of(y, x, layout.shape[1])
 
 
+@pytest.mark.quick_one_in(18)
 @pytest.mark.parametrize("mode", ("eager", "function", "xla"))
 @pytest.mark.parametrize("moved", (False, True), ids=("", "moved"))
 @pytest.mark.parametrize("name", ("one block", "irregular", "uneven"))

@@ -277,7 +277,8 @@ class Drawn(Counted):
         return keras.random.uniform(keras.ops.shape(y), seed=self.generator)
 
 
-@pytest.mark.parametrize("kind", [Drawn, slow(Counted)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Drawn, Counted])
 def test_a_metric_with_a_state_that_it_does_not_list_is_computed_once(kind):
     found = []
     for towers in (0, 2):

@@ -44,7 +44,7 @@ def test_slow_classes_are_in_the_table():
     assert BY_CLASS.keys() >= SLOW
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize(
     "kind", [slow(kind) if kind in SLOW else kind for kind in BY_CLASS]
 )

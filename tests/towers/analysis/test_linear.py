@@ -19,6 +19,7 @@ def summed(x, old):
     return x - old
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(("following", "count"), [(doubled, 10), (summed, 1100)])
 def test_the_work_grows_with_the_operations(following, count):
     """Nodes that share an input are read once, and a long sum needs no deep stack."""

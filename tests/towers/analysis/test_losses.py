@@ -6,7 +6,6 @@ import tensorflow as tf
 from keras import ops
 
 from tests.towers.analysis import losses
-from tests.variants import slow
 from towers.analysis.rules import NoRuleError, Rules
 
 TABLE = losses.table()
@@ -42,6 +41,7 @@ def test_each_class_is_in_the_table():
     assert [row[:4] for row in TABLE] == [row[:4] for row in losses.rows()]
 
 
+@pytest.mark.slow
 def test_a_sample_of_outcomes():
     assert {row.kind for row in SAMPLE} == losses.classes().keys()
     for row in SAMPLE:
@@ -76,11 +76,12 @@ def test_only_what_couples_examples_is_gathered():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
         "quick",
-        *(slow(kind) for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
+        *(kind for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
     ],
 )
 def test_parts_add_up_to_the_whole(kind):

@@ -27,11 +27,12 @@ def test_each_class_is_measured():
     assert measured == metrics.classes().keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [
         ("Mean", "RootMeanSquaredError", "F1Score", "IoU", "Precision"),
-        slow(tuple(metrics.classes())),
+        tuple(metrics.classes()),
     ],
     ids=["some", "all"],
 )
@@ -195,7 +196,8 @@ def _first_rows(*batch):
     return tf.nest.map_structure(lambda rows: rows[:2], batch)
 
 
-@pytest.mark.parametrize("towers", [slow(2), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [2, 4])
 def test_outputs_with_losses_and_metrics_of_their_own(towers, capsys):
     (history, evaluated), (expected, expected_evaluated) = map(_trained, (towers, 0))
     assert history.keys() == expected.keys()

@@ -163,6 +163,7 @@ def _read(function, shape):
     return trace.found
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(("function", "shape"), CASES)
 def test_rows_are_read_and_are_apart(function, shape):
     assert _read(function, shape) is ROWS

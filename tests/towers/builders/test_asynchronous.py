@@ -342,6 +342,7 @@ def test_each_share_is_an_update(steps):
         assert np.all(np.isfinite(history["loss"] + history["mae"]))
 
 
+@pytest.mark.slow
 def test_metrics_count_each_example_once():
     x, y = _data(37)
     model = _mlp()
@@ -355,6 +356,7 @@ def test_metrics_count_each_example_once():
     assert {k: v[0] for k, v in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_train_on_batch_and_generators():
     x, y = _data(32)
     model = _mlp()
@@ -457,16 +459,17 @@ def _own_loss():
     return model, *_data(30), "mse"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "eager"),
     [
-        slow(_words, False),
-        slow(_tied, False),
+        (_words, False),
+        (_tied, False),
         (_two_outputs, False),
-        slow(_normalised, False),
-        slow(_own_loss, False),
-        slow(_normalised, True),
-        slow(_own_loss, True),
+        (_normalised, False),
+        (_own_loss, False),
+        (_normalised, True),
+        (_own_loss, True),
     ],
 )
 def test_models_of_all_kinds_learn(make, eager):
@@ -512,6 +515,7 @@ class _Counter(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_what_layers_assign_is_added_up():
     model = _mlp(_Counter(), layers.Dropout(0.5))
     parallel = _towers(model, 4, steps_per_execution=5)
@@ -598,7 +602,8 @@ class _Checked(layers.Layer):
             return tf.identity(x)
 
 
-@pytest.mark.parametrize("bound", [slow(None), 0, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [None, 0, 1])
 def test_what_fails_on_one_tower_reaches_the_caller(bound):
     x, y = _data(24)
     model = _mlp(_Checked())
@@ -650,6 +655,7 @@ def test_the_end_of_the_data():
         parallel.train_function(iter([]))
 
 
+@pytest.mark.slow
 def test_layers_that_need_all_towers_are_refused():
     x, y = _data(8)
     model = _mlp(layers.BatchNormalization(synchronized=True))
@@ -679,7 +685,8 @@ def test_a_bound_for_towers_that_wait():
 
 # Forth go four parameters and a loss scale; back four gradients, the loss, outputs and
 # the size and fraction of the share.
-@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), slow(True, 2, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), (True, 2, 5)])
 def test_towers_compute_on_their_devices(packed, forth, back):
     name = f"asynchronous_{packed}"
     nodes = _executed(name, name, packed=packed)
@@ -693,6 +700,7 @@ def test_towers_compute_on_their_devices(packed, forth, back):
     assert ways == expected | {(device, HOME): back for device in DEVICES}
 
 
+@pytest.mark.slow
 def test_shares_do_not_come_back():
     """Home takes the targets, for metrics, from where the batch came from."""
     nodes = _executed("one_way", "apply/adam")

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from tests.limits import HANG_S
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.layers import variables
@@ -103,6 +102,7 @@ def one_after_another(parts, **options):
 # Numbers.
 
 
+@pytest.mark.slow
 def test_serialised_steps_are_those_of_one_device_in_some_order():
     model = rivals()
     parallel = compiled(towers_of(model, max_staleness=0), steps_per_execution=2)
@@ -203,7 +203,8 @@ def test_moving_means_move_by_each_part(second_tower_first):
     np.testing.assert_allclose(model.norm.moving_mean, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bound", [slow(0), 1, slow(2), slow(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 1, 2, None])
 def test_every_part_is_applied_within_the_bound(bound):
     model = rivals()
     parallel = towers_of(model, 4, max_staleness=bound)
@@ -223,12 +224,13 @@ def test_every_part_is_applied_within_the_bound(bound):
 EXAMPLES = "accumulate", "dcgan", "sam", "wgan_gp", "fixmatch", "simclr", "vae"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
         ("accumulate", 2),
-        *(slow(name, 2) for name in EXAMPLES if name != "accumulate"),
-        *(slow(name, 4) for name in EXAMPLES),
+        *((name, 2) for name in EXAMPLES if name != "accumulate"),
+        *((name, 4) for name in EXAMPLES),
     ],
 )
 def test_examples_learn(name, gpus):
@@ -289,6 +291,7 @@ class Evaluated(Rivals):
         return {"mean": tf.reduce_mean(errors), "largest": tf.reduce_max(errors)}
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_are_those_of_one_device():
     model = Evaluated()
     parallel = compiled(towers_of(model, 3))
@@ -315,6 +318,7 @@ def test_a_step_may_return_the_batch_and_what_is_outside():
     assert logs["one"] == 1 and np.isfinite(logs["rows"])
 
 
+@pytest.mark.slow
 def test_sizes_of_many_lengths_are_traced_twice():
     traced = []
 
@@ -332,6 +336,7 @@ def test_sizes_of_many_lengths_are_traced_twice():
     assert {*traced} == {3, None}
 
 
+@pytest.mark.slow
 def test_towers_take_turns_without_graphs():
     model = rivals()
     parallel = towers_of(model)
@@ -342,6 +347,7 @@ def test_towers_take_turns_without_graphs():
     assert parallel.builder.staleness.updates == 2
 
 
+@pytest.mark.slow
 def test_time_is_measured():
     parallel = compiled(towers_of(rivals()))
     fit(parallel)
@@ -352,6 +358,7 @@ def test_time_is_measured():
 # What goes wrong.
 
 
+@pytest.mark.slow
 def test_the_tower_of_a_gradient_that_is_not_finite_is_named():
     model = rivals()
     parallel = compiled(towers_of(model, check_numerics=True))
@@ -364,7 +371,8 @@ def test_the_tower_of_a_gradient_that_is_not_finite_is_named():
     fit(parallel, rows=8)
 
 
-@pytest.mark.parametrize("bound", [slow(None), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [None, 0])
 def test_a_step_that_fails_reaches_the_caller(bound):
     class Checked(Rivals):
         def train_step(self, data):
@@ -411,6 +419,7 @@ def test_a_scale_of_losses_is_refused():
 # Where things run.
 
 
+@pytest.mark.slow
 def test_towers_compute_on_their_devices():
     devices, home = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"
     optimizer = functools.partial(keras.optimizers.Adam, name="own_adam")

@@ -1,4 +1,4 @@
-"""K towers give what one device gives: what test_exact_cases.py has no row for."""
+"""K towers give what one device gives: what tests/exact has no row for."""
 
 import functools
 
@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
-from tests.variants import slow
 from towers import multi_gpu_model
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -58,7 +57,8 @@ def _twenty_steps():
     return batches, losses, model.get_weights()
 
 
-@pytest.mark.parametrize("towers", [slow(1), slow(2), 3, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [1, 2, 3, 4])
 def test_twenty_steps_of_momentum_equal_the_oracle(towers):
     batches, losses, expected = _twenty_steps()
     model = _mlp()
@@ -118,6 +118,7 @@ def _dropped(towers, seed=3):
     return first.numpy(), second.numpy()
 
 
+@pytest.mark.slow
 def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
     first, second = _dropped(2)
     assert not np.array_equal(first[:10], first[10:])
@@ -136,6 +137,7 @@ class NeedsExamples(keras.layers.Layer):
             return tf.identity(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -143,12 +145,12 @@ class NeedsExamples(keras.layers.Layer):
         pytest.param(
             lambda x: keras.layers.MultiHeadAttention(2, 4)(x, x), id="attention"
         ),
-        slow(
+        pytest.param(
             lambda x: keras.layers.SimpleRNN(4)(keras.layers.Masking()(x)),
             id="masked_rnn",
         ),
-        slow(lambda x: keras.layers.GRU(4)(x), id="gru"),
-        slow(
+        pytest.param(lambda x: keras.layers.GRU(4)(x), id="gru"),
+        pytest.param(
             lambda x: keras.layers.Bidirectional(keras.layers.LSTM(3))(
                 keras.layers.Masking()(x)
             ),
@@ -210,7 +212,8 @@ class CallsAgain(keras.Sequential):
         return keras.ops.mean((self(x) - keras.ops.one_hot(y, CLASSES)) ** 2)
 
 
-@pytest.mark.parametrize("make", [OwnLoss, slow(CallsAgain)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [OwnLoss, CallsAgain])
 def test_gathered_losses_of_variables(make):
     x, y, _ = _data(70)
     found = []
@@ -226,7 +229,8 @@ def test_gathered_losses_of_variables(make):
     assert oracle.largest_difference(*found) <= 1e-5
 
 
-@pytest.mark.parametrize("coupled", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("coupled", [False, True])
 def test_outputs_with_several_rows_an_example(coupled):
     random = np.random.default_rng(0)
     x, y = random.normal(size=(70, 5, 4)), random.normal(size=(70, 10))

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests import executed
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.guard import Guard, StoppedStep, sums_are_finite
 from towers.collectives import reduce
@@ -46,6 +45,7 @@ def _before(guard, loss, towers, packs):
     return guard.before(tuple, loss, [sums], None, packed)
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("packs", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize(
     ("dtype", "large", "gradients"),
@@ -107,7 +107,8 @@ def test_ordinary_numbers_need_no_closer_look(dtype, large):
         assert not sums_are_finite([small, tf.constant([wrong, 0], dtype)])
 
 
-@pytest.mark.parametrize("builder", ["parameter_server", slow("replicated")])
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", ["parameter_server", "replicated"])
 def test_where_gradients_travel_packed_towers_look(builder):
     """Each reads its buffer once; what is beside it are scalars."""
     layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(3)]

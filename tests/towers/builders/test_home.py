@@ -8,7 +8,6 @@ from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
 from tests.towers.train.runs import setup
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import variables
 from towers.train.parts import model as model_parts
@@ -60,13 +59,14 @@ def _batches(rows=14, size=8):
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "steps"),
     [
         ("parameter_server", 1),
-        slow("parameter_server", 2),
-        slow("replicated", 1),
-        slow("replicated", 2),
+        ("parameter_server", 2),
+        ("replicated", 1),
+        ("replicated", 2),
     ],
 )
 def test_what_gpus_cannot_hold_stays_on_the_host(gpus, builder, steps):
@@ -110,6 +110,7 @@ def test_types_that_gpus_do_not_have():
         assert (dtype in on_gpus) != (dtype in variables.NOT_ON_GPUS), name
 
 
+@pytest.mark.slow
 def test_the_usual_batch_is_the_first(gpus):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     parallel = multi_gpu_model(model, gpus)

@@ -8,7 +8,6 @@ import pytest
 from tests import hosts
 from tests.exact import oracle
 from tests.towers.builders import own_rows
-from tests.variants import slow
 from towers import multi_gpu_model
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -22,11 +21,12 @@ def check(ours, ratios):
     assert apart[worst] <= LIMIT, (worst, apart[worst])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ratios", "update"),
     [
         ((2, 1), "parameter_server"),
-        slow((1, 1, 1), "parameter_server"),
+        ((1, 1, 1), "parameter_server"),
         ((1, 3, 2), "replicated"),
     ],
 )

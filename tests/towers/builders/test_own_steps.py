@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, hosts
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
 
@@ -109,6 +108,7 @@ def test_a_batch_that_is_not_written_is_said(tmp_path):
         parallel.fit(bad, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_came_before_has_applied_its_own():
     model = Rivals()
     parallel = multi_gpu_model(model, gpus=2, check_numerics=True)
@@ -136,6 +136,7 @@ class Coupled(Clipped):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_checked_are_said(caplog):
     inputs = keras.Input([4])
     model = Coupled(inputs, keras.layers.Dense(1)(inputs))
@@ -145,6 +146,7 @@ def test_gradients_that_are_not_checked_are_said(caplog):
     assert "gradients that check_numerics does not see" in caplog.text
 
 
+@pytest.mark.slow
 def test_finite_steps_are_those_without_a_check():
     found = []
     for check in (False, True):
@@ -170,6 +172,7 @@ class Compiled(Clipped):
         return super().train_step(data)
 
 
+@pytest.mark.slow
 def test_what_runs_without_xla_is_said(caplog):
     inputs = keras.Input([4])
     outputs = keras.layers.Dense(1)(inputs)
@@ -203,6 +206,7 @@ def test_a_step_in_a_branch_runs_on_one_device_which_is_said(caplog):
     assert int(optimizer.iterations) == 1
 
 
+@pytest.mark.slow
 def test_towers_preprocess_what_the_step_gets():
     def preprocess(x, y, training):
         scale = 0.5 if training else 0.25
@@ -275,8 +279,9 @@ class _Changes(keras.callbacks.Callback):
         weight.assign(weight + 0.1)
 
 
-@pytest.mark.parametrize("scaled", [slow(False), True])
-@pytest.mark.parametrize("towers", [slow(1), 2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("towers", [1, 2, 3])
 def test_copies_follow_what_is_changed(towers, scaled):
     found = []
     for wrap in (
@@ -299,6 +304,7 @@ def test_copies_follow_what_is_changed(towers, scaled):
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_copies_are_updated_where_they_are_and_no_weight_travels():
     _, *others = devices = [f"/device:CPU:{k}" for k in (1, 2, 3)]
     keras.utils.set_random_seed(1)
@@ -325,6 +331,7 @@ def test_copies_are_updated_where_they_are_and_no_weight_travels():
     assert not read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "tower"), [(1, 0), (6, 1)])
 def test_a_gradient_that_is_not_finite_reaches_no_copy(row, tower):
     options = {"check_numerics": True, "variable_update": "replicated"}
@@ -385,6 +392,7 @@ class Plain(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_no_news(caplog):
     inputs = keras.Input([4], dtype="int32")
     rows = keras.layers.Flatten()(keras.layers.Embedding(9, 2)(inputs))

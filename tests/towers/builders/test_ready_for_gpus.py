@@ -164,6 +164,7 @@ def _assert_ready(of_depths, waits=()):
     assert one == two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "cnn" else slow(kind) for kind in MODELS]
 )
@@ -194,7 +195,7 @@ def test_each_way_to_update(kind, way, steps):
     _assert_ready([_ran(kind, depth, steps, **WAYS[way])[0] for depth in (1, 2)])
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS])
 def test_what_is_placed_ahead_stays_there(way, monkeypatch):
     """It once came back to the host, and went to its tower again."""
@@ -269,6 +270,7 @@ OTHERS = [pair for pair in itertools.product(KINDS, WAYS) if pair != QUICK]
 PAIRS = [QUICK, *(slow(*pair) for pair in OTHERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), PAIRS)
 def test_numbers_are_those_of_one_device(kind, way):
     with as_on_gpu.made_up_gpus(*GPUS):
@@ -276,8 +278,9 @@ def test_numbers_are_those_of_one_device(kind, way):
     _assert_equal(found, _expected(kind))
 
 
-@pytest.mark.parametrize("home", [GPUS[0], slow(HOST)])
-@pytest.mark.parametrize("kind", ["mlp, dropout", slow("cnn"), slow("transformer")])
+@pytest.mark.slow
+@pytest.mark.parametrize("home", [GPUS[0], HOST])
+@pytest.mark.parametrize("kind", ["mlp, dropout", "cnn", "transformer"])
 def test_one_gpu_draws_what_keras_draws(kind, home):
     with as_on_gpu.made_up_gpus(*GPUS):
         found = _trained(kind, 1, local_parameter_device=home)

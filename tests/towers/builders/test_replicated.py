@@ -223,6 +223,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "own" else slow(name) for name in OPTIMIZERS]
 )
@@ -249,7 +250,8 @@ def _expected(sizes=(8,), epochs=2):
 
 
 # On CPUs, all other tests add on the CPU; the device's sum is looked at below.
-@pytest.mark.parametrize("algorithm", [slow("cpu"), slow("device"), "ring"])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["cpu", "device", "ring"])
 def test_all_algorithms_train_alike(algorithm):
     """Also where some towers are idle."""
     model = _model()
@@ -404,6 +406,7 @@ def _scheduled():
     return keras.optimizers.SGD(_schedule(), momentum=0.9)
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(("moment", "changes", "steps"), WHEN)
 def test_changes_in_callbacks_reach_all_towers(moment, changes, steps):
     """Each at a moment of its own: a copy that missed one spoils the steps after it."""

@@ -1,6 +1,6 @@
 """Optimizer state in shards: what each tower has, what it computes, what is refused.
 
-That no number changes is shown by tests/exact/test_sharded_state.py.
+That no number changes is shown by tests/exact.
 """
 
 import collections
@@ -118,6 +118,7 @@ def test_no_device_adds_more_than_its_part_of_the_gradients(packed):
     assert sum(added) >= whole
 
 
+@pytest.mark.slow
 def test_copies_are_equal_and_slices_are_empty_between_steps():
     model, parallel = _trained()
     copies = parallel.builder.pieces.copies
@@ -147,14 +148,15 @@ def _two_towers(model):
     return _wrap(model, towers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then",
     [
         _two_towers,
-        slow(_plain),
-        slow(_parameter_server),
-        slow(_whole_copies),
-        slow(_wrap),
+        _plain,
+        _parameter_server,
+        _whole_copies,
+        _wrap,
     ],
 )
 def test_a_saved_model_continues_with_another_number_of_towers_or_without(
@@ -178,9 +180,9 @@ def test_a_saved_model_continues_with_another_number_of_towers_or_without(
     "then",
     [
         _parameter_server,
-        slow(_plain),
-        slow(_whole_copies),
-        slow(_two_towers),
+        _plain,
+        _whole_copies,
+        _two_towers,
     ],
 )
 def test_the_same_model_goes_on_otherwise(then):
@@ -207,7 +209,7 @@ def _several():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [_compiled, slow(_eager), slow(_several)])
+@pytest.mark.parametrize("options", [_compiled, _eager, _several])
 def test_steps_may_be_compiled_eager_or_several_in_a_call(options):
     def trained(wrap, **given):
         model, _ = _trained(lambda: _adam(global_clipnorm=0.1), wrap, **given)
@@ -280,8 +282,8 @@ def _several_optimizers():
     "optimizer",
     [
         lambda: _adam(use_ema=True, ema_momentum=0.5),
-        slow(_of_all_kinds),
-        slow(_several_optimizers),
+        _of_all_kinds,
+        _several_optimizers,
     ],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -316,6 +318,7 @@ def test_what_callbacks_change_reaches_all_towers():
     assert oracle.largest_difference(trained(_wrap), trained(_plain)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing():
     model = _model()
     parallel = _wrap(model, check_numerics=True)
@@ -366,8 +369,8 @@ def _accumulated():
     ("optimizer", "way"),
     [
         (_all_at_once, "rows"),
-        *(slow(_adam, "rows"), slow(_all_at_once, "columns")),
-        slow(_accumulated, "rows"),
+        *((_adam, "rows"), (_all_at_once, "columns")),
+        (_accumulated, "rows"),
     ],
 )
 def test_tables_keep_their_own_shards(optimizer, way):

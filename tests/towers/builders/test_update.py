@@ -125,7 +125,7 @@ def _quick(names):
     return [name if name in names else slow(name) for name in OPTIMIZERS]
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _quick(QUICK))
 def test_fewer_operations_make_keras_own_numbers_to_the_last_bit(name):
     """What all variables share is computed once."""
@@ -257,8 +257,9 @@ def _plain(make, optimizer, x=X):
 
 
 # The last two have variables of other types, and of no shape.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [slow("Adam"), "LossScaleOptimizer, Adam", slow("Adafactor"), slow("Nadam")]
+    "name", ["Adam", "LossScaleOptimizer, Adam", "Adafactor", "Nadam"]
 )
 def test_compiled_it_is_one_operation(on_gpus, name):
     make = OPTIMIZERS[name]
@@ -309,7 +310,8 @@ class Foreign(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-@pytest.mark.parametrize("make", [Whole, slow(Foreign)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Whole, Foreign])
 def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
     expected = _plain(_dense, make())
     wrapped = []
@@ -331,6 +333,7 @@ def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
     assert len(told) == 1
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_not_compiled_anew_for_each_size(on_gpus, caplog):
     x = np.abs(X).round() % 5
     expected = _plain(_embedding, optimizers.SGD(), x)

@@ -99,17 +99,18 @@ def test_gradients_are_added_where_asked(cpu_merge, merge):
     assert reduced == {merge}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch", "builder"),
     [
-        slow("fit", 1, 0, "parameter_server"),
+        ("fit", 1, 0, "parameter_server"),
         ("fit", 1, 2, "parameter_server"),
-        slow("fit", 10, 0, "parameter_server"),
-        slow("fit", 10, 0, "replicated"),
-        slow("evaluate", 1, 0, "parameter_server"),
+        ("fit", 10, 0, "parameter_server"),
+        ("fit", 10, 0, "replicated"),
+        ("evaluate", 1, 0, "parameter_server"),
         ("evaluate", 10, 0, "parameter_server"),
-        slow("predict", 1, 0, "parameter_server"),
-        slow("predict", 10, 0, "parameter_server"),
+        ("predict", 1, 0, "parameter_server"),
+        ("predict", 10, 0, "parameter_server"),
     ],
 )
 def test_nothing_crosses_a_device_that_happens_to_be_the_default(
@@ -194,6 +195,7 @@ def _travels(packed, home=HOME):
     return executed.transfers(nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", TOWERS)
 def test_packed_values_and_gradients_travel_in_one_piece(tower):
     sent = _travels(packed=True)
@@ -235,15 +237,16 @@ def test_home_does_not_send_to_itself():
     assert there == ["read/concat"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"gpus": 4, "stages": 2, "shard_embeddings": "rows"},
-        slow({"gpus": 4, "stages": 2, "shard_embeddings": "columns"}),
-        slow({"gpus": 4, "stages": 2, "micro_batches": 2, "recompute": "layer"}),
+        {"gpus": 4, "stages": 2, "shard_embeddings": "columns"},
+        {"gpus": 4, "stages": 2, "micro_batches": 2, "recompute": "layer"},
         # Towers look up their rows at home.
         {"gpus": 2},
-        slow({"gpus": 2, "shard_embeddings": "rows"}),
+        {"gpus": 2, "shard_embeddings": "rows"},
     ],
     ids=str,
 )

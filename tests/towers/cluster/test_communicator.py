@@ -24,6 +24,7 @@ from towers.cluster.membership import HostsDifferError
 COUNTS = (1, 2, 3, 4, 5, slow(7))
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("count", COUNTS)
 def test_sums_of_any_size(count):
     """Those by doubling and those around the ring, of one block and of several."""

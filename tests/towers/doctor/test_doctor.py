@@ -265,6 +265,7 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path):
     assert "\nok     model_dir " in done.stdout
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -333,6 +334,7 @@ def links(slowest=10_000.0, unchanged=True):
     ]
 
 
+@pytest.mark.slow
 def test_each_copy_is_of_a_new_array(monkeypatch):
     """TensorFlow keeps copies on GPUs, and one of 569 GB/s was reported."""
     copied, copy = [], probe._copy

@@ -53,6 +53,7 @@ def test_a_host_that_does_not_come():
     assert found["bandwidth"].text == "not measured, as the hosts have not met"
 
 
+@pytest.mark.slow
 def test_hosts_of_different_tokens():
     first, second = places(2, join_seconds=3.0)
     found = examine([first, dataclasses.replace(second, token="another")])

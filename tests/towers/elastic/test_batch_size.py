@@ -184,6 +184,7 @@ def stopped(tmp_path_factory):
     return made(tmp_path_factory, "stopped", {3: 3, 5: signal.SIGTERM}, code=143)
 
 
+@pytest.mark.slow
 def test_as_plain_keras_with_other_batches(changed, tmp_path):
     assert [*changed.losses] == [0, 1, 2, 3]
     assert_equal(changed, *plain(tmp_path / "plain", 2, 3, 3, 1))
@@ -220,6 +221,7 @@ def test_the_log_has_the_columns_of_its_header(changed):
     np.testing.assert_allclose(found, [*changed.losses.values()])
 
 
+@pytest.mark.slow
 def test_eval_only(changed):
     done = main_here(*flags_of(changed.path, "--num_gpus=3", "--eval_only"))
     assert done.returncode == 0, done.stderr
@@ -227,6 +229,7 @@ def test_eval_only(changed):
     assert f"validation loss {loss:.4f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_never_stopped(stopped, changed, tmp_path):
     path = shutil.copytree(stopped.path, tmp_path / "run")
     seen = train(path, "--num_gpus=3", events={14: 1})
@@ -237,7 +240,7 @@ def test_a_run_goes_on_as_if_never_stopped(stopped, changed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, slow(2)])
+@pytest.mark.parametrize("towers", [1, 2])
 def test_a_run_goes_on_with_the_batch_of_its_epoch(stopped, tmp_path, towers):
     path = shutil.copytree(stopped.path, tmp_path / "run")
     seen = train(path, f"--num_gpus={towers}", "--train_epochs=2")
@@ -280,7 +283,7 @@ def test_batches_of_the_users_own_size_are_refused(tmp_path, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [slow("arrays"), slow("dataset"), "PyDataset"])
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "PyDataset"])
 def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     path, options = tmp_path / "run", {"mine": own, "data": ()}
@@ -292,7 +295,8 @@ def test_data_and_optimizer_of_the_users_own(tmp_path, kind):
         assert_equal(seen, *plain(tmp_path / "plain", 2, 3, **options))
 
 
-@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "PyDataset"])
 def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
     own = OWN_DATA + KINDS[kind] + OWN_OPTIMIZER.format("learning_rate")
     for count in (1, 2):
@@ -301,8 +305,9 @@ def test_data_of_the_users_own_go_on_between_epochs(tmp_path, kind):
         assert seen.steps == epochs(2)
 
 
-@pytest.mark.parametrize("kind", ["arrays", slow("dataset"), slow("PyDataset")])
-@pytest.mark.parametrize("towers", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "PyDataset"])
+@pytest.mark.parametrize("towers", [2, 3])
 def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
     path, options = tmp_path / "run", {"mine": OWN_DATA + KINDS[kind], "data": ()}
     train(path, "--num_gpus=2", events={3: signal.SIGTERM}, code=143, **options)
@@ -311,7 +316,7 @@ def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_patience_counts_on(tmp_path, dtype):
     """Of a loss of which more is better, the first epoch is the best."""
     flags = "--monitor=val_loss", "--monitor_mode=max", f"--dtype={dtype}"

@@ -249,7 +249,8 @@ def write(file, text):
 # Others are wanted.
 
 
-@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), slow(2, 2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "few", "many"), [(1, 1, 2), (2, 2, 3)])
 def test_hosts_are_added_and_removed(run, least, few, many):
     file = run.folder / "hosts"
     file.write_text(str(few))

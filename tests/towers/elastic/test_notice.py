@@ -582,6 +582,7 @@ def fit(*callbacks, epochs=10**6):
     parallel.fit(x, x[:, :1], callbacks=[*callbacks, Guard()], **options)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_notice_saves_and_ends_the_run(cloud, tmp_path, capsys, monkeypatch, first):
     monkeypatch.setattr(notice._Aws, "every_s", 0.01)
@@ -613,6 +614,7 @@ def test_a_notice_saves_and_ends_the_run(cloud, tmp_path, capsys, monkeypatch, f
     join_threads()
 
 
+@pytest.mark.slow
 def test_without_a_notice_nothing_happens(cloud, tmp_path, capsys):
     cloud.answers = Tokens(404, "").answers
     aws = PreemptionNotice("aws", metadata_host=cloud.host)
@@ -686,7 +688,7 @@ parallel.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False, callbacks=call
 """
 
 
-@pytest.mark.quick_one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["notice", "signal"])
 def test_the_signal_of_the_machines_end_is_no_second_one(tmp_path, first):
     done = subprocess.run(
@@ -705,6 +707,7 @@ def test_the_signal_of_the_machines_end_is_no_second_one(tmp_path, first):
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_the_program(tmp_path):
     folder, path = tmp_path / "run", tmp_path / "gone"
     flags = ("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", "--log_steps=10")

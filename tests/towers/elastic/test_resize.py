@@ -214,6 +214,7 @@ def test_another_request_comes_before(locked):
     assert Inbox(str(locked)).take() == second
 
 
+@pytest.mark.slow
 def test_the_end_of_the_data_answers(tmp_path):
     """Of data of unknown length, Keras begins a batch that does not come."""
     parallel, x, y = model_and_data()
@@ -296,6 +297,7 @@ def fit(folder, requests_, **options):
     return parallel, resize
 
 
+@pytest.mark.slow
 def test_the_callback(tmp_path, capsys):
     parallel, resize = fit(tmp_path, {2: {"num_gpus": 3}, 5: {"gpu_indices": [1]}})
     assert parallel.builder.plan.devices == ("/device:CPU:1",)
@@ -341,6 +343,7 @@ def test_the_callback_refuses(tmp_path):
     assert parallel.builder.plan.count == 2
 
 
+@pytest.mark.slow
 def test_only_other_ratios_are_told_as_that(tmp_path):
     fit(tmp_path, {2: {"num_gpus": 2, "split_ratios": (1, 3)}})
     assert answers(tmp_path)["done"].startswith(

@@ -73,6 +73,7 @@ def fit(trained, *callbacks):
     return trained
 
 
+@pytest.mark.slow
 def test_a_run_gets_what_others_leave(tmp_path):
     found = PLACES, PLACES, PLACES[:2], PLACES[:2], PLACES[1:2], PLACES
     registry, clock = Registry(*found), Clock()
@@ -93,6 +94,7 @@ def test_a_run_gets_what_others_leave(tmp_path):
     assert registry.left
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said_and_kept(tmp_path, capsys):
     def check(count, ratios):
         raise ValueError(f"{count} is too few.")
@@ -111,6 +113,7 @@ def test_what_cannot_be_is_said_and_kept(tmp_path, capsys):
     assert said.count("The towers stay as they are: 1 is too few.") == 1
 
 
+@pytest.mark.slow
 def test_a_registry_that_cannot_be_used_changes_nothing(tmp_path, capsys):
     class Full(Registry):
         def look(self):

@@ -172,6 +172,7 @@ def test_report_of_a_search_that_was_stopped():
     assert stopped.as_dict()["stopped"] is True
 
 
+@pytest.mark.slow
 def test_report_draws(tmp_path):
     for name, begins in (("chart.png", b"\x89PNG"), ("chart.svg", b"<?xml")):
         report(tried_by(21, start=8)).plot(str(tmp_path / name))
@@ -415,6 +416,7 @@ def test_a_probe_reads_what_the_search_was_given(tmp_path):
     assert found == asked.but(batch_size=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

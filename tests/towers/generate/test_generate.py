@@ -48,6 +48,7 @@ def test_the_likeliest_token():
     assert drawn(model, 1, begun=[3, 3, 3, 3, 1], temperature=0) == [3]
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_by_their_probabilities():
     probabilities = np.array([0, 0.5, 0.3, 0.15, 0.05])
     model = bigrams(np.tile(np.log(probabilities + 1e-9), (5, 1)))
@@ -142,6 +143,7 @@ def test_the_command_writes_a_text(model_dir):
     assert len(done.stdout) > len("def\n")
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

@@ -150,6 +150,7 @@ def test_one_is_killed_and_another_one_takes_its_place(run, victim):
     run.stop()
 
 
+@pytest.mark.slow
 def test_all_are_killed(run):
     run.start("2:3", "--max_restarts=1")
     before = run.begin(0, 1, 2)
@@ -165,6 +166,7 @@ def test_all_are_killed(run):
     run.says(r"after 1 restart of 1 \(--max_restarts\)\.")
 
 
+@pytest.mark.slow
 def test_one_that_keeps_failing_is_left_out(run):
     (run.folder / "fails-1").write_text("9")
     run.start()
@@ -184,6 +186,7 @@ def _starts(run):
     return [each for each in lines if "starts" in each]
 
 
+@pytest.mark.slow
 def test_too_few_remain(run):
     run.start("2:2", "--join_seconds=5")
     before = run.begin(0, 1)
@@ -208,6 +211,7 @@ def test_one_that_stands_still_is_ended(run):
 # Others are wanted.
 
 
+@pytest.mark.slow
 def test_a_file_says_how_many_are_wanted(run):
     file = run.folder / "hosts"
     file.write_text("1\n")
@@ -254,6 +258,7 @@ def by_ssh(run):
     return run, lambda: run.start("1:3", f"--host_file={run.folder}/hosts", **environ)
 
 
+@pytest.mark.slow
 def test_machines_of_a_list(by_ssh):
     run, start = by_ssh
     start()
@@ -272,6 +277,7 @@ def test_machines_of_a_list(by_ssh):
     run.stop()
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_again_while_a_host_ends(by_ssh):
     run, start = by_ssh
     start()
@@ -333,6 +339,7 @@ def test_machines_reach_the_launcher_where_others_do(monkeypatch):
         listed._address_for(asked, ["gone"])
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_not_reached_is_tried_again(by_ssh):
     run, start = by_ssh
     down = run.folder / "down-127.0.0.2"
@@ -394,6 +401,7 @@ def test_a_run_that_is_done(run):
     assert "failed" not in "".join(run.said)
 
 
+@pytest.mark.slow
 def test_the_first_that_is_done_ends_the_run(run):
     """The others do not reach the goal."""
     run.start()
@@ -418,6 +426,7 @@ def machines(run):
     return start
 
 
+@pytest.mark.slow
 def test_a_launcher_on_each_machine(run, machines):
     first, second = machines(0), machines(1)
     before = run.begin(0, 1)
@@ -452,6 +461,7 @@ def test_the_coordinators_machine_may_have_no_host(run, machines):
     assert [run.end(each) for each in (second, first)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_coordinators_launcher_is_killed(run, machines):
     first, second = machines(0), machines(1)
     run.begin(0, 1)

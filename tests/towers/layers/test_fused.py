@@ -230,6 +230,7 @@ QUICK = {
 }
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("options", "how", "scaled"),
     [

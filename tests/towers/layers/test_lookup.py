@@ -282,6 +282,7 @@ def _towers(towers=2, **options):
     return lambda model: multi_gpu_model(model, gpus=towers, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [case if case in QUICK_CASES else slow(case) for case in CASES],
@@ -290,19 +291,20 @@ def test_towers_equal_one_device(case):
     assert _equal(_run(case, _towers()), _expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         ("plain", {"variable_update": "replicated"}),
-        slow("several", {"variable_update": "replicated"}),
-        slow("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
-        slow("several", {"cpu_merge": False, "loss_placement": "gathered"}),
-        slow("tied", {"variable_update": "replicated"}),
-        slow("tied", {"packed": True}),
-        slow("tied", {"local_parameter_device": "/device:CPU:3"}),
-        slow("several", {"packed": True}),
-        slow("several", {"cpu_merge": False}),
-        slow("several", {"loss_placement": "gathered"}),
+        ("several", {"variable_update": "replicated"}),
+        ("several", {"packed": True, "local_parameter_device": "/device:CPU:3"}),
+        ("several", {"cpu_merge": False, "loss_placement": "gathered"}),
+        ("tied", {"variable_update": "replicated"}),
+        ("tied", {"packed": True}),
+        ("tied", {"local_parameter_device": "/device:CPU:3"}),
+        ("several", {"packed": True}),
+        ("several", {"cpu_merge": False}),
+        ("several", {"loss_placement": "gathered"}),
     ],
     ids=str,
 )
@@ -378,13 +380,14 @@ class InnerGraph(keras.Model):
         return self.dense(keras.ops.mean(rows, axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
         "function",
-        slow("vectorized_map"),  # looks up rows at home, and loses their gradient
-        slow("cond"),
-        slow("map"),
+        "vectorized_map",  # looks up rows at home, and loses their gradient
+        "cond",
+        "map",
     ],
 )
 def test_a_table_in_an_inner_graph_learns(how):

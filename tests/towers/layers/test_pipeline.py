@@ -142,6 +142,7 @@ ARGUMENTS = [
 ARGUMENTS += [({"stages": 2, "placement": each}, words) for each, words in PLACEMENTS]
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(("options", "words"), ARGUMENTS)
 def test_a_wrong_argument_is_a_sentence(options, words):
     with pytest.raises(ValueError) as caught:
@@ -161,6 +162,7 @@ NEEDS = [
 ]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(("option", "ways"), NEEDS)
 @pytest.mark.parametrize(
     "others", [{}, STAGES, PARTS, GPIPE, STAGES | PARTS, GPIPE | PARTS, STAGES | GPIPE]

@@ -43,6 +43,7 @@ def _gradients(variables, sparse, seed=0):
 AXES = pytest.mark.parametrize("axis", [0, 1, None], ids=["rows", "columns", "flat"])
 
 
+@pytest.mark.quick_one_in(2)
 @AXES
 def test_keras_sees_one_variable(axis, tmp_path):
     model, plain = _model(), _model()
@@ -140,7 +141,7 @@ def test_a_slot_is_cut_however_it_is_asked_for():
             ]
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.quick_one_in(12)
 @pytest.mark.parametrize(
     ("name", "sparse"),
     [

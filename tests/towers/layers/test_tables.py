@@ -119,6 +119,7 @@ def _with_ids():
     return keras.Model(inputs, keras.layers.Dense(1)(mean))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
 def test_look_ups_are_balanced_as_far_as_bytes_leave_a_choice(counted, monkeypatch):
     if not counted:
@@ -155,7 +156,8 @@ def test_what_takes_a_table_as_a_whole_leaves_it_at_home(caplog):
     assert "whole: its regularizer takes it as a whole." in caplog.text
 
 
-@pytest.mark.parametrize("name", ["Lamb", slow("Adafactor"), "Muon"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon"])
 def test_who_looks_at_whole_variables_is_refused_or_has_tables_at_home(name, caplog):
     def train(way):
         model = _several()
@@ -179,6 +181,7 @@ def test_wrong_arguments():
         _towers("rows", variable_update="asynchronous")(_several())
 
 
+@pytest.mark.slow
 def test_tables_come_home_again():
     model = _several()
     parallel = _towers("rows")(model)
@@ -260,6 +263,7 @@ def _uses(nodes, cut):
 QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "way"),
     [
@@ -272,20 +276,21 @@ def test_towers_equal_one_device(case, way):
     assert lookup._equal(lookup._run(case, _towers(way)), lookup._expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         ("several", {"variable_update": "replicated"}),
-        slow("tied", {"variable_update": "replicated"}),
-        slow("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
-        slow("several", {"loss_placement": "gathered"}),
-        slow("tied", {"loss_placement": "gathered"}),
-        slow("several", {"check_numerics": True}),
-        slow("several", {"split_ratios": (1, 2, 1)}),
+        ("tied", {"variable_update": "replicated"}),
+        ("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
+        ("several", {"loss_placement": "gathered"}),
+        ("tied", {"loss_placement": "gathered"}),
+        ("several", {"check_numerics": True}),
+        ("several", {"split_ratios": (1, 2, 1)}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", [WAYS[0], slow(WAYS[1])])
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1]])
 def test_whatever_the_builder_does(case, options, way):
     found = lookup._run(case, _towers(way, **options), evaluated=False)
     assert lookup._equal(found, lookup._expected(case))
@@ -350,8 +355,9 @@ class TiedLayers(keras.Model):
         return keras.ops.mean(logits, axis=1)[:, :3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("update", ["parameter_server", slow("replicated")])
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 def test_a_class_of_its_own_reads_its_table_from_all_shards(
     way, update, monkeypatch, caplog
 ):
@@ -384,8 +390,9 @@ class Combined(keras.layers.Layer):
         return total / keras.ops.maximum(size ** (1 / power), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combiner", [*map(slow, ["sum", "mean"]), "sqrtn"])
-@pytest.mark.parametrize("way", [slow("rows"), "columns"])
+@pytest.mark.parametrize("way", ["rows", "columns"])
 def test_combiners(combiner, way, monkeypatch):
     def make():
         inputs = keras.Input((lookup.STEPS,), dtype="int32")
@@ -436,7 +443,8 @@ def _assert_alike(*models):
         assert oracle.largest_difference(found, values[0]) < 1e-5
 
 
-@pytest.mark.parametrize("way", [slow(WAYS[0]), WAYS[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1]])
 def test_saved_and_continued_with_another_layout(way, tmp_path):
     plain, cut, other = saved_model(), saved_model(), saved_model()
     fit(plain, 3)
@@ -500,9 +508,8 @@ def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
     hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
 
 
-@pytest.mark.parametrize(
-    "callbacks", [(), slow((keras.callbacks.SwapEMAWeights,))], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("callbacks", [(), (keras.callbacks.SwapEMAWeights,)], ids=str)
 def test_averages_take_the_place_of_weights(callbacks):
     def run(wrap):
         keras.utils.set_random_seed(7)
@@ -545,6 +552,7 @@ def test_towers_of_several_stages(way, update, placement, monkeypatch):
     assert lookup._equal(found, lookup._expected("plain"))
 
 
+@pytest.mark.slow
 def test_tables_lie_beside_stages_of_any_size(caplog):
     inputs = keras.Input((4,), dtype="int32")
     mean = keras.layers.GlobalAveragePooling1D()

@@ -47,6 +47,7 @@ def test_fit_runs_twice_in_a_process(tmp_path):
     assert not os.path.exists(tmp_path / "lock")
 
 
+@pytest.mark.slow
 def test_what_another_run_has_saved_meanwhile_is_not_passed_over(tmp_path):
     first = Checkpoint(tmp_path)
     model = make_model()
@@ -56,6 +57,7 @@ def test_what_another_run_has_saved_meanwhile_is_not_passed_over(tmp_path):
         fit(model, first, 3)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_another_run_that_has_begun_anew_is_not_passed_over(tmp_path, epochs):
     """Its newest checkpoint may be of an earlier position, or of the same."""

@@ -174,6 +174,7 @@ class TestNotFinite:
         kernel = model.layers[0].kernel
         kernel.assign(kernel.numpy() * np.nan)
 
+    @pytest.mark.quick_one_in(3)
     @pytest.mark.parametrize(
         ("fault", "end", "step", "newest"),
         [

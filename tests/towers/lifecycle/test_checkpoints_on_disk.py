@@ -172,7 +172,7 @@ def check_whole(path):
     return number
 
 
-@pytest.mark.quick_one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [Position(1), Position(2)], ids=["same", "next"])
 @pytest.mark.parametrize("killed", [False, True], ids=["fails", "killed"])
 def test_there_is_a_whole_one_whatever_call_fails(tmp_path, monkeypatch, killed, at):
@@ -254,6 +254,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1, 40, 2**25])
 def test_pieces_of_any_size_give_the_same_values(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(store, "_PIECE_BYTES", piece_bytes)

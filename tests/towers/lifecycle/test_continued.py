@@ -91,6 +91,7 @@ def test_a_run_broken_off_ends_as_one_that_was_not(tmp_path, make, repeat, break
     assert continued_stopping.best == stopping.best
 
 
+@pytest.mark.slow
 def test_with_other_numbers_of_towers_the_rest_is_the_same(tmp_path):
     # Without dropout and BatchNorm, which are the towers' own.
     def make():
@@ -163,6 +164,7 @@ class TestOtherData:
         with pytest.raises(ResumeError, match=r"dataset .*, but received unknown"):
             fit(as_new(), Checkpoint(stopped))
 
+    @pytest.mark.slow
     def test_at_an_epochs_beginning_it_is_not(self, tmp_path):
         fit(as_new(), Checkpoint(tmp_path), x=simple(), epochs=1)
         x = simple(seed=7, batch_size=4)
@@ -218,14 +220,15 @@ class TestOtherData:
             fit(as_new(), Checkpoint(tmp_path), x=first(3), steps_per_epoch=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "make_data"),
     [
         (4, data),
-        slow(3, data),
-        slow(STEPS + 1, plain),
-        *(slow(steps, data) for steps in (2, STEPS, STEPS + 1)),
-        *(slow(steps, plain) for steps in (2, 3, 4, STEPS)),
+        (3, data),
+        (STEPS + 1, plain),
+        *((steps, data) for steps in (2, STEPS, STEPS + 1)),
+        *((steps, plain) for steps in (2, 3, 4, STEPS)),
     ],
 )
 def test_a_call_may_go_on_in_its_middle(tmp_path, steps, make_data):
@@ -261,7 +264,8 @@ def test_at_an_epochs_end_calls_may_have_any_size(tmp_path):
     assert int(model.optimizer.iterations) == 3 * STEPS
 
 
-@pytest.mark.parametrize("first", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
 def test_what_callbacks_do_as_an_epoch_begins_is_done_once(tmp_path, first):
     def halves():
         return keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
@@ -337,6 +341,7 @@ class TestASecondFit:
         history = fit(model, x=simple(), validation_data=plain()).history
         return values(model), history
 
+    @pytest.mark.slow
     def test_goes_on_where_the_first_was_stopped(self, whole, tmp_path):
         model, checkpoint = as_new(make=measured), Checkpoint(tmp_path / "same")
         options = {"x": simple(), "validation_data": plain()}
@@ -429,7 +434,8 @@ def averaging():
     return tiny(optimizer=keras.optimizers.Adam(use_ema=True, ema_momentum=0.5))
 
 
-@pytest.mark.parametrize("first", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
 def test_averages_that_callbacks_show_are_not_trained_on(tmp_path, first):
     """They are in the place of weights from an epoch's end to the next one's begin."""
 
@@ -452,6 +458,7 @@ def test_averages_that_callbacks_show_are_not_trained_on(tmp_path, first):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_averages_are_not_saved_for_weights_in_a_validation(tmp_path):
     stop, stopped = keras.callbacks.LambdaCallback(), []
     # A second signal would end the process.
@@ -596,6 +603,7 @@ def test_a_signal_saves_and_ends_the_run(never_stopped, tmp_path, number, capsys
     assert_same(model, never_stopped)
 
 
+@pytest.mark.slow
 def test_a_signal_in_validation_loses_no_metric(tmp_path):
     stop = keras.callbacks.LambdaCallback()
     stop.on_test_batch_end = lambda batch, logs: signal.raise_signal(signal.SIGTERM)

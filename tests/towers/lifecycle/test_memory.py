@@ -71,7 +71,8 @@ def states(tmp_path_factory):
 
 
 def test_saving_takes_no_copy_where_training_waits(states):
-    assert states["False"] - states["without"] < 0.2
+    # A copy would be one; fits differ by some tens of MB of 250.
+    assert states["False"] - states["without"] < 0.5
 
 
 def test_saving_takes_one_copy_where_training_goes_on(states):

@@ -58,7 +58,7 @@ def _trace_no_more():
     tracemalloc.stop()
 
 
-@pytest.mark.quick_one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], [Keeps()]], ids=["nobody", "one"])
 def test_whether_somebody_keeps_a_history(tmp_path, others):
     model = multi_gpu_model(tiny(), gpus=2, variable_update="parameter_server")

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import towers
 from tests.towers.lifecycle.runs import Breaks
-from tests.variants import slow
 from towers.layers import variables
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.stop_at_step import StopAtStep
@@ -105,14 +104,14 @@ ALONE = {"gpus": 1, "variable_update": "asynchronous"}
 AFTER = 3, STEPS, STEPS + 3
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options", "after"),
     [
         *((rivals, options, after) for options in ({}, ALONE) for after in AFTER),
-        *(slow(dcgan, ALONE, after) for after in AFTER),
-        *(slow(dcgan, {}, after) for after in AFTER[:-1]),
-        slow(dcgan, {}, AFTER[-1]),
+        *((dcgan, ALONE, after) for after in AFTER),
+        *((dcgan, {}, after) for after in AFTER[:-1]),
+        (dcgan, {}, AFTER[-1]),
     ],
 )
 def test_a_run_that_was_broken_off_ends_with_the_same_bits(
@@ -141,6 +140,7 @@ def test_steps_are_those_of_the_busiest_optimizer():
     assert [int(each.iterations) for each in made[0].of] == [STEPS + 1] * 2
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     fit(rivals(), Checkpoint(tmp_path), epochs=1)
     model, rows = rivals()
@@ -149,6 +149,7 @@ def test_another_model_is_refused(tmp_path):
         fit((model, rows), Checkpoint(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_nobody_saves_is_said(capsys):
     held_nowhere = tf.Variable(0.0, name="held_nowhere")
     read_only = tf.Variable(1.0, name="read_only")

@@ -123,7 +123,7 @@ def options(make):
     return {"x": make(), "shuffle": make is Batches}
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.quick_one_in(6)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
     ("make", "steps", "call"),

@@ -276,10 +276,10 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
     return model.get_weights()
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
-    [*QUICK, *(slow(*each) for each in sorted(MORE.difference(QUICK)))],
+    [*QUICK, *(each for each in sorted(MORE.difference(QUICK)))],
 )
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
@@ -330,9 +330,10 @@ class CountsCalls(keras.Sequential):
         return super().call(inputs, training=training, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "builder"),
-    [slow(1, "parameter_server"), slow(4, "parameter_server"), (4, "replicated")],
+    [(1, "parameter_server"), (4, "parameter_server"), (4, "replicated")],
 )
 def test_a_model_is_traced_once(steps, builder, monkeypatch):
     monkeypatch.setattr(CountsCalls, "calls", 0)

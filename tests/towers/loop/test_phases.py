@@ -210,6 +210,7 @@ def test_sending_parameters_is_copying(steps, monkeypatch):
     assert totals.compute_s < totals.copy_s
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     "how",
     ways(

@@ -439,15 +439,9 @@ def _fit(builder, steps=1, layers=_stateful, where="/device:CPU:0", **options):
 
 
 @functools.cache
-def _of_options(steps, layers, _):
-    return _fit("parameter_server", steps, layers)[1:]
-
-
 def _expected(steps, layers=_stateful):
     """What is made without trying: a history, and variables."""
-    # Graphs that are optimised, as in slow tests, round in another way.
-    options = tf.config.optimizer.get_experimental_options()
-    return _of_options(steps, layers, options["disable_meta_optimizer"])
+    return _fit("parameter_server", steps, layers)[1:]
 
 
 def _prefer(monkeypatch, preferred, tried=2):
@@ -516,7 +510,7 @@ def test_a_variable_of_the_losss_own_is_given_back(monkeypatch):
     assert (float(seen.value), int(raw)) == (3.0, 3)
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wish", "gpus", "xla"),
     [
@@ -557,6 +551,7 @@ def test_variables_stay_where_they_were_put(monkeypatch):
     assert parallel.builder.plan.home == "/device:CPU:3"
 
 
+@pytest.mark.slow
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     _prefer(monkeypatch, lambda choice: choice.all_reduce_alg == "ring")
     file = str(tmp_path / "choice.json")
@@ -583,7 +578,8 @@ def test_nothing_is_measured(monkeypatch, why):
     assert parallel.builder.name == "parameter_server"
 
 
-@pytest.mark.parametrize("steps", [slow(1), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
 def test_every_batch_is_trained_on_once(monkeypatch, steps):
     if steps > 1:
         monkeypatch.setattr(auto, "_ROUND_S", 0.0)
@@ -741,6 +737,7 @@ def test_losers_are_dropped_at_once(monkeypatch, gpus, times, stays):
     assert alive() == stays
 
 
+@pytest.mark.slow
 def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys, gpus):
     monkeypatch.setattr(
         auto, "choose", lambda ways, *_, **__: [auto.Trial(ways[0], 1.0)]
@@ -766,11 +763,12 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "expected", "compiles"),
     [
         ("update", ["replicated (device)", "parameter_server"], False),
-        slow("copies", ["parameter_server", "replicated (ring)"], True),
+        ("copies", ["parameter_server", "replicated (ring)"], True),
     ],
 )
 def test_what_has_failed_is_not_tried_again(
@@ -815,6 +813,7 @@ def test_what_has_failed_is_not_tried_again(
     assert ("XLA" in capsys.readouterr().err) is (fails == "update")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
     tried = []
 
@@ -834,6 +833,7 @@ def test_ctrl_c_while_ways_are_tried_chooses_none(monkeypatch):
     assert len(tried) == 2
 
 
+@pytest.mark.slow
 def test_compiling_again_is_obeyed(monkeypatch):
     # The first is without XLA.
     monkeypatch.setattr(
@@ -855,9 +855,10 @@ def _normalised():
 
 
 # Asynchronous towers are compiled in test_asynchronous.py, too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "layers"),
-    [("replicated", _no_more), *(slow(name, _normalised) for name in STRATEGIES)],
+    [("replicated", _no_more), *((name, _normalised) for name in STRATEGIES)],
 )
 def test_xla_with_every_builder(builder, layers):
     history, expected = _expected(1, layers)
@@ -871,8 +872,9 @@ def test_xla_with_every_builder(builder, layers):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "layers"), [(1, _no_more), slow(1, _stateful), slow(4, _stateful)]
+    ("steps", "layers"), [(1, _no_more), (1, _stateful), (4, _stateful)]
 )
 def test_what_xla_cannot_compile_goes_on_without(capsys, steps, layers):
     history, expected = _expected(steps, layers)

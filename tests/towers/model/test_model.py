@@ -62,6 +62,7 @@ def test_it_is_the_users_model():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_the_template_shares_weights_and_stays_on_one_device():
     data = _batches()
     model = _model()
@@ -137,46 +138,6 @@ def test_relocation_takes_the_optimizer_along():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-class _Seen(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls.append((batch, sorted(logs)))
-
-
-def test_fit_with_everything():
-    x, y = _data()
-    seen = _Seen()
-    parallel = _compiled(steps_per_execution=2)
-    history = parallel.fit(
-        x,
-        y,
-        batch_size=20,
-        epochs=3,
-        validation_data=(x[:10], y[:10]),
-        sample_weight=np.ones(60),
-        callbacks=[
-            seen,
-            keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (epoch + 1)),
-            keras.callbacks.EarlyStopping("val_loss", patience=5),
-        ],
-        verbose=0,
-    ).history
-    assert sorted(history) == [
-        "accuracy",
-        "learning_rate",
-        "loss",
-        "val_accuracy",
-        "val_loss",
-    ]
-    assert len(history["loss"]) == 3
-    assert [batch for batch, _ in seen.calls[:2]] == [1, 3]
-    assert seen.calls[0][1] == ["accuracy", "loss"]
-    assert float(parallel.optimizer.learning_rate) == pytest.approx(0.01 / 3)
-
-
 class _Number(float):
     """Unlike other numbers, it can be seen to be gone."""
 
@@ -204,6 +165,7 @@ def test_tensors_of_numbers_are_kept_for_an_epoch_at_most():
     assert by_epoch == [[False], [True, False], [True, True, False]]
 
 
+@pytest.mark.slow
 def test_batches_by_hand():
     x, y = _data(7)
     parallel = _compiled(gpus=4)
@@ -232,6 +194,7 @@ def test_batches_by_hand():
         )
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_and_backup_resumes(tmp_path):
     class Die(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -346,15 +309,6 @@ class Custom(keras.Model):
     def call(self, x, training=False):
         # Passes `training` on to nobody: Keras's call context does.
         return self.classes(self.dropout(x))
-
-
-def test_a_subclassed_model_is_built_and_trains():
-    data = _batches().map(lambda x, y: (x, tf.argmax(x[:, :3], axis=1)))
-    keras.utils.set_random_seed(0)
-    parallel = _compiled(Custom(), metrics=None)
-    untrained = parallel.evaluate(data, verbose=0)
-    parallel.fit(data, epochs=20, verbose=0)
-    assert parallel.evaluate(data, verbose=0) < 0.9 * untrained
 
 
 def test_dropout_inside_a_subclassed_model_is_active_in_training():
@@ -616,13 +570,6 @@ def test_xla_is_the_models_setting():
     parallel.jit_compile = True
     assert parallel.__wrapped__.jit_compile
     assert not parallel.jit_compile
-
-
-@pytest.mark.slow
-def test_the_loop_around_what_xla_compiles_is_not_compiled():
-    parallel = _compiled(optimizer="sgd", metrics=None)
-    parallel.jit_compile = True
-    assert parallel.fit(_batches(), verbose=0).history["loss"][0] > 0
 
 
 def test_one_sample_weight_for_all():

@@ -60,6 +60,7 @@ def pipeline():
     return make_dataset(ArraySource(X, Y), "train", 16, training=True, seed=3)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("options", "layers", "compiled"),
     [

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import towers
 from tests import oracle
-from tests.variants import slow
 from towers.model.update import recipe, variable_update
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -78,14 +77,14 @@ def random_layouts(count=20, calls=2 * STEPS, seed=0):
     "options",
     [
         {"variable_update": "parameter_server"},
-        slow({"variable_update": "replicated"}),
-        slow({"variable_update": "replicated", "shard_optimizer_state": True}),
-        slow({"variable_update": "parameter_server", "prefetch": 3}),
-        slow({"variable_update": "replicated", "prefetch": 1}),
-        slow({"variable_update": "auto"}),
-        slow({"variable_update": "parameter_server", "check_numerics": True}),
-        slow({"local_parameter_device": "gpu"}),
-        slow({"cpu_merge": False}),
+        {"variable_update": "replicated"},
+        {"variable_update": "replicated", "shard_optimizer_state": True},
+        {"variable_update": "parameter_server", "prefetch": 3},
+        {"variable_update": "replicated", "prefetch": 1},
+        {"variable_update": "auto"},
+        {"variable_update": "parameter_server", "check_numerics": True},
+        {"local_parameter_device": "gpu"},
+        {"cpu_merge": False},
     ],
     ids=str,
 )
@@ -117,6 +116,7 @@ def test_a_step_in_stages():
         model.resize(gpus=3)
 
 
+@pytest.mark.slow
 def test_batches_fetched_ahead_are_used_once_and_in_order():
     seen = []
 
@@ -157,6 +157,7 @@ def test_batches_fetched_ahead_are_used_once_and_in_order():
     np.testing.assert_allclose(seen, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_traced_is_kept():
     model = parallel()
     fit(model, epochs=1)
@@ -196,6 +197,7 @@ def test_only_the_last_layouts_are_kept(monkeypatch):
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_devices_that_are_left_keep_no_copies():
     model = parallel(3, variable_update="replicated")
     fit(model, epochs=1)
@@ -213,7 +215,8 @@ def test_devices_that_are_left_keep_no_copies():
     assert oracle.largest_difference(weights, model.get_weights()) > 0
 
 
-@pytest.mark.parametrize("update", [slow("replicated"), "parameter_server"])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["replicated", "parameter_server"])
 def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
     expected = parallel(2, variable_update=update)
     fit(expected, epochs=2)
@@ -247,6 +250,7 @@ def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
     assert model.builder.plan.count == 4
 
 
+@pytest.mark.slow
 def test_variables_that_were_moved_are_not_kept():
     model = parallel(2, local_parameter_device="gpu")
     fit(model, epochs=1)
@@ -267,6 +271,7 @@ def test_the_first_towers_variables_move():
         assert variable.value.device.endswith("CPU:2")
 
 
+@pytest.mark.slow
 def test_evaluation_follows():
     model, plain = parallel(), compiled(build())
     for gpus in (2, 4, [3], 2):
@@ -317,6 +322,7 @@ def test_what_cannot_be_changes_nothing(arguments, message):
     assert model.builder is before
 
 
+@pytest.mark.slow
 def test_a_step_of_the_users_own():
     class Own(keras.Model):
         def train_step(self, data):
@@ -344,6 +350,7 @@ def test_a_step_of_the_users_own():
     assert oracle.largest_difference(found[2], expected[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_user_of_train_on_batch():
     model, plain = parallel(), compiled(build())
     for k in range(6):

@@ -143,6 +143,7 @@ def _dense():
     return keras.Model(inputs, layers.Dense(1)(hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_is_another_model_on_the_same_towers(copied):
     parallel = towers.multi_gpu_model(_dense(), gpus=3, loss_placement="tower")
@@ -189,6 +190,7 @@ class _Checked(layers.Layer):
             return tf.one_hot(x, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
@@ -218,6 +220,7 @@ def test_data_that_one_device_cannot_compute_either(layer, said):
     model.fit(ids, np.zeros((ROWS, 4, 1)), batch_size=ROWS, verbose=0)
 
 
+@pytest.mark.slow
 def test_masked_beside_unmasked():
     """An attention decoder's form: the mask takes the shape of a layer's output."""
 
@@ -290,7 +293,7 @@ def _followed(following, wrap, options):
     return follows.centre.numpy()
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.quick_one_in(8)
 @pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 @pytest.mark.parametrize("following", LINEAR.values(), ids=LINEAR)
 def test_a_variable_follows_a_sum_of_all_rows(following, update):

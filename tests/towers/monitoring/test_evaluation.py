@@ -29,6 +29,7 @@ def seen(monkeypatch):
     return Seen(monkeypatch)
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("make", "total"),
     [

@@ -51,6 +51,7 @@ def test_nothing_is_said_of_stages_that_are_about_equal():
     assert stages.sentence([], Pipeline()) is None
 
 
+@pytest.mark.slow
 def test_each_stage_is_measured():
     # Much to compute: on a busy machine, the clock may be looked at some time late.
     model = pipeline(0, 1, width=512).model

@@ -19,7 +19,6 @@ from tensorflow.data.experimental import service
 
 from tests import warm
 from tests.limits import HANG_S
-from tests.variants import slow
 from towers import multi_gpu_model
 from towers.cluster import process_group
 from towers.input_pipeline import ArraySource, make_dataset
@@ -245,7 +244,8 @@ def test_the_stacks_have_names(run):
     assert "Run.wait" not in stacks
 
 
-@pytest.mark.parametrize("stage", ["read", slow("parse")])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["read", "parse"])
 def test_a_stage_of_the_input(run, stage):
     block = Block()
     data = piped(Blocking(block, stage))
@@ -305,6 +305,7 @@ def test_the_input_of_validation(run):
     assert "300 s, in the validation of epoch 1/3 before its first;" in said
 
 
+@pytest.mark.slow
 def test_a_device_that_does_not_answer(run, monkeypatch):
     dead = Block()
     compute = questions.compute
@@ -361,6 +362,7 @@ def test_a_save(run, tmp_path, monkeypatch):
     assert "in epoch 1/3 after batch 4;" in said
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("method", "where"),
     [
@@ -389,6 +391,7 @@ def test_a_callback_that_is_a_function(run):
         assert reason(run.wait()) == "the callback LambdaCallback"
 
 
+@pytest.mark.slow
 def test_a_graph(run):
     block = Block()
     layer = Layer(block)

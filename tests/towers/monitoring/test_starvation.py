@@ -356,6 +356,7 @@ class Slow(ArraySource):
         return images, self.function(labels) if self.stage == "parse" else labels
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("repeat", [True, False])
 def test_our_own_stages_have_their_names(repeat):
     data = make_dataset(

@@ -226,6 +226,7 @@ class TestWriting:
         )
         assert run.read().steps("train", "epoch_loss")[0] == 1
 
+    @pytest.mark.slow
     def test_where_nothing_can_be_written(self, run, capsys):
         (run.folder / "train").touch()
         run.train(build(), epochs=1, validated=True)
@@ -264,6 +265,7 @@ def test_nothing_is_written_before_training(tmp_path):
 
 
 class TestScalars:
+    @pytest.mark.slow
     def test_are_keras_own(self, run):
         adam = keras.optimizers.Adam(0.25)
         history = run.train(build(optimizer=adam), validated=True).history
@@ -383,13 +385,14 @@ class TestGraph:
             assert {_node(name) for name in node.input} <= by_name.keys()
         return by_name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("builder", "steps"),
         [
             ("parameter_server", 1),
-            slow("replicated", 3),
-            slow("parameter_server", 3),
-            slow("replicated", 1),
+            ("replicated", 3),
+            ("parameter_server", 3),
+            ("replicated", 1),
         ],
     )
     def test_shows_what_each_tower_does(self, tmp_path, builder, steps):
@@ -429,7 +432,8 @@ class TestGraph:
             each.partition("/")[0] for each in behind("measured/AddN")
         }
 
-    @pytest.mark.parametrize("steps", [1, slow(3)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("steps", [1, 3])
     def test_shows_stages_and_micro_batches(self, tmp_path, steps):
         nodes = self.written(tmp_path, gpus=4, stages=(2, 2), steps_per_execution=steps)
         scopes = {"/".join(name.split("/")[:3]) for name in nodes}
@@ -475,7 +479,8 @@ class TestPictures:
             f"{i}. {names[label]}" for i, label in enumerate(labels, 1)
         ]
 
-    @pytest.mark.parametrize("names", [slow(None), ["ant", "bee", "cat"]])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("names", [None, ["ant", "bee", "cat"]])
     def test_mistakes_and_confusion(self, run, names):
         # Labels are random, so that some are wrong for sure, and more than 16 not.
         model = small.build()

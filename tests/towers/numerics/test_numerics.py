@@ -121,6 +121,7 @@ def watched(traced):
     return parallel
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_names_what_was_not_finite_first(fault, watched, traced):
     at, expected = FAULTS[fault]
@@ -237,6 +238,7 @@ def test_nothing_of_the_step_is_applied(way):
     assert not np.array_equal(start[0], before[0])
 
 
+@pytest.mark.slow
 def test_finite_steps_are_what_they_are_without_the_check():
     found = []
     for check in (True, False):
@@ -597,6 +599,7 @@ def run(*flags, code):
     return done, said
 
 
+@pytest.mark.slow
 def test_the_program_stops_and_says_so(tmp_path):
     """In its second epoch, where a checkpoint of the first stays."""
     rows = [f"{value},{label}" for label in range(2) for value in range(1, 22)]

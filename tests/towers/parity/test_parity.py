@@ -165,7 +165,8 @@ class OwnStep(keras.Model):
         return {"error": error}
 
 
-@pytest.mark.parametrize("update", ["parameter_server", slow("replicated")])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
 def test_a_step_of_the_models_own(update):
     inputs = keras.Input((6,))
     model = OwnStep(inputs, layers.Dense(2)(layers.Dense(8, "tanh")(inputs)))
@@ -176,9 +177,8 @@ def test_a_step_of_the_models_own(update):
     assert kinds == {"metric", "variable", "optimizer", "prediction"}
 
 
-@pytest.mark.parametrize(
-    "name", ["accumulate", slow("dcgan"), slow("wgan_gp"), slow("simclr")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accumulate", "dcgan", "wgan_gp", "simclr"])
 def test_published_steps(name):
     example = importlib.import_module(f"examples.steps.{name}")
     batch = keras.tree.map_structure(lambda each: each[:7], example.data())
@@ -200,6 +200,7 @@ def test_pairs_that_towers_compare_among_their_own_are_not_equal():
     assert not parity.equal
 
 
+@pytest.mark.slow
 def test_stages():
     parity = check_parity(compiled(), data(), gpus=4, stages=2, micro_batches=3)
     assert str(parity).endswith(
@@ -217,6 +218,7 @@ def test_a_layer_that_mixes_the_examples_of_a_micro_batch():
     assert reason.startswith("Layer 'centre' mixes the examples of a batch")
 
 
+@pytest.mark.slow
 def test_batches_of_several_sizes_and_uneven_shares():
     batches = [data(12), data(7, seed=1), data(2, seed=2), data(12, seed=3)]
     parity = check_parity(
@@ -242,6 +244,7 @@ def test_several_inputs_and_outputs():
     assert ("prediction", "output 1") in verdicts(parity)
 
 
+@pytest.mark.slow
 def test_only_rounding():
     # The gradient of the first bias is zero but for rounding, which Adam blows up.
     model = compiled(
@@ -266,7 +269,7 @@ def test_16_bits(policy, optimizer):
     assert check_parity(model, data(), gpus=2).equal
 
 
-@pytest.mark.parametrize("policy", [slow("mixed_bfloat16"), "mixed_float16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.slow
 def test_16_bits_still_find_what_is_wrong(policy):
     """With their wider tolerance."""
@@ -285,6 +288,7 @@ def test_nothing_trained_says_little():
 # What differs by design.
 
 
+@pytest.mark.slow
 def test_batch_normalization():
     norms = [layers.BatchNormalization(name=f"norm_{i}") for i in range(2)]
     # One that is frozen normalises nothing by the batch.

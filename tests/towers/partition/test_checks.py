@@ -78,7 +78,7 @@ def _outcome(function, *given):
         return "stopped"
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.quick_one_in(8)
 @pytest.mark.parametrize("number", [0, 1], ids=["holds", "fails"])
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_are_those_of_the_batch(name, number):

@@ -65,8 +65,9 @@ def _trained(make, between=lambda model, optimizer, step, gradients: gradients):
     return [variable.numpy() for variable in model.variables]
 
 
-@pytest.mark.parametrize("gpus", [slow(1), 2, slow(3)])
-@pytest.mark.parametrize("algorithm", ["auto", slow("cpu"), slow("device"), "ring"])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["auto", "cpu", "device", "ring"])
 def test_a_loop_equals_one_device(gpus, algorithm):
     make = functools.partial(replicated, gpus=gpus, all_reduce_alg=algorithm)
     assert oracle.largest_difference(_trained(make), _trained(_Plain)) < 1e-5
@@ -118,7 +119,7 @@ def _twice(model, optimizer, step, gradients):
     return gradients
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
     [_exchanged, _perturbed, _one_clipped, _slower]
@@ -177,14 +178,15 @@ def _of_all_kinds(make, optimizer):
     return [tf.convert_to_tensor(each).numpy() for each in every]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
         _adam,
-        slow(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
-        slow(lambda: keras.optimizers.LossScaleOptimizer(_adam())),
-        slow(lambda: keras.optimizers.Adam(0.01, epsilon=1e-4, use_ema=True)),
-        slow(keras.optimizers.Lamb),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.LossScaleOptimizer(_adam()),
+        lambda: keras.optimizers.Adam(0.01, epsilon=1e-4, use_ema=True),
+        keras.optimizers.Lamb,
     ],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -272,6 +274,7 @@ def _around(make):
     return [*(variable.numpy() for variable in model.variables), *state]
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_does_not_list_changes_once():
     found = _around(functools.partial(replicated, gpus=3))
     assert oracle.largest_difference(found, _around(_Plain)) < 1e-5
@@ -425,6 +428,7 @@ def test_variables_elsewhere_are_refused():
         replicated(tf.reduce_mean, [tf.Variable(1.0), elsewhere], ["/cpu:0", "/cpu:1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_state", [True, False])
 def test_a_loop_that_goes_back(of_state):
     """Weights are given back, as from a checkpoint; so is the optimizer's state."""
@@ -447,6 +451,7 @@ def test_a_loop_that_goes_back(of_state):
     assert oracle.largest_difference(found, _trained(_Plain, between)) < 1e-5
 
 
+@pytest.mark.slow
 def test_slots_alone_are_assigned():
     """The copies compute another update, which the next step notices."""
 

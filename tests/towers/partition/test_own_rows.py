@@ -61,6 +61,7 @@ def of_each_tower(step, plan, x):
 NAMES = [name for name in vars(Losses) if not name.startswith("_")]
 
 
+@pytest.mark.quick_one_in(12)
 @pytest.mark.parametrize(("towers", "ratios"), [(2, (2, 1)), slow(3, None)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_is_the_mean_of_the_towers_losses(name, towers, ratios):

@@ -13,7 +13,6 @@ from tensorflow.python.platform import tf_logging
 import towers
 from tests import hosts
 from tests.towers.partition import parallel_on_hosts
-from tests.variants import slow
 from towers.plan import Plan
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -216,6 +215,7 @@ def _loop(optimizer, step, apply):
     return loss
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("gpus", [1, 2, 3])
 def test_a_loop_of_ones_own(gpus):
     weights, losses = [], []
@@ -399,7 +399,7 @@ def test_no_variables_or_no_list_of_some_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 2), slow((1, 1, 1))], ids=str)
+@pytest.mark.parametrize("layout", [(1, 2), (1, 1, 1)], ids=str)
 def test_hosts_equal_one_device(layout, tmp_path):
     module = "tests.towers.partition.parallel_on_hosts"
     hosts.run(module, layout, tmp_path)

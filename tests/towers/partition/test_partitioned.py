@@ -473,6 +473,7 @@ GATHERED = set(
 NAMES = [name for name in vars(Functions) if not name.startswith("_")]
 
 
+@pytest.mark.quick_one_in(28)
 @pytest.mark.parametrize("towers", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_towers_compute_what_one_device_does(name, towers):
@@ -490,6 +491,7 @@ def test_towers_compute_what_one_device_does(name, towers):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_only_what_lets_examples_meet_is_computed_on_one_device(name):
     _, made = partitioned(getattr(Functions(), name), 2)

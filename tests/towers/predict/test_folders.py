@@ -69,7 +69,7 @@ def test_conversion_writes_them(folder, tmp_path):
     assert source.notes == (_SAID,)
 
 
-@pytest.mark.quick_one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("below", ["", "one"])
 def test_prediction_reads_them(folder, tmp_path, capsys, below):
     flags = f"--dataset=folder:{folder}", "--eval_fraction=0", "--image_size=8"
@@ -82,6 +82,7 @@ def test_prediction_reads_them(folder, tmp_path, capsys, below):
     assert err.count(f"towers: {_SAID}\n") == 1
 
 
+@pytest.mark.slow
 def test_what_is_ignored_of_a_new_picture_is_said_once(folder, tmp_path, capsys):
     flags = f"--dataset=folder:{folder}", "--eval_fraction=0", "--image_size=8"
     (tmp_path / "run").mkdir()

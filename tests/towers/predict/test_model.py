@@ -39,6 +39,7 @@ def weights(model_dir):
     return towers.load_model(model_dir).model.get_weights()
 
 
+@pytest.mark.slow
 def test_it_has_the_averages_of_the_newest_checkpoint(stopped, capsys):
     with averaged(stopped.settings, stopped.model):
         expected = stopped.model.get_weights()
@@ -91,6 +92,7 @@ def test_a_run_that_has_ended_says_nothing(stopped, tmp_path, capsys):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("place", ("begin", "middle", "end"))
 def test_a_damaged_model_is_a_sentence(stopped, tmp_path, place):
     ended(stopped, tmp_path / "run")

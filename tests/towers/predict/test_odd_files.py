@@ -244,6 +244,7 @@ def run(tmp_path_factory):
     return root / "run"
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -355,6 +356,7 @@ def test_names_of_files_in_no_encoding(tmp_path):
     assert b"caf\xe9.png,1\n" in (tmp_path / "out.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_whole_or_not_there(run, tmp_path):
     trained = load_model(str(run))
     folder = tmp_path / "new" / "exported"

@@ -40,6 +40,7 @@ def pictures(tmp_path_factory):
     return sorted((root / "data").rglob("*.*g")), model_dir, job
 
 
+@pytest.mark.slow
 def test_pictures(pictures, tmp_path, capsys):
     paths, model_dir, job = pictures
     # As they are evaluated, on one device.
@@ -158,6 +159,7 @@ def test_texts(tmp_path, capsys):
     assert {*(round(float(score), 3) for score in scores)} == given
 
 
+@pytest.mark.slow
 def test_folders_of_texts(tmp_path, capsys):
     for k in range(8):
         (tmp_path / "data" / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
@@ -374,6 +376,7 @@ def test_a_column_that_is_kept_has_its_name(tmp_path):
     assert found == [header, "a.csv,007,owl,cat,1"]
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_columns_of_tables_are_kept(tables, kind):
     root, model_dir, _ = tables

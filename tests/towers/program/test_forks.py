@@ -40,6 +40,7 @@ def wait_for_the_end_of(pid):
         assert select.select([process], [], [], HANG_S)[0]
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("how", STARTS)
 def test_a_child_has_what_one_of_a_plain_process_has(tmp_path, how):
     states = []
@@ -52,6 +53,7 @@ def test_a_child_has_what_one_of_a_plain_process_has(tmp_path, how):
     assert states[1] == states[0]
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("how", STARTS)
 def test_what_ends_a_child_is_no_signal_to_the_run(tmp_path, how):
     kept = tmp_path / "removed at exit"
@@ -65,6 +67,7 @@ def test_what_ends_a_child_is_no_signal_to_the_run(tmp_path, how):
     assert not kept.exists()
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("how", STARTS)
 def test_a_child_of_a_killed_run_keeps_no_lock(tmp_path, how):
     process, state = start("run", how, tmp_path)

@@ -59,6 +59,7 @@ def without_flock(monkeypatch):
     return fail_with
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("number", [0, *NO_LOCKS])
 def test_one_process_at_a_time(tmp_path, holder, without_flock, number):
     path = str(tmp_path / "lock")
@@ -75,6 +76,7 @@ def test_one_process_at_a_time(tmp_path, holder, without_flock, number):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("number", [0, *NO_LOCKS])
 def test_a_lock_ends_with_its_process_however_that_ends(
     tmp_path, holder, without_flock, number

@@ -98,7 +98,7 @@ parallel.fit(data.cache(sys.argv[1]).prefetch(50), verbose=0, callbacks=[callbac
 """
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [READS, READS_ON, FITS, CACHES])
 def test_python_ends_with_its_exit_code(tmp_path, script):
     command = [sys.executable, "-c", script, str(tmp_path / "images.npy")]

@@ -169,6 +169,7 @@ def whole(tmp_path_factory):
     return folder / "report.html", done.stdout
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_whole_run(whole, page):
     path, said = whole

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 @pytest.mark.parametrize("case", CASES)
 def test_keeps_the_largest_blocks(case, sparsity):
@@ -193,6 +194,7 @@ def test_a_frozen_layer_stays_frozen():
     assert not towers.sparsify(model, block_size=2, dynamic=True).trainable_weights
 
 
+@pytest.mark.slow
 def test_is_saved_and_trained(tmp_path):
     x, y = networks.batch()
     copy = networks.sparse(pattern="magnitude")

@@ -69,6 +69,7 @@ WAYS = {
 
 
 class TestOnTowers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", networks.slow_but(WAYS, "3 towers"))
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
@@ -150,7 +151,7 @@ def test_drops_the_smallest_blocks(way):
     assert oracle.dropped > 20
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Ftrl", "Adafactor", "AdamW"])
 def test_dropped_blocks_stay_zero(name):
     model = trained(optimizer=getattr(keras.optimizers, name))
@@ -160,6 +161,7 @@ def test_dropped_blocks_stay_zero(name):
         assert gone.any() and not layer.kernels[0].numpy()[gone].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [0.7, 0.9])
 def test_then_sparsify_makes_it_small(last):
     """Also where a float32 of the schedule would round to another number of blocks."""
@@ -194,6 +196,7 @@ def test_nothing_comes_back():
     assert np.mean(layer.present.numpy() == 0) == pytest.approx(0.6, abs=0.05)
 
 
+@pytest.mark.slow
 def test_one_block_stays():
     model = trained(sparsity=lambda step: 0.9999)
     assert all(
@@ -209,6 +212,7 @@ def test_continues_from_a_checkpoint(tmp_path):
     check_same(found, trained(wrap, epochs=3), 0)
 
 
+@pytest.mark.slow
 def test_is_saved(tmp_path):
     model = trained()
     model.save(tmp_path / "model.keras")
@@ -229,7 +233,7 @@ def test_says_what_is_wrong(arguments, message):
         towers.PruneBlocks(*arguments)
 
 
-@pytest.mark.quick_one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan")])
 def test_a_schedule_must_leave_blocks(wrong):
     with pytest.raises(ValueError, match="for step 2; expected a schedule of at least"):

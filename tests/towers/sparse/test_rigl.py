@@ -94,13 +94,16 @@ class TestGradients:
             assert apart <= limit * theirs.max()
         return scale
 
+    @pytest.mark.slow
     def test_are_those_of_the_dense_model(self):
         assert self.check(X, Y) == pytest.approx(1)
 
+    @pytest.mark.slow
     def test_of_a_weighted_sum(self):
         weight = np.linspace(0, 3, len(X)).astype("float32")
         assert self.check(X, Y, weight) == pytest.approx(1)
 
+    @pytest.mark.slow
     def test_of_channels_first(self):
         x = np.moveaxis(X, -1, 1)
         model = networks.sparse(networks.dense(data_format="channels_first"))
@@ -112,9 +115,11 @@ class TestGradients:
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
+    @pytest.mark.slow
     def test_in_bfloat16(self):
         self.check(X, Y, dtype="mixed_bfloat16", limit=0.05)
 
+    @pytest.mark.slow
     def test_in_float16_they_do_not_vanish(self):
         optimizer = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**10)
 
@@ -149,6 +154,7 @@ class TestGradients:
         expected = networks.block_squares(gradient, 2) ** 0.5
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
+    @pytest.mark.slow
     def test_change_no_variable(self):
         keras.utils.set_random_seed(1)
         kinds = keras.layers
@@ -183,6 +189,7 @@ WAYS = {
 
 
 class TestOnTowers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("way", networks.slow_but(WAYS, "2 towers"))
     def test_is_as_on_one_device(self, way):
         check_same(trained(WAYS[way]), _on_one())
@@ -243,6 +250,7 @@ class Watch(keras.callbacks.Callback):
         self.before = now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", networks.slow_but(WAYS, "2 towers"))
 def test_blocks_that_moved_begin_at_zero(way):
     watch = Watch()
@@ -250,6 +258,7 @@ def test_blocks_that_moved_begin_at_zero(way):
     assert watch.moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", networks.slow_but(["Ftrl", "Adafactor"], "Ftrl"))
 def test_slots_begin_as_the_optimizer_has_it(name):
     model = trained(optimizer=getattr(keras.optimizers, name), epochs=1)
@@ -387,6 +396,7 @@ def test_needs_a_dynamic_layer():
         trained(model=networks.dense())
 
 
+@pytest.mark.slow
 def test_needs_a_batch():
     with pytest.raises(ValueError, match="which has no batch; expected one"):
         trained(data=in_batches(8).take(0), epochs=1)

@@ -40,6 +40,7 @@ def of(tensors):
     return {re.sub(r"_\d+$", "", scope[0]) for scope in scopes if len(scope) > 1}
 
 
+@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_each_stage_has_a_phase_forward_and_one_backward(stages, recompute):

@@ -43,6 +43,7 @@ def values(model):
     return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
+@pytest.mark.slow
 def test_plain_keras_opens_it(tmp_path):
     model, parallel = compiled(lambda model: towers.multi_gpu_model(model, 2, **TWO))
     fit(parallel, 1)

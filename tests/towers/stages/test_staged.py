@@ -14,7 +14,6 @@ from tests import executed
 from towers import multi_gpu_model
 from towers.keras_adapter.graphs import function_definition
 from towers.stages import schedule
-from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -101,6 +100,7 @@ def test_each_layer_is_where_its_stage_is(builder, towers, recompute):
                 assert variable.value.device.endswith(CPU[k // 2])
 
 
+@pytest.mark.slow
 def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
     _, nodes = step(gpus=2)
     phases = collections.Counter(
@@ -113,6 +113,7 @@ def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
     assert phases == {(CPU[0], CPU[1]): 2, (CPU[1], CPU[0]): 2}
 
 
+@pytest.mark.slow
 def test_a_schedule_is_acted_out_once_for_all_towers(monkeypatch):
     acted_out, act_out = [], schedule._Step.act_out
 
@@ -126,6 +127,7 @@ def test_a_schedule_is_acted_out_once_for_all_towers(monkeypatch):
     assert len(acted_out) == len({*acted_out}) > 0
 
 
+@pytest.mark.slow
 def test_a_guard_looks_at_gradients_where_they_are():
     _, nodes = step(gpus=2, check_numerics=True)
     joined = {
@@ -145,6 +147,7 @@ class FailsOnZeros(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_what_hinders_measuring_is_said(caplog):
     every = [FailsOnZeros(), layers.Dense(6), layers.Dense(6)]
     model = keras.Sequential([keras.Input([6]), *every])
@@ -170,16 +173,6 @@ def test_what_stages_leave_out_is_said(capsys, options, line):
     assert capsys.readouterr().err.count(line) == 1
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_layers_that_talk_across_towers_are_refused(eager):
-    norm = layers.BatchNormalization(synchronized=True)
-    model = keras.Sequential([keras.Input([6]), layers.Dense(3), norm])
-    parallel = multi_gpu_model(model, 2, stages=2, micro_batches=2)
-    parallel.compile("sgd", "mse", run_eagerly=eager)
-    with pytest.raises(ModelError, match="expected synchronized=False"):
-        parallel.train_on_batch(*batch())
-
-
 def test_asynchronous_is_refused():
     for options in ({"stages": 2}, {"micro_batches": 2}, {"recompute": "layer"}):
         with pytest.raises(ValueError, match="expected 'parameter_server' or"):
@@ -202,6 +195,7 @@ class Looping(keras.Model):
         )[1]
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_are_said(capsys):
     model = Looping()
     model(np.zeros([1, 6]))

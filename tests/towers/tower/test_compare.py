@@ -17,14 +17,6 @@ X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :3]
 
 
-@pytest.fixture(autouse=True)
-def _without_grappler():
-    """To optimise a graph that runs once takes longer than the graph."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
-
-
 def _model(between):
     """A model with a function between two layers of Keras's."""
     inputs = keras.Input((6,))
@@ -79,6 +71,7 @@ LIKE_OTHERS = {
 }
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     "name",
     [slow(name) if name in LIKE_OTHERS else name for name in MEET],
@@ -211,6 +204,7 @@ def test_a_guard_by_the_number_of_examples_is_compared(caplog):
     assert "compared on 8 rows of the first batch" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_meets_in_training_only():
     parallel = multi_gpu_model(_unread(Mapped(meets=True, name="mapped")), gpus=2)
     parallel.compile("sgd", "mse")
@@ -248,8 +242,9 @@ def test_one_row_cannot_be_compared_but_the_next_batch_can(caplog):
         parallel.predict_on_batch(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [slow({"run_eagerly": True}), {"steps_per_execution": 2}], ids=str
+    "options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
 )
 def test_nothing_is_trained_before(options):
     model = _model(MEET["sort"])

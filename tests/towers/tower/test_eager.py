@@ -360,6 +360,7 @@ _OTHERS = [change for change in CHANGES | PYTHON if change != "weights"]
 _FURTHER = [change for change in _OTHERS if change != "state"]
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("change", "eager", "builder"),
     [

@@ -50,6 +50,7 @@ def _numbers(make, targets, metrics, wrap):
     return {**history, **model.predict(X, verbose=0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_mask_for_all_examples_is_one_for_each(model, capfd):
     plain = _numbers(*model, lambda model: model)

@@ -114,6 +114,7 @@ WAYS = {
 QUICK = "layers", "a gathered loss"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -174,6 +175,7 @@ def test_run_eagerly_is_named_where_it_hinders():
         parallel.fit(X, Y, 5, verbose=0)
 
 
+@pytest.mark.slow
 def test_what_is_advised_gives_the_numbers_of_one_device():
     def numbers(wrap):
         keras.utils.set_random_seed(1)

@@ -103,16 +103,17 @@ def _difference(found, synchronized=False):
 
 
 # All builders evaluate by the same code; of it, test_by_batch tells, too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "builder", "evaluated"),
     [
         (3, "replicated", False),
-        slow(1, "parameter_server", False),
-        slow(3, "parameter_server", False),
-        slow(1, "parameter_server", True),
-        slow(3, "parameter_server", True),
-        slow(1, "replicated", False),
-        slow(4, "replicated", False),
+        (1, "parameter_server", False),
+        (3, "parameter_server", False),
+        (1, "parameter_server", True),
+        (3, "parameter_server", True),
+        (1, "replicated", False),
+        (4, "replicated", False),
     ],
 )
 def test_equals_keras_on_preprocessed_data(towers, builder, evaluated):
@@ -161,7 +162,8 @@ def test_eager_and_compiled(how, loss_placement):
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("loss_placement", ["auto", slow("tower")])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_placement", ["auto", "tower"])
 def test_a_tower_between_others_may_be_idle(loss_placement):
     # Of 12 rows, the second tower gets none. Eager towers know that beforehand.
     options = {"split_ratios": (1, 1, 24), "loss_placement": loss_placement}
@@ -182,7 +184,7 @@ def test_one_asynchronous_tower_is_one_device():
     assert _difference(found) < 1e-5
 
 
-@pytest.mark.parametrize("prefetch", [2, slow(0)])
+@pytest.mark.parametrize("prefetch", [2, 0])
 @pytest.mark.slow
 def test_asynchronous_towers_learn(prefetch):
     options = {"variable_update": "asynchronous", "prefetch": prefetch}
@@ -218,7 +220,8 @@ def test_by_batch(eager):
     assert oracle.largest_difference(found[1], found[0]) < 1e-5
 
 
-@pytest.mark.parametrize("first", ["fit", slow("predict"), slow("evaluate")])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["fit", "predict", "evaluate"])
 def test_a_model_is_built_for_what_it_will_see(first):
     x, y = _data()
     model = _model(built=False)
@@ -320,17 +323,18 @@ def _linear(towers=0, eager=True, **options):
     return [*model.get_weights(), fit.history["loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "loss_placement", "eager"),
     [
         (2, "gathered", False),
         (3, "tower", True),
-        slow(2, "tower", False),
-        slow(3, "gathered", True),
-        slow(3, "tower", False),
-        slow(3, "gathered", False),
-        slow(1, "tower", False),
-        slow(1, "gathered", True),
+        (2, "tower", False),
+        (3, "gathered", True),
+        (3, "tower", False),
+        (3, "gathered", False),
+        (1, "tower", False),
+        (1, "gathered", True),
     ],
 )
 def test_what_is_drawn_is_drawn_once(towers, loss_placement, eager):
@@ -422,6 +426,7 @@ def test_towers_do_not_wait_for_one_another():
             assert not executed.behind(nodes, draw) & others
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_model(tmp_path):
     model = _model()
     parallel = multi_gpu_model(model, gpus=2, preprocess=_scale)

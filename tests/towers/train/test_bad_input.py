@@ -77,6 +77,7 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
     check_bad(done, [word.format(made=made) for word in words], model_dir)
 
 
+@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -37,6 +37,7 @@ from towers.train import run as train_run
 from towers.train.outputs import start as start_lines
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_with_the_flags_that_it_wrote(killed, resumed):
     path = resumed.path
     before, after = ((p / "flags.txt").read_text() for p in (killed.path, path))
@@ -130,6 +131,7 @@ def clean_flags(trained, path):
     return f"--model_dir={path}", "--clean", *TWO_STEPS, "--train_epochs=1"
 
 
+@pytest.mark.slow
 def test_clean_starts_over(trained, tmp_path, monkeypatch):
     path = tmp_path / "run"
     job = assembled(*clean_flags(trained, path))
@@ -162,6 +164,7 @@ def test_checkpoint_of_another(trained, data_dir):
     assert snapshot(trained.path) == before
 
 
+@pytest.mark.slow
 def test_truncated_checkpoint(trained, data_dir, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(trained.path, path)
@@ -261,6 +264,7 @@ def test_the_best_is_evaluated_and_gone_on_from(worse, tmp_path, capsys):
     assert summary["val_loss"] < 2 * best["value"]
 
 
+@pytest.mark.slow
 def test_another_batch_size_in_the_middle_of_an_epoch(killed, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(killed.path, path)
@@ -278,6 +282,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(killed, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.quick_one_in(4)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

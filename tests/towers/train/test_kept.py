@@ -8,7 +8,6 @@ import pytest
 
 from tests import warm
 from tests.towers.train import runs
-from tests.variants import slow
 
 # Of 12 batches, as many of which as possible are saved.
 COUNT, BATCH, STEPS = 96, 8, 12
@@ -45,15 +44,16 @@ def _epochs(out):
     return dict(re.findall(r"^epoch (\d+)/3 done.*?(accuracy .*)$", out, re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "epoch", "kept"),
     [
-        slow("folder", 0, "of pixels kept in memory"),
+        ("folder", 0, "of pixels kept in memory"),
         ("records", 0, "of pixels kept in memory"),
-        slow("folder", 1, "of pixels kept in memory"),
-        slow("records", 1, "of pixels kept in memory"),
-        slow("csv", 0, "of numbers kept in memory"),
-        slow("csv", 1, ""),
+        ("folder", 1, "of pixels kept in memory"),
+        ("records", 1, "of pixels kept in memory"),
+        ("csv", 0, "of numbers kept in memory"),
+        ("csv", 1, ""),
     ],
 )
 def test_killed_while_the_memory_is_filled(kind, epoch, kept, tmp_path):

@@ -282,7 +282,8 @@ def build(input_shape, num_outputs):
 """
 
 
-@pytest.mark.parametrize("update", ["auto", slow("replicated")])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["auto", "replicated"])
 def test_a_model_with_a_step_of_its_own(update, tmp_path):
     """By flags and defaults of training; it is stopped, and begun again."""
     path = write(tmp_path, OWN_STEP)
@@ -305,6 +306,7 @@ def test_a_model_with_a_step_of_its_own(update, tmp_path):
     assert_same_bits(weights(whole), weights(parts))
 
 
+@pytest.mark.slow
 def test_a_model_with_a_step_of_its_own_asynchronously(tmp_path):
     path = write(tmp_path, OWN_STEP)
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--num_gpus=2"
@@ -327,6 +329,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.slow
 def test_a_step_over_pairs_with_each_towers_own_rows(tmp_path):
     path = write(tmp_path, OWN_STEP.replace(*PAIRS))
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--num_gpus=2"

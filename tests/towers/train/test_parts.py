@@ -180,6 +180,7 @@ def test_clean_removes_only_what_a_run_wrote(tmp_path):
     assert not (tmp_path / "train" / "plugins").exists()
 
 
+@pytest.mark.slow
 def test_a_run_removes_what_killed_ones_have_left(tmp_path):
     for name in ("flags.txt", "log.csv", "report.html", "resize.json", "notes.txt"):
         (tmp_path / f"{name}.123.unfinished").touch()
@@ -400,6 +401,7 @@ def test_each_number_at_the_end_is_said_of_its_model():
     assert said[1] == last and of_best not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [((), [1, 2, 3]), (("--log_steps=2",), [2])],

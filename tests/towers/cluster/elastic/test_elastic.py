@@ -107,6 +107,7 @@ def run():
         each.close()
 
 
+@pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize("victim", range(3))
 def test_one_of_three_is_killed_and_another_arrives(run, victim):
     run = run()
@@ -175,6 +176,7 @@ def test_others_are_wanted(run):
     run.begin(0, 3, failed=False)
 
 
+@pytest.mark.slow
 def test_too_few_remain(run):
     run = run(least=2, most=2, join_seconds=8)
     run.start(0, 1)
@@ -208,6 +210,7 @@ def test_a_run_that_is_done(run):
     assert {run.event(Lost, failed=False).slot for _ in range(2)} <= {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_is_lost(run, monkeypatch):
     monkeypatch.setattr(talk, "SILENT_S", 3.0)
     run = run()

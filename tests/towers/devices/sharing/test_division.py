@@ -125,6 +125,7 @@ def move(runs: list[Run], index: int) -> None:
     runs[index] = dataclasses.replace(mine, held=held, waits=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_places", [True, False])
 def test_all_arrive_from_any_state(same_places):
     rng = random.Random(1)

@@ -523,7 +523,7 @@ class Play:
                     assert player.run._minimum <= len(places) <= player.run._limit
 
 
-@pytest.mark.quick_one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_two_runs_use_a_place(world, seed):
     play = Play(world, seed)
@@ -624,6 +624,7 @@ def test_one_killed_while_it_waits_in_a_process(start):
     assert first.do("look") == FOUR
 
 
+@pytest.mark.slow
 def test_processes_at_the_same_time(start, tmp_path):
     (tmp_path / "used").mkdir()
     processes = [start(minimum, 8, PLACES_OF_FILES) for minimum in (1, 2, 3)]
