@@ -41,13 +41,14 @@ train: $(READY)
 # is compiled; pytest compiles tests for the next call, too.
 test test-slow test-changed test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
-# In parts, with processes of their own: TensorFlow keeps every graph in memory.
+# In parts, with processes of their own: TensorFlow keeps every graph in memory. Some slow
+# tests read graphs as those of GPUs, which have no oneDNN.
 test: $(READY)
 	$(PYTEST) -m 'not slow' --ignore=tests/towers --ignore=tests/exact $(PYTEST_FLAGS)
 	$(PYTEST) -m 'not slow' tests/towers tests/exact $(PYTEST_FLAGS)
 
 test-slow: $(READY)
-	$(PYTEST) -m slow --ignore=tests/exact $(PYTEST_FLAGS)
+	TF_ENABLE_ONEDNN_OPTS=0 $(PYTEST) -m slow --ignore=tests/exact $(PYTEST_FLAGS)
 	$(PYTEST) -m slow tests/exact $(PYTEST_FLAGS)
 
 test-all: test test-slow

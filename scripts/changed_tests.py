@@ -45,7 +45,7 @@ def tests_about(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
     changed = set(changed)
     modules = {_module(path) for path in changed if path.endswith(".py")}
     folders = {folder for path in changed for folder in _folder_of_tests(path, root)}
-    named = {*OF_THE_TREE, *changed}
+    named = {*OF_THE_TREE}
     for path in (root / "tests").rglob("test_*.py"):
         name = path.relative_to(root).as_posix()
         in_folder = path.parent.relative_to(root).as_posix() in folders

@@ -7,6 +7,7 @@ would run on GPUs, what would not, and where the host would have to wait for a G
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,15 +25,6 @@ _KINDS = "GPU", "DEFAULT"
 _PASSES = {"_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv"}
 # What TensorFlow makes of operations that are on a CPU only.
 _OF_CPUS = {"_UnaryOpsComposition"}
-# How oneDNN's operations begin, and what they take the place of: the longest first.
-_OF_ONEDNN = {
-    "_MklNativeFusedBatchNorm": "FusedBatchNorm",
-    "_MklNativeFused": "_Fused",
-    "_MklFusedBatchNorm": "FusedBatchNorm",
-    "_MklFused": "_Fused",
-    "_MklNative": "",
-    "_Mkl": "",
-}
 
 
 @contextlib.contextmanager
@@ -96,11 +88,13 @@ def kernel(node: Any) -> Any | None:
 
 
 def _name(node):
-    """Returns the name of an operation, before oneDNN took its place on a CPU."""
-    for prefix, before in _OF_ONEDNN.items():
-        if node.op.startswith(prefix):
-            return before + node.op.removeprefix(prefix)
-    return node.op
+    """Returns the name of an operation, before oneDNN took its place on a CPU.
+
+    That of a fused one begins with an underscore.
+    """
+    before = re.sub("^_Mkl(Native)?", "", node.op)
+    is_known = before == node.op or _kernels(before)
+    return before if is_known else f"_{before}"
 
 
 @functools.cache

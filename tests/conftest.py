@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter):
     failed = [*stats.get("failed", ()), *stats.get("error", ())]
     if not failed:
         return
-    names = "TOWERS_TURN", "TOWERS_EXACT_ALL"
+    names = "TOWERS_TURN", "TOWERS_EXACT_ALL", "TF_ENABLE_ONEDNN_OPTS"
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     terminalreporter.section("run again")
     for report in {report.nodeid: report for report in failed}.values():

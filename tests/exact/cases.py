@@ -896,6 +896,12 @@ def _gradients():
         _words(),
         optimizer=_optimizer("SGD", global_clipnorm=0.1),
     )
+    yield _case(
+        group,
+        "Embedding, momentum, fewer examples than towers",
+        _of(embedding, *dense, **ids),
+        _words((8, 1)),
+    )
     # A ranking does not depend on a bias: its gradient would be a sum that cancels.
     unbiased = layers.Flatten, _dense(1, use_bias=False)
     yield _case(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import keras
@@ -104,7 +104,9 @@ class Layout:
 
         return wrapped
 
-    def outcome(self, case: Case, rank: int = 0, later=oracle.LATER) -> dict[str, Any]:
+    def outcome(
+        self, case: Case, rank: int = 0, later: Collection[str] = oracle.LATER
+    ) -> dict[str, Any]:
         """Runs a case so, and compares it with one device; see `oracle.outcome`."""
         case = self.of(case)
         wrap = self.wrap(case, rank)
@@ -142,7 +144,7 @@ def alone(case: Case) -> Case:
 def in_stages(case: Case, model: keras.Model, most: int) -> dict[str, Any]:
     """Returns arguments of `multi_gpu_model`, for as many stages as there can be.
 
-    Each has a layer with weights. Which ones they are does not hang on the clock.
+    Each has a layer with weights. Sizes decide which ones, and no clock.
     """
     if most == 1:
         return {}

@@ -69,9 +69,7 @@ def run(layout: Layout, rank: int, names: Sequence[str], file: str) -> None:
     """Runs the cases, one after another, as all other hosts do."""
     cases = {str(case): case for case in table.ALL}
     for name in names:
-        # Towers of stages are given whole batches.
-        rows = layout.stages == 1 and is_given_rows(name)
-        data = given_rows() if rows else contextlib.nullcontext()
+        data = given_rows() if is_given_rows(name) else contextlib.nullcontext()
         case = layout.of(cases[name])
         if rank == 0:
             with data:

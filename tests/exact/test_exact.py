@@ -33,43 +33,41 @@ UPDATES = SERVER, COPIES, ASYNCHRONOUS = (
     "asynchronous",
 )
 
-# What these are about is how several towers cut a batch. `asynchronous` equals one
-# device with one tower only.
+# Groups about how several towers cut a batch. `asynchronous` equals one device with one
+# tower only.
 OF_SEVERAL_TOWERS = "shares", "batches"
-# What these are about is how weights change. A loss is evaluated by Keras, on the whole
-# batch, as those of the other groups are.
+# Groups about how weights change. Their cases only train: Keras evaluates their losses
+# on the whole batch, as it does those of other groups.
 OF_TRAINING = "optimizers", "gradients", "losses"
-# What these are about is how outputs are put together.
+# Groups about how outputs are put together.
 OF_OUTPUTS = "batches", "networks", "shares"
-# What these are about is computed from outputs, wherever variables and layers are: a
-# third of them run where towers change, and half of those of one way in stages.
+# Groups about values that are computed from outputs, wherever variables and layers are.
+# A third of their cases run where towers change.
 OF_RESULTS = (
     *("losses", "losses that layers add", "metrics", "metrics of tokens and pixels"),
     *("float64", "masks", "ranks", "tasks"),
 )
-# Of what these are about, towers that divide the optimizer's state know the difference.
+# Groups about what changes where towers divide the optimizer's state.
 OF_STATE = "float8", "gradients", "mixed precision", "optimizers"
 
-# What ways to update do differently is met by many cases: `replicated` takes a fourth
-# of them in place of `parameter_server`, of which it is one, `asynchronous` an eighth
-# besides; a case of block-sparse layers has one of the three. All three predict by the
-# same code, which a fourth of the cases tries, as `evaluate` has gone through the same
-# outputs. Which ones it are hangs on the case's name alone, so that a new case changes
-# nothing for the others. For the report, each way takes all cases, and
-# `parameter_server` predicts for all.
+# A case's name decides how its variables are updated, so a new case changes nothing for
+# the others. A fourth of the cases run with `replicated` in place of
+# `parameter_server`, an eighth also with `asynchronous`; a case of block-sparse layers
+# has one of the three. All predict by the same code, so only a fourth of the cases
+# predict. For the report, all cases run in each way, and predict with
+# `parameter_server`.
 TURNS = [(SERVER,)] * 8
 TURNS[0] = SERVER, ASYNCHRONOUS
 TURNS[1] = TURNS[5] = (COPIES,)
 
-# To trace them takes 25 s, 11 s and 6 s; the layers are in other cases, too.
+# Tracing takes 25 s, 11 s and 6 s. Other cases have these layers, too.
 LONG = (
     "models/MobileNetV2, synchronized BatchNormalization",
     "models/MobileNetV2, frozen BatchNormalization",
     "float8/attention",
 )
 
-# What `make test` runs: of each group, what its other cases are variants of. The others
-# are slow, as is whatever comes.
+# `make test` runs these cases of each group. The others are variants of them, and slow.
 QUICK = {
     "batches": (
         "nested of inputs",
@@ -154,9 +152,8 @@ QUICK_KINDS = (
 )
 
 
-# To train and compare a combination takes 3 s, and 14 s with XLA; to see one refused
-# takes half a second. One of each kind is tried here, the one of the smallest number,
-# and all for the report. Each has one way: other cases tell how ways differ.
+# A combination takes 3 s, and 14 s with XLA; a refusal takes half a second. One of each
+# kind runs, the one of the smallest number; for the report, all do.
 OF_A_KIND = {
     kind: min(cases, key=number_of) for kind, cases in combinations.BY_KIND.items()
 }
@@ -207,7 +204,8 @@ OF_EACH_GROUP = {
     for case in sorted(table.OF_KERAS_STEPS, key=number_of)
     if ways(case) and not is_slow(case)
 }
-USUAL = [case for case in table.OF_KERAS_STEPS if str(case) not in LONG]
+# The cases that do not take long.
+SHORT = [case for case in table.OF_KERAS_STEPS if str(case) not in LONG]
 
 
 def row(case, layout, is_quick, marks=()):
@@ -222,17 +220,17 @@ def check(record):
     assert record["verdict"] == record["expected"], record
 
 
-def _of_group(case):
-    # It may run with the oldest versions.
+def oldest_marks(case):
+    """Returns the mark of what `make test-oldest` runs, for a case of each group."""
     return [pytest.mark.oldest] if str(case) in OF_EACH_GROUP.values() else []
 
 
-# The ways of a case follow one another, mostly in one process: what one device makes of
-# it is then computed once.
+# The ways of a case follow one another, mostly in one process, so that one device
+# computes it once.
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        row(case, Layout(way), not is_slow(case), marks=_of_group(case))
+        row(case, Layout(way), not is_slow(case), marks=oldest_marks(case))
         for case in [*table.OF_KERAS_STEPS, *combinations.CASES]
         for way in ways(case)
     ],
@@ -266,8 +264,8 @@ def test_some_of_each_group_are_quick(group):
     assert group in OF_EACH_GROUP
 
 
-# Towers that change before each call of training. A reference hangs on how many there
-# are.
+# Towers change before each call of training. Cases with a reference are left out: it
+# depends on the number of towers.
 @pytest.mark.quick_one_in(3)
 @pytest.mark.parametrize(
     ("case", "layout"),
@@ -277,7 +275,7 @@ def test_some_of_each_group_are_quick(group):
             Layout((SERVER, COPIES)[number_of(case) // 3 % 2], resized=True),
             not is_slow(case) and number_of(case) % 4 == 0,
         )
-        for case in USUAL
+        for case in SHORT
         if case.group not in OF_RESULTS or number_of(case) % 3 == 0
         if case.verdict == "equal"
         and case.towers > 1
@@ -304,7 +302,7 @@ QUICK_STATE = (
     ("case", "layout"),
     [
         row(case, Layout(COPIES, shard_optimizer_state=True), str(case) in QUICK_STATE)
-        for case in USUAL
+        for case in SHORT
         if case.group in OF_STATE
     ],
 )
@@ -350,6 +348,7 @@ def stages_of(case):
     [
         row(case, layout, is_quick)
         for case in table.OF_KERAS_STEPS
+        # Half of the cases of one way, as these are about values.
         if case not in table.OF_ONE_WAY or number_of(case) % 2 == 0
         for layout, is_quick in stages_of(case).items()
     ],
@@ -450,14 +449,6 @@ def is_for_hosts(case):
     return not is_slow(case) or number_of(case) % 3 == 0
 
 
-def is_for_stages_of_hosts(case):
-    """Tells whether a case runs in stages on hosts."""
-    # FIXME: With copies, rows of its table are added to a variable that is empty on the
-    # second host, and TensorFlow refuses them.
-    is_known = str(case) == "networks/siamese, arrays, of which a part validates"
-    return not is_slow(case) and not is_known
-
-
 def parts(layouts, cases, of_a_layout):
     """Divides cases among layouts, by their names, and those of each into parts.
 
@@ -492,7 +483,13 @@ def run_on_hosts(layout, names, folder):
     ("layout", "names"),
     [
         (Layout(SERVER, (1, 2), shard_embeddings="rows"), OFTEN[:2]),
-        (Layout(COPIES, (1, 2)), ("networks/embedding, validation",)),
+        (
+            Layout(COPIES, (1, 2)),
+            (
+                "networks/embedding, validation",
+                "gradients/Embedding, momentum, fewer examples than towers",
+            ),
+        ),
         slow(Layout(SERVER, (1, 2)), ("own steps/accumulate",)),
         *parts(
             [Layout(way, towers) for way in (SERVER, COPIES) for towers in HOSTS],
@@ -523,7 +520,7 @@ def run_on_hosts(layout, names, folder):
         ],
         *parts(
             [Layout(COPIES, (1, 1), 2, 2), Layout(SERVER, (1, 2), 2, 2)],
-            [case for case in table.OF_KERAS_STEPS if is_for_stages_of_hosts(case)],
+            [case for case in table.OF_KERAS_STEPS if not is_slow(case)],
             5,
         ),
         # Of the last, the first host has no copies.

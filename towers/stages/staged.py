@@ -20,7 +20,7 @@ from towers.stages.phases import Phase, cut
 from towers.stages.schedule import Turn, order
 from towers.tower.passes import TowerResult
 from towers.tower.run import TowerCall, without_auto_control_deps
-from towers.tower.traced import Traced
+from towers.tower.traced import Traced, with_shape_of
 
 
 class StagedTower:
@@ -239,6 +239,7 @@ class _Step:
             return None
         if isinstance(like, tf.Tensor) and key(like) in self._sums:
             return tf.cast(self._sums[key(like)], like.dtype)
+        found = [with_shape_of(gradient, like) for gradient in found]
         parts = tf.nest.flatten(found[0], expand_composites=True)
         with tf.device(parts[0].device):
             return (

@@ -338,6 +338,8 @@ def _shaped(gradient, variable):
     # An idle tower has to know it.
     if isinstance(gradient, tf.IndexedSlices):
         gradient.values.set_shape([None, *variable.shape[1:]])
+        shape = tf.constant(list(variable.shape), gradient.indices.dtype)
+        gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
     elif gradient is not None:
         gradient.set_shape(variable.shape)
     return gradient

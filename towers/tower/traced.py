@@ -148,7 +148,27 @@ class Traced:
         believe that this tower never has examples.
         """
         nothing = functools.partial(nothing_like, none=none)
-        return tf.nest.map_structure(nothing, self.returned, expand_composites=True)
+        zeros = tf.nest.map_structure(nothing, self.returned, expand_composites=True)
+        gradients = tf.nest.map_structure(
+            with_shape_of, zeros.gradients, self.returned.gradients
+        )
+        return zeros._replace(gradients=gradients)
+
+
+def with_shape_of(
+    gradient: tf.Tensor | tf.IndexedSlices | None,
+    traced: tf.Tensor | tf.IndexedSlices | None,
+) -> tf.Tensor | tf.IndexedSlices | None:
+    """Returns a gradient with the variable's shape, if it is of rows.
+
+    Args:
+        gradient: A tower's, whose `dense_shape` is zeros if the tower was idle.
+        traced: The gradient in the tower's graph, where that shape is a constant.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.constant(tf.get_static_value(traced.dense_shape))
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
 def nothing_like(tensor: tf.Tensor | None, none: tf.Tensor) -> tf.Tensor | None:

@@ -81,7 +81,7 @@ def test_only_what_couples_examples_is_gathered():
     "kind",
     [
         "quick",
-        *(kind for kind in dict.fromkeys(row.kind for row, _ in ON_TOWERS)),
+        *dict.fromkeys(row.kind for row, _ in ON_TOWERS),
     ],
 )
 def test_parts_add_up_to_the_whole(kind):

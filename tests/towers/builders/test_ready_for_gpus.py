@@ -165,9 +165,7 @@ def _assert_ready(of_depths, waits=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "cnn" else slow(kind) for kind in MODELS]
-)
+@pytest.mark.parametrize("kind", MODELS)
 def test_towers_of_each_kind(kind):
     ran = [
         _ran(kind, depth, **WAYS["parameter_server, home on a GPU"]) for depth in (1, 2)

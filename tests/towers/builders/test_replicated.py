@@ -224,9 +224,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "own" else slow(name) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_one_device(name):
     # Adam and its kin divide by the root of what is next to nothing.
     assert _twice(OPTIMIZERS[name]) < 1e-4

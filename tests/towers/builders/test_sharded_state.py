@@ -369,7 +369,8 @@ def _accumulated():
     ("optimizer", "way"),
     [
         (_all_at_once, "rows"),
-        *((_adam, "rows"), (_all_at_once, "columns")),
+        (_adam, "rows"),
+        (_all_at_once, "columns"),
         (_accumulated, "rows"),
     ],
 )

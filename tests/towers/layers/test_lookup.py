@@ -244,7 +244,6 @@ CASES = {
     "in a loop": (_looping, _ids(dtype="float32")[..., None]),
 }
 # Others are further variants of these: several tables, and one as a whole.
-QUICK_CASES = "several", "tied"
 
 
 def _run(case, wrap, optimizer=None, batch_size=8, evaluated=True, **options):
@@ -283,10 +282,7 @@ def _towers(towers=2, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [case if case in QUICK_CASES else slow(case) for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_towers_equal_one_device(case):
     assert _equal(_run(case, _towers()), _expected(case))
 

@@ -260,17 +260,11 @@ def _uses(nodes, cut):
 
 # The numbers.
 
-QUICK = ("several", "rows"), ("several", "columns"), ("tied", "rows")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "way"),
-    [
-        (case, way) if (case, way) in QUICK else slow(case, way)
-        for case in lookup.CASES
-        for way in WAYS
-    ],
+    [(case, way) for case in lookup.CASES for way in WAYS],
 )
 def test_towers_equal_one_device(case, way):
     assert lookup._equal(lookup._run(case, _towers(way)), lookup._expected(case))

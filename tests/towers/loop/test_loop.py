@@ -279,7 +279,7 @@ def _of_kind(kind, steps=1, towers=0, prefetch=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "steps", "prefetch"),
-    [*QUICK, *(each for each in sorted(MORE.difference(QUICK)))],
+    [*QUICK, *sorted(MORE.difference(QUICK))],
 )
 def test_batches_of_all_kinds(kind, steps, prefetch):
     found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
