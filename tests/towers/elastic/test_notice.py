@@ -59,6 +59,11 @@ class Cloud:
         return notice.source(name, self.host).look()
 
 
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """Says nothing: a client that has waited too long hangs up."""
+
+
 @pytest.fixture
 def cloud():
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -77,7 +82,7 @@ def cloud():
         def log_message(self, *args):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         cloud = Cloud(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield cloud
