@@ -188,6 +188,14 @@ def _batches():
     for sizes in [EVEN, (2, 2, 2), (1, 1), (5, 8, 8), (1, 8), (2, 7, 3, 1)]:
         yield _case("batches", f"sizes {sizes}", batches=_numbers(sizes))
     yield _case("batches", "sizes (3, 2, 1)", batches=_numbers((3, 2, 1)), towers=4)
+    yield _case(
+        "batches",
+        "twenty-one steps",
+        _mlp(kernel_regularizer="l2"),
+        _classes((50, 50, 20)),
+        losses.SparseCategoricalCrossentropy(from_logits=True),
+        fit={"epochs": 7},
+    )
     yield _case("batches", "of arrays, which fit cuts", **_arrays())
     yield _case(
         "batches",
@@ -406,12 +414,32 @@ def _targets():
             _numbers(out=()),
             loss,
         )
+    for name, loss in {"": _of_rows, ", coupled": _of_all_rows}.items():
+        yield _case(
+            "batches",
+            f"outputs of several rows an example{name}",
+            _functional(_in_rows, (STEPS, FEATURES)),
+            _numbers(shape=(STEPS, FEATURES), out=(2 * STEPS,)),
+            loss,
+        )
     yield _case(
         "batches",
         "outputs of shape (n,), sample weights",
         _of(_dense(1), _layer(layers.Reshape, ())),
         _numbers(out=(), weights=()),
     )
+
+
+def _in_rows(x):
+    return ops.reshape(layers.Dense(2)(x), (-1, 2))
+
+
+def _of_rows(y, outputs):
+    return ops.mean(ops.square(ops.reshape(y, (-1, 2)) - outputs))
+
+
+def _of_all_rows(y, outputs):
+    return ops.sqrt(_of_rows(y, outputs))
 
 
 def _inputs_only():
@@ -474,6 +502,22 @@ class OwnCoupledLoss(keras.Sequential):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         return _contrast(y, y_pred)
+
+
+class LossOfVariables(keras.Sequential):
+    """Overrides `compute_loss`, which looks at the variables, past the outputs."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        norms = [ops.sum(ops.square(v)) for v in self.trainable_variables]
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + 0.1 * ops.sum(ops.stack(norms))
+
+
+class CallsAgain(keras.Sequential):
+    """Overrides `compute_loss`, which looks at a call of its own alone."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return ops.mean(ops.square(self(x) - y))
 
 
 class GradientPenalty(keras.Sequential):
@@ -645,7 +689,7 @@ def _losses():
         loss=Quartic(reduction="sum"),
         optimizer=lambda: optimizers.SGD(1e-4),
     )
-    for kind in (OwnLoss, OwnCoupledLoss):
+    for kind in (OwnLoss, OwnCoupledLoss, LossOfVariables, CallsAgain):
         yield _case("losses", f"compute_loss overridden, {kind.__name__}", _own(kind))
     for name, body in {
         "": (_dense(8, "tanh"),),
@@ -798,11 +842,61 @@ def _optimizers():
     for name, (kind, arguments) in options.items():
         yield _case(group, name, optimizer=_optimizer(kind, **arguments))
     yield _case(group, "exclude_from_weight_decay", optimizer=_decayed)
+    for way, value in [
+        ("jit_compile", True),
+        ("run_eagerly", True),
+        ("steps_per_execution", 2),
+    ]:
+        yield _case(
+            group,
+            f"global_clipnorm, Adam, {way}={value}",
+            optimizer=_optimizer("Adam", global_clipnorm=0.1),
+            compile=functools.partial(dict, **{way: value}),
+        )
+    yield _case(
+        group,
+        "of the user's, which looks at whole variables",
+        optimizer=lambda: OfWholeVariables(0.1),
+    )
     for kind in ("MaxNorm", "NonNeg", "UnitNorm"):
         constraint = getattr(keras.constraints, kind)()
         make = _mlp(kernel_constraint=constraint)
         yield _case(group, f"constraint {kind}", make)
     yield _case(group, "learning rate set by a callback", fit={"callbacks": [_Decay()]})
+    yield _case(
+        group,
+        "EMA, swapped, and weights that a callback changes",
+        optimizer=_optimizer("Adam", use_ema=True),
+        fit={
+            "epochs": 3,
+            "callbacks": [keras.callbacks.SwapEMAWeights(), _Changes()],
+            "validation_data": _numbers((5,))()[0],
+        },
+    )
+
+
+class OfWholeVariables(optimizers.Optimizer):
+    """Has a slot of another shape for each variable, and a norm of the whole one."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.rows = [self.add_variable(v.shape[:1], name="rows") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        rows = self.rows[self._get_variable_index(variable)]
+        axes = tuple(range(1, len(gradient.shape)))
+        self.assign_add(rows, ops.sum(gradient, axes) if axes else gradient)
+        step = learning_rate * gradient / (1 + ops.norm(gradient))
+        self.assign_sub(variable, step)
+
+
+class _Changes(keras.callbacks.Callback):
+    """Changes the learning rate and weights after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.003
+        for variable in self.model.trainable_variables:
+            variable.assign(0.9 * variable)
 
 
 class _Decay(keras.callbacks.LearningRateScheduler):
@@ -868,8 +962,12 @@ def _mixed():
 class Unused(keras.layers.Layer):
     """Has a variable that the loss does not depend on."""
 
+    def __init__(self, size=2):
+        super().__init__()
+        self.size = size
+
     def build(self, shape):
-        self.unused = self.add_weight(shape=(2,))
+        self.unused = self.add_weight(shape=(self.size,))
         self.scale = self.add_weight(shape=(), initializer="ones")
 
     def call(self, x):
@@ -936,8 +1034,44 @@ def _gradients():
         _functional(tied, (STEPS,), dtype="int32"),
         _words(),
     )
+
+    def two_tables(a):
+        found = [layers.Embedding(n, 8)(a) for n in (50, 20)]
+        x = layers.Flatten()(layers.Concatenate()(found))
+        return layers.Dense(1)(layers.Dense(8)(x))
+
+    for name, optimizer in {
+        "loss scale, decay and clipping": _scaled_and_clipped,
+        "accumulated, EMA and clipvalue": _optimizer(
+            "Adam", gradient_accumulation_steps=2, use_ema=True, clipvalue=0.01
+        ),
+    }.items():
+        yield _case(
+            group,
+            f"two Embeddings, {name}",
+            _functional(two_tables, (STEPS,), dtype="int32"),
+            _words(),
+            optimizer=optimizer,
+            towers=4,
+        )
     yield _case(group, "None for a variable", _of(Unused, _dense(OUTPUTS)))
     yield _case(group, "None, gathered", _of(Unused, _dense(OUTPUTS)), loss=_contrast)
+    # Where towers divide an optimizer's state, most of them have nothing to update.
+    mostly_unused = _of(
+        _layer(Unused, 10_000), _dense(OUTPUTS, kernel_constraint="max_norm")
+    )
+    for name, optimizer in {
+        "EMA": _optimizer("Adam", use_ema=True, ema_momentum=0.5),
+        "an optimizer of all kinds": _of_all_kinds,
+        "several optimizers": _several_optimizers,
+    }.items():
+        yield _case(
+            group,
+            f"None for most numbers, {name}",
+            mostly_unused,
+            optimizer=optimizer,
+            towers=4,
+        )
     yield _case(
         group,
         "frozen layer",
@@ -950,6 +1084,30 @@ def _gradients():
         _of(_dense(8, "tanh", trainable=False), _dense(OUTPUTS)),
         between=_thaw,
     )
+
+
+def _scaled_and_clipped():
+    inner = _optimizer("Adam", weight_decay=0.1, global_clipnorm=0.05)()
+    return optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+
+def _of_all_kinds():
+    options = {
+        "weight_decay": 0.1,
+        "global_clipnorm": 0.1,
+        "use_ema": True,
+        "ema_momentum": 0.8,
+        "ema_overwrite_frequency": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    inner = _optimizer("Nadam", **options)()
+    return optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+
+def _several_optimizers():
+    kernels = {".*kernel": optimizers.SGD(0.1, use_ema=True)}
+    others = _optimizer("Adam", use_ema=True)()
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(others, kernels))
 
 
 def _freeze(model, trainable=False):
@@ -1387,11 +1545,28 @@ class Plain4(Plain):
         self.out = layers.Dense(4)
 
 
-def _attention(x):
+def _attend(x):
     # Without biases: attention does not depend on that of the keys, whose gradient is
     # nothing but rounding.
-    attended = layers.MultiHeadAttention(2, 4, use_bias=False)(x, x)
-    return layers.Dense(OUTPUTS)(layers.GlobalAveragePooling1D()(attended))
+    return layers.MultiHeadAttention(2, 4, use_bias=False)(x, x)
+
+
+def _attention(x):
+    return layers.Dense(OUTPUTS)(layers.GlobalAveragePooling1D()(_attend(x)))
+
+
+class NeedsExamples(keras.layers.Layer):
+    """Fails where there is no example."""
+
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(x)[0])]):
+            return tf.identity(x)
+
+
+def _one_number(body, x):
+    x = body(x)
+    pooled = layers.GlobalAveragePooling1D()(x) if len(x.shape) == 3 else x
+    return layers.Dense(1)(pooled)
 
 
 def _causal(x):
@@ -1477,6 +1652,23 @@ def _models():
             fit={"epochs": 1},
             towers=2,
             policy=policy,
+        )
+    # Of these batches, the last leaves two of three towers idle. Their targets are away
+    # from 0, so that no gradient of a bias cancels.
+    for name, body in {
+        "a layer that needs examples": lambda x: NeedsExamples()(x),
+        "MultiHeadAttention": _attend,
+        "Masking, SimpleRNN": lambda x: layers.SimpleRNN(4)(layers.Masking()(x)),
+        "GRU": lambda x: layers.GRU(4)(x),
+        "Masking, Bidirectional": lambda x: layers.Bidirectional(layers.LSTM(3))(
+            layers.Masking()(x)
+        ),
+    }.items():
+        yield _case(
+            group,
+            f"idle towers, {name}",
+            _functional(functools.partial(_one_number, body), (None, FEATURES)),
+            _numbers((4, 1), shape=sequence, out=(1,), mean=2.0),
         )
     eager = {"run_eagerly": True}
     for name, options in {

@@ -15,6 +15,9 @@ from towers.layers.pipeline import balanced, weighted
 # Of models that are built by their data: how many layers have weights.
 BUILT_LATER = {
     "batches/ragged inputs": 1,
+    "metrics in calls/a model": 2,
+    "metrics in calls/a model with a loss of its own": 2,
+    "metrics in calls/what a model returns instead": 2,
     "models/not built": 1,
     "state/BatchNormalization, called for inference": 2,
 }

@@ -66,6 +66,11 @@ def _convolutional(*norm):
 _NORM = {"momentum": 0.8, "epsilon": 0.1, "name": "norm"}
 
 
+def sizes_of_parts(rows, parts):
+    """How many rows of a batch each tower has: the first ones what is left over."""
+    return [(rows + parts - 1 - k) // parts for k in range(parts)]
+
+
 class NormalizedInParts(layers.BatchNormalization):
     """Normalizes the rows of each tower by themselves, on one device.
 
@@ -79,15 +84,14 @@ class NormalizedInParts(layers.BatchNormalization):
     def call(self, x, training=None):
         if not training:
             return super().call(x, training=False)
-        rows = ops.shape(x)[0]
-        # The first towers have the rows that are left over.
-        sizes = [(rows + self.parts - 1 - k) // self.parts for k in range(self.parts)]
+        rows, axes = ops.shape(x)[0], tuple(range(len(x.shape) - 1))
+        sizes = sizes_of_parts(rows, self.parts)
         normal, statistics = [], []
         for part, size in zip(tf.split(x, sizes), sizes, strict=True):
             # A part may have no row.
             pixels = ops.cast(ops.maximum(ops.size(part[..., 0]), 1), x.dtype)
-            mean = ops.sum(part, axis=(0, 1, 2)) / pixels
-            variance = ops.sum(ops.square(part - mean), axis=(0, 1, 2)) / pixels
+            mean = ops.sum(part, axes) / pixels
+            variance = ops.sum(ops.square(part - mean), axes) / pixels
             slope = self.gamma / ops.sqrt(variance + self.epsilon)
             normal.append((part - mean) * slope + self.beta)
             weight = ops.cast(size, x.dtype) / ops.cast(rows, x.dtype)
@@ -101,8 +105,18 @@ class NormalizedInParts(layers.BatchNormalization):
         return ops.concatenate(normal)
 
 
-def _normalized_in_parts(towers):
-    return _convolutional(cases._layer(NormalizedInParts, towers, **_NORM))()
+def _dense(norm):
+    hidden = cases._dense(8, use_bias=False)
+    return cases._of(
+        hidden, norm, cases._layer(layers.Activation, "tanh"), cases._dense(OUTPUTS)
+    )
+
+
+def _normalized_in_parts(network):
+    def make(towers):
+        return network(cases._layer(NormalizedInParts, towers, **_NORM))()
+
+    return make
 
 
 def _encoder():
@@ -150,6 +164,11 @@ _BATCH_NORM = layers.BatchNormalization
 NETWORKS = {
     "dense": (cases._mlp(), _numbers, {}),
     "dense, subclassed": (cases.Training, _numbers, {}),
+    "dense, BatchNormalization of each tower": (
+        _dense(cases._layer(_BATCH_NORM, **_NORM)),
+        _numbers,
+        {"reference": _normalized_in_parts(_dense)},
+    ),
     "convolutional": (_convolutional(), _pictures, _CLASSES),
     "convolutional, synchronized BatchNormalization": (
         _convolutional(cases._layer(_BATCH_NORM, synchronized=True, **_NORM)),
@@ -159,7 +178,7 @@ NETWORKS = {
     "convolutional, BatchNormalization of each tower": (
         _convolutional(cases._layer(_BATCH_NORM, **_NORM)),
         _pictures,
-        _CLASSES | {"reference": _normalized_in_parts},
+        _CLASSES | {"reference": _normalized_in_parts(_convolutional)},
     ),
     "embedding": (_of_texts(_encoder), _texts, _YES_OR_NO),
     "embedding of each of two texts": (

@@ -5,10 +5,12 @@ from tests.exact import (
     cases,
     combinations,
     float64,
+    in_calls,
     masks,
     measured,
     networks,
     own_steps,
+    preprocessed,
     ranks,
     tasks,
 )
@@ -20,6 +22,8 @@ OF_KERAS_STEPS = [
     *cases.CASES,
     *networks.CASES,
     *block_sparse.CASES,
+    *in_calls.CASES,
+    *preprocessed.CASES,
     *OF_ONE_WAY,
 ]
 OWN_STEPS = [*own_steps.CASES, *float64.OWN_STEPS]

@@ -5,6 +5,7 @@ nothing of how a step is built.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -103,6 +104,7 @@ QUICK = {
         "the first tower has only padding, mean_with_sample_weight, weights",
     ),
     "metrics": ("function, and names",),
+    "metrics in calls": ("layers",),
     "metrics of tokens and pixels": ("numbers, padding, weights",),
     "mixed precision": (
         "mixed_float16, loss of the whole batch",
@@ -113,6 +115,7 @@ QUICK = {
         "Conv2D",
         "functional, nested models",
         "functional, shared layer",
+        "idle towers, a layer that needs examples",
         "not built",
         "run_eagerly, add_loss",
         "steps_per_execution=3",
@@ -123,11 +126,13 @@ QUICK = {
     ),
     "optimizers": (
         "SGD",
+        "of the user's, which looks at whole variables",
         "constraint MaxNorm",
         "gradient accumulation and clipping",
         "learning rate set by a callback",
         "loss_scale_factor",
     ),
+    "preprocessed": ("examples are turned at random, tower", "validation"),
     "ranks": ("logits of tokens, reduction sum_over_batch_size, weights (n, tokens)",),
     "shares": ("(2, 3, 3), batches of (16, 16)", "(2, 3, 3), loss of the whole batch"),
     "state": (
@@ -253,7 +258,7 @@ def test_named_cases_exist():
     for group, names in QUICK.items():
         assert {*names} <= {case.name for case in CASES.values() if case.group == group}
     named = {*LONG, *QUICK_STATE, *WITH_STAGES, *QUICK_STEPS, *QUICK_PUBLISHED}
-    named |= {*OFTEN, *WITH_SHARDED_STATE, *TABLES}
+    named |= {*OFTEN, *WITH_SHARDED_STATE, *TABLES, *FURTHER_SHARDED}
     assert named <= CASES.keys()
 
 
@@ -287,6 +292,22 @@ def test_towers_that_change(case, layout):
     check(layout.outcome(case, later=("evaluate",)))
 
 
+SHARDED = functools.partial(Layout, COPIES, shard_optimizer_state=True)
+# Tables have shards of their own, and stages owners of their own.
+FURTHER_SHARDED = {
+    "gradients/two Embeddings, accumulated, EMA and clipvalue": (
+        SHARDED(shard_embeddings="rows"),
+        SHARDED(shard_embeddings="columns"),
+    ),
+    "gradients/two Embeddings, loss scale, decay and clipping": (
+        SHARDED(shard_embeddings="rows"),
+        SHARDED(shard_embeddings="columns"),
+    ),
+    "gradients/None for most numbers, an optimizer of all kinds": (
+        SHARDED((2,), 2),
+        SHARDED((2,), 2, 2),
+    ),
+}
 QUICK_STATE = (
     "float8/idle towers, clipping and a loss scale",
     "gradients/Embedding, global_clipnorm",
@@ -301,9 +322,16 @@ QUICK_STATE = (
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        row(case, Layout(COPIES, shard_optimizer_state=True), str(case) in QUICK_STATE)
-        for case in SHORT
-        if case.group in OF_STATE
+        *[
+            row(case, SHARDED(), str(case) in QUICK_STATE)
+            for case in SHORT
+            if case.group in OF_STATE
+        ],
+        *[
+            row(CASES[name], layout, False)
+            for name, layouts in FURTHER_SHARDED.items()
+            for layout in layouts
+        ],
     ],
 )
 def test_optimizer_state_of_which_each_tower_has_a_part(case, layout):
@@ -321,11 +349,12 @@ STAGES = [
     Layout(COPIES, (2,), 1, 2, "1f1b", "layer"),
 ]
 # A layer that is called on two stages, rows of a table that travel and the norm of all
-# gradients, a loss that has to see all outputs, more micro-batches than rows.
+# gradients, losses that see all outputs or none of them, more micro-batches than rows.
 WITH_STAGES = {
     "models/functional, shared layer": 1,
     "gradients/Embedding, global_clipnorm": 4,
     "losses/function, pairwise ranking": 2,
+    "losses/compute_loss overridden, CallsAgain": 1,
     "batches/sizes (1, 8)": 3,
 }
 

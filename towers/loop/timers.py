@@ -79,6 +79,8 @@ class TurnsTaken(NamedTuple):
 
         `placed` is when the batch was there.
         """
+        if not self.ends:
+            return tf.zeros([count], tf.float64)
         ends = tf.stack([*self.ends, placed])
         start, width = len(self.ends), max(map(len, self.after))
         before = [[*each] + [start] * (1 + width - len(each)) for each in self.after]

@@ -253,7 +253,9 @@ class _Places:
             if part is not None:
                 self._put(op, part, part, False)
         self._put_where_needed(order, forward)
-        self._deepest = max(place.level for place in self.places.values())
+        levels = [place.level for place in self.places.values()]
+        # A gradient may have no operation: of a loss that takes no outputs.
+        self._deepest = max(levels, default=0)
         for op in backward:
             part, level = self._of_gradient(op)
             if part is not None:

@@ -329,6 +329,46 @@ def test_dropout_inside_a_subclassed_model_is_active_in_training():
     assert not np.allclose(dropped, kept)
 
 
+def _dropped(seed=3):
+    """Returns what two towers keep of 20 rows of ones, in two steps."""
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((100,)), keras.layers.Dropout(0.5)])
+    outputs = []
+
+    @keras.saving.register_keras_serializable()
+    def keep(_, y_pred):
+        outputs.append(y_pred)
+        return tf.reduce_mean(y_pred, axis=-1)
+
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile(_sgd(), "mse", metrics=[keep], run_eagerly=True)
+    ones = np.ones((20, 100), "float32")
+    parallel.train_on_batch(ones, ones)
+    parallel.train_on_batch(ones, ones)
+    first, second = outputs[-2:]
+    return first.numpy(), second.numpy()
+
+
+@pytest.mark.slow
+def test_dropout_differs_by_tower_and_step_and_repeats_with_the_seed():
+    first, second = _dropped()
+    assert not np.array_equal(first[:10], first[10:])
+    assert not np.array_equal(first, second)
+    again, _ = _dropped()
+    np.testing.assert_array_equal(first, again)
+    other, _ = _dropped(seed=4)
+    assert not np.array_equal(first, other)
+
+
+def test_an_empty_batch():
+    model = _model()
+    parallel = _compiled(model, gpus=3, metrics=[])
+    x, y = np.zeros((0, 6), "float32"), np.zeros((0,), "int32")
+    assert parallel.predict_on_batch(x).shape == (0, 3)
+    model.compile(_sgd(), "sparse_categorical_crossentropy", run_eagerly=True)
+    assert parallel.test_on_batch(x, y) == model.test_on_batch(x, y)
+
+
 class _OwnStep(Custom):
     def train_step(self, data):
         return {}

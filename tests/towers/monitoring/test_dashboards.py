@@ -79,8 +79,8 @@ def check_graphs(run, board, page):
     node = 'g.node[data-name="{}"]'
     for name in ("tower_0", "tower_1", "reduce", "apply"):
         page.locator(node.format(name)).wait_for(state="attached")
-    # Each tower is a scope, which opens. TensorBoard zooms until the whole graph fits: a
-    # mouse may click where the node was.
+    # Each tower is a scope, which opens. TensorBoard zooms until the graph fits: a
+    # mouse may click where it was.
     page.locator(node.format("tower_1") + " > g.nodeshape").dispatch_event("dblclick")
     page.locator('g.node[data-name^="tower_1/"]').first.wait_for(state="attached")
 
