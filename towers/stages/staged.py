@@ -138,6 +138,7 @@ class StagedTower:
                     after += [on_stage[turn.stage]] if turn.stage in on_stage else []
                     ended(turn.stage, after, made[:1], end)
                 on_stage[turn.stage] = places[m, slot.turn] = k
+        step.end_reads(self.traced.graph.variables)
         return step.results()
 
 
@@ -202,6 +203,21 @@ class _Step:
                 else:
                     made[each] = value
         return values, end
+
+    def end_reads(self, variables):
+        """Has what changes these variables wait for all phases, which look up rows.
+
+        A weight decay needs no gradient: nothing else tells it to wait.
+        """
+        for variable in variables:
+            with (
+                tf.device(variable.device),
+                tf.control_dependencies(
+                    [op for ops in self._last.values() for op in ops]
+                ),
+            ):
+                # TensorFlow takes it for the last that reads the variable.
+                tf.raw_ops.VariableShape(input=variable.handle)
 
     def _scope(self, k, stage):
         """Where TensorBoard shows it; the end of the name has no number added."""
