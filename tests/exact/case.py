@@ -39,8 +39,9 @@ class Case:
         expect: "equal"; "rule" if only what `only` names equals one device, by written
             design; else a part of the message of the error that it has to be.
         only: The arrays to compare are those with this in their name.
+        feed: Makes of the dataset of an epoch what `fit` gets.
         between: Is called with the model between two calls of `fit`, to change and
-            compile it again.
+            compile it again, or to call it by hand. Returns what has to be equal.
         again: Returns the batches of a second call of `fit`.
         reference: Builds the model that one device trains, by the number of towers,
             where it is another one by written design.
@@ -61,7 +62,8 @@ class Case:
     within: float | None = None
     expect: str = "equal"
     only: str = ""
-    between: Callable[[keras.Model], None] | None = None
+    feed: Callable[[Any], Any] = lambda data: data
+    between: Callable[[keras.Model], Any] | None = None
     again: Callable[[], Sequence[Any]] | None = None
     reference: Callable[[int], keras.Model] | None = None
 

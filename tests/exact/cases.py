@@ -241,6 +241,15 @@ def _inputs():
         lambda: keras.Sequential([keras.Input((9,), sparse=True), layers.Dense(3)]),
         _sparse,
     )
+    yield _case(
+        "batches",
+        "ragged and sparse inputs, not built",
+        lambda: keras.Sequential([OfBothKinds(), layers.Dense(OUTPUTS)]),
+        lambda: [
+            ((ragged, sparse), y)
+            for (ragged, y), (sparse, _) in zip(_ragged(), _sparse(), strict=True)
+        ],
+    )
     yield _case("batches", "integer images", _pixels, _picture_bytes)
 
 
@@ -289,6 +298,19 @@ class RaggedSum(keras.Model):
         else:  # Keras builds it with a placeholder.
             x = ops.stack([ops.sum(x, 1), ops.sum(x * x, 1)], axis=1)
         return self.out(x)
+
+
+class OfBothKinds(keras.layers.Layer):
+    """Asks its inputs for what only ragged and sparse tensors have."""
+
+    def build(self, shapes):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs):
+        ragged, sparse = inputs
+        return self.scale * ragged.to_tensor(shape=[None, 9]) + tf.sparse.to_dense(
+            sparse
+        )
 
 
 def _outputs():

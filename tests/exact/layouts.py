@@ -1,6 +1,7 @@
 """The ways in which devices share a model and its batches: the columns of the table."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -14,10 +15,13 @@ from towers.layers.pipeline import balanced, weighted
 
 # Of models that are built by their data: how many layers have weights.
 BUILT_LATER = {
+    "batches/ragged and sparse inputs, not built": 2,
     "batches/ragged inputs": 1,
     "metrics in calls/a model": 2,
     "metrics in calls/a model with a loss of its own": 2,
     "metrics in calls/what a model returns instead": 2,
+    "loops/ragged inputs, prefetch=2": 1,
+    "loops/ragged inputs, steps_per_execution=2": 1,
     "models/not built": 1,
     "state/BatchNormalization, called for inference": 2,
 }
@@ -38,8 +42,9 @@ class Layout:
         recompute: What is computed again in the backward pass.
         shard_optimizer_state: Whether towers divide the optimizer's state.
         shard_embeddings: How towers divide embedding tables: "rows", "columns", "auto".
-        resized: Whether the towers change before each step.
+        resized: Whether the towers change before each call of training or validation.
         compiled_first: Whether the model is compiled before it is wrapped.
+        own_step: Whether the model defines a training step, which calls Keras's.
         options: Further arguments of `multi_gpu_model`, as pairs.
     """
 
@@ -53,6 +58,7 @@ class Layout:
     shard_embeddings: str | None = None
     resized: bool = False
     compiled_first: bool = False
+    own_step: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self):
@@ -65,6 +71,8 @@ class Layout:
         """Returns the case with what is expected of it in this layout."""
         if self.update == "asynchronous":
             return alone(case)
+        if self.own_step and case.group == "float8":
+            case = dataclasses.replace(case, expect="to be overwritten")
         count = sum(self.towers) or case.towers
         parts = count * self.micro_batches
         if self.stages > 1 or self.micro_batches > 1:
@@ -73,7 +81,7 @@ class Layout:
             if parts == 1:
                 return alone(case)
         if self.resized:
-            callbacks = [*case.fit.get("callbacks", ()), Resizes()]
+            callbacks = [*case.fit.get("callbacks", ()), Resizes(self.stages)]
             case = dataclasses.replace(case, fit={**case.fit, "callbacks": callbacks})
         # A reference computes each part by itself.
         return dataclasses.replace(case, towers=parts)
@@ -89,6 +97,8 @@ class Layout:
         first = sum(self.towers[:rank])
 
         def wrapped(model):
+            if self.own_step:
+                define_step(model)
             options = in_stages(case, model, self.stages) | case.options
             if ratios := options.get("split_ratios"):
                 several = [ratios[k % len(ratios)] for k in range(first + count)]
@@ -119,20 +129,38 @@ class Layout:
         return record | {"layout": str(self), "expected": case.verdict}
 
 
+# By the stages of a tower: devices, and the ratios of shares. Fewer and more than the
+# two to begin with, also without the first of them.
+CHANGES = {
+    1: [((0, 1), None), ((3,), None), ((1, 3, 2), (2, 1, 3))],
+    2: [((2, 3), None), ((3, 0, 1, 2), (1, 2)), ((0, 1), None)],
+}
+
+
 class Resizes(keras.callbacks.Callback):
     """Resizes a tower model before each call, and leaves plain Keras alone."""
 
-    # Fewer and more than the two to begin with, also without the first of them.
-    DEVICES = (0, 1), (3,), (1, 3, 2)
-
-    def __init__(self):
+    def __init__(self, stages):
         super().__init__()
-        self._calls = 0
+        self._layouts = itertools.cycle(CHANGES[stages])
 
     def on_train_batch_begin(self, batch, logs=None):
         if hasattr(self.model, "resize"):
-            self.model.resize(gpus=self.DEVICES[self._calls % len(self.DEVICES)])
-            self._calls += 1
+            gpus, ratios = next(self._layouts)
+            self.model.resize(gpus=gpus, split_ratios=ratios)
+
+    on_test_batch_begin = on_train_batch_begin
+
+
+def define_step(model: keras.Model) -> None:
+    """Has a model define a training step, which does what Keras's does."""
+
+    class OwnStep(type(model)):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    OwnStep.__name__ = type(model).__name__
+    model.__class__ = OwnStep
 
 
 def alone(case: Case) -> Case:

@@ -6,6 +6,8 @@ from tests.exact import (
     combinations,
     float64,
     in_calls,
+    lookups,
+    loops,
     masks,
     measured,
     networks,
@@ -24,6 +26,8 @@ OF_KERAS_STEPS = [
     *block_sparse.CASES,
     *in_calls.CASES,
     *preprocessed.CASES,
+    *lookups.CASES,
+    *loops.CASES,
     *OF_ONE_WAY,
 ]
 OWN_STEPS = [*own_steps.CASES, *float64.OWN_STEPS]

@@ -150,8 +150,9 @@ def batch_size(batch: Any) -> int | tf.Tensor:
 
 
 def as_tensor(value: Any) -> Any:
-    """Makes a tensor of an array, and leaves all else as it is."""
-    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+    """Makes a tensor of an array or a number of NumPy's; leaves all else as it is."""
+    is_numpy = isinstance(value, np.ndarray | np.generic)
+    return tf.convert_to_tensor(value) if is_numpy else value
 
 
 _PARTS = "x", "y", "sample_weight"

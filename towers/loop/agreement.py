@@ -301,6 +301,8 @@ def digest(data: Any) -> tf.Tensor:
         # Hosts are given other rows of it.
         return tf.cast(part.mark, tf.float32)
     total = tf.zeros([], tf.int64)
+    # Keras gives arrays to eager steps.
+    data = tf.nest.map_structure(batch.as_tensor, data)
     for tensor in tf.nest.flatten(data, expand_composites=True):
         if tensor is None or tensor.shape.rank is None:
             continue

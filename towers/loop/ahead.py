@@ -86,12 +86,15 @@ class Ahead:
         waiting.wait()
         if not waiting.entries:
             return self._fetch(iterator).ready
-        batch, error, by = waiting.entries.popleft()
+        batch, error, by = waiting.entries[0]
+        ready = batch and batch.ready
+        if error is None and by() is not self:
+            # If a graph cannot be traced yet, the batch stays for when it can.
+            ready = self._prepare(iterator, batch.data)
+        waiting.entries.popleft()
         if error is not None:
             raise error
-        if by() is not self:
-            return self._prepare(iterator, batch.data)
-        return batch.ready
+        return ready
 
     def fill(self, iterator: Iterator) -> None:
         """Fetches what is missing; an error, or the end, waits for its turn."""

@@ -1,8 +1,7 @@
-"""Embedding tables over devices: where they lie, what travels, and the numbers."""
+"""Tables over devices: where they lie, and what travels; see also tests.exact."""
 
 import collections
 import functools
-import itertools
 
 import keras
 import numpy as np
@@ -258,161 +257,19 @@ def _uses(nodes, cut):
     }
 
 
-# The numbers.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [(case, way) for case in lookup.CASES for way in WAYS],
-)
-def test_towers_equal_one_device(case, way):
-    assert lookup._equal(lookup._run(case, _towers(way)), lookup._expected(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("several", {"variable_update": "replicated"}),
-        ("tied", {"variable_update": "replicated"}),
-        ("several", {"packed": True, "local_parameter_device": DEVICES[2]}),
-        ("several", {"loss_placement": "gathered"}),
-        ("tied", {"loss_placement": "gathered"}),
-        ("several", {"check_numerics": True}),
-        ("several", {"split_ratios": (1, 2, 1)}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[1]])
-def test_whatever_the_builder_does(case, options, way):
-    found = lookup._run(case, _towers(way, **options), evaluated=False)
-    assert lookup._equal(found, lookup._expected(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
-    ids=str,
-)
-def test_however_it_is_compiled(options):
-    found = lookup._run("several", _towers("rows"), evaluated=False, **options)
-    assert lookup._equal(found, lookup._expected("several"))
-
-
-OPTIMIZERS = {
-    "clipped together": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=0.1),
-    "clipped": lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.05),
-    "accumulated": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-    "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "averaged": lambda: keras.optimizers.RMSprop(
-        0.01, use_ema=True, ema_overwrite_frequency=2
-    ),
-}
-
-
-QUICK_UPDATES = (
-    ("clipped together", "rows", "replicated"),
-    ("clipped", "rows", "parameter_server"),
-    ("accumulated", "columns", "replicated"),
-)
-
-
-@pytest.mark.quick_one_in(3)
-@pytest.mark.parametrize(
-    ("name", "way", "update"),
-    [
-        each if each in QUICK_UPDATES else slow(*each)
-        for each in itertools.product(
-            OPTIMIZERS, WAYS, ["parameter_server", "replicated"]
-        )
-    ],
-)
-def test_sparse_updates(name, way, update):
-    case = "repeated ids"
-    options = {"optimizer": OPTIMIZERS[name], "batch_size": 4, "evaluated": False}
-    expected = lookup._run(case, lambda model: model, run_eagerly=True, **options)
-    towers = _towers(way, variable_update=update)
-    assert lookup._equal(lookup._run(case, towers, **options), expected)
-
-
-class TiedLayers(keras.Model):
-    """A layer of its own class that is called both ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = TiedEmbedding(*lookup.TABLE)
-
-    def call(self, ids):
-        logits = self.embedding(self.embedding(ids), reverse=True)
-        return keras.ops.mean(logits, axis=1)[:, :3]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
-def test_a_class_of_its_own_reads_its_table_from_all_shards(
-    way, update, monkeypatch, caplog
-):
-    monkeypatch.setitem(lookup.CASES, "own", (TiedLayers, lookup._ids()))
-    adam = functools.partial(keras.optimizers.Adam, 0.01)
-    expected = lookup._run("own", lambda model: model, adam, run_eagerly=True)
-    found = lookup._run("own", _towers(way, variable_update=update), adam)
-    assert lookup._equal(found, expected)
+def test_a_class_of_its_own_is_said_to_read_all_shards(way, caplog):
+    embedding, inputs = TiedEmbedding(*lookup.TABLE), keras.Input((lookup.STEPS,))
+    logits = embedding(embedding(inputs), reverse=True)
+    parallel = _towers(way)(keras.Model(inputs, logits[:, 0, :3]))
+    parallel.compile("sgd", "mse")
+    parallel.train_on_batch(lookup._ids(), lookup._targets())
     assert "reads all shards of its tables in each step" in caplog.text
     assert "columns over" in caplog.text or way == "rows"
 
 
-class Combined(keras.layers.Layer):
-    """Looks up rows of several ids, and combines those that are not masked."""
-
-    def __init__(self, combiner, **options):
-        super().__init__(**options)
-        self.combiner = combiner
-        self.embedding = lookup._embedding(mask_zero=True)
-
-    def call(self, ids):
-        rows = self.embedding(ids)
-        weights = keras.ops.cast(self.embedding.compute_mask(ids), rows.dtype)
-        weights = weights * (1 + keras.ops.cast(ids % 3, rows.dtype))
-        total = keras.ops.einsum("bi,bid->bd", weights, rows)
-        if self.combiner == "sum":
-            return total
-        power = 1 if self.combiner == "mean" else 2
-        size = keras.ops.sum(weights**power, axis=1, keepdims=True)
-        return total / keras.ops.maximum(size ** (1 / power), 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("combiner", [*map(slow, ["sum", "mean"]), "sqrtn"])
-@pytest.mark.parametrize("way", ["rows", "columns"])
-def test_combiners(combiner, way, monkeypatch):
-    def make():
-        inputs = keras.Input((lookup.STEPS,), dtype="int32")
-        rows = Combined(combiner)(inputs)
-        return keras.Model(inputs, keras.layers.Dense(3)(rows))
-
-    monkeypatch.setitem(lookup.CASES, combiner, (make, lookup._MASKED))
-    expected = lookup._run(combiner, lambda model: model, run_eagerly=True)
-    assert lookup._equal(lookup._run(combiner, _towers(way)), expected)
-
-
-@pytest.mark.parametrize(
-    ("policy", "update"),
-    [
-        slow("mixed_float16", "parameter_server"),
-        slow("mixed_float16", "replicated"),
-        slow("mixed_bfloat16", "parameter_server"),
-        slow("mixed_bfloat16", "replicated"),
-    ],
-)
-def test_mixed_precision(policy, update):
-    keras.config.set_dtype_policy(policy)
-    options = {"evaluated": False}
-    expected = lookup._run("plain", _towers("none"), **options)
-    found = lookup._run("plain", _towers("rows", variable_update=update), **options)
-    assert oracle.largest_difference(found, expected) < 1e-2
+# Checkpoints, and hosts.
 
 
 def saved_model():
@@ -466,20 +323,6 @@ def test_saved_by_hosts_and_continued_by_one(tmp_path):
     _assert_alike(plain, opened, last)
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        slow((1, 1), ""),
-        slow((1, 1), "shard_optimizer_state"),
-        slow((1, 2), ""),
-        slow((1, 2), "shard_optimizer_state"),
-    ],
-)
-def test_optimizers_of_tables_that_hosts_divide(layout, options, tmp_path):
-    arguments = "cases", tmp_path, options
-    hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
-
-
 @pytest.mark.slow
 def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
     arguments = "alone", tmp_path, ""
@@ -500,50 +343,6 @@ def test_a_host_that_reads_a_table_alone_ends_the_run(tmp_path):
 def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
     arguments = "large", tmp_path, way
     hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("callbacks", [(), (keras.callbacks.SwapEMAWeights,)], ids=str)
-def test_averages_take_the_place_of_weights(callbacks):
-    def run(wrap):
-        keras.utils.set_random_seed(7)
-        model = lookup._after(lookup._embedding())
-        trained = wrap(model)
-        trained.compile(
-            keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse"
-        )
-        trained.fit(
-            *(lookup._ids(), lookup._targets()),
-            epochs=2,
-            verbose=0,
-            shuffle=False,
-            batch_size=8,
-            validation_data=(lookup._ids(), lookup._targets()),
-            callbacks=[make() for make in callbacks],
-        )
-        return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
-
-    ours, theirs = run(_towers("rows")), run(lambda model: model)
-    assert oracle.largest_difference(ours, theirs) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("placement", "update", "way"),
-    [
-        slow(*each)
-        for each in itertools.product(
-            [{"dense.*": 1, "(?!dense).*": 0}, "auto"],
-            ["parameter_server", "replicated"],
-            [*WAYS, "auto"],
-        )
-    ],
-)
-def test_towers_of_several_stages(way, update, placement, monkeypatch):
-    monkeypatch.setattr(tables, "SMALL_BYTES", 0)
-    options = {"stages": 2, "micro_batches": 2, "variable_update": update}
-    options["placement"] = placement
-    found = lookup._run("plain", _towers(way, 4, **options), evaluated=False)
-    assert lookup._equal(found, lookup._expected("plain"))
 
 
 @pytest.mark.slow

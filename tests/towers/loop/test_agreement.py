@@ -131,6 +131,11 @@ def test_a_digest_tells_batches_apart(both, first, second):
     assert float(first) != float(second)
 
 
+def test_a_digest_of_arrays_is_that_of_tensors(both):
+    # Keras gives arrays to eager steps.
+    assert float(both[0].of_batch(X)[0, 1]) == float(both[0].of_batch(tensors(X))[0, 1])
+
+
 def test_an_evaluation_ends_for_all_together(both):
     agreement = both[0]
     agreement._hosts.other = both[1].of_batch(tensors(X)) * ([1.0] * 2 + [0.0] * 5)

@@ -1,4 +1,4 @@
-"""Several steps in a call: the same numbers, and no batch too many."""
+"""Several steps in a call, and batches ahead: none too many; see also tests.exact."""
 
 import collections
 import functools
@@ -24,7 +24,6 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
 from towers.loop.ahead import Ahead, Fetched
-from towers.model.update import auto
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -64,67 +63,6 @@ def _compiled(
     options = {"loss": "mse", "metrics": ["mae"], "run_eagerly": not towers} | options
     trained.compile(optimizer, steps_per_execution=steps, **options)
     return trained
-
-
-class _Calls(keras.callbacks.Callback):
-    """Notes the batch after which Keras hears of each call."""
-
-    def on_train_begin(self, logs=None):
-        self.batches = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(batch)
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """Weights and history of plain Keras, a step a call."""
-    model = _model()
-    trained = _compiled(model, 1, towers=0)
-    history = trained.fit(_dataset(), epochs=2, verbose=0).history
-    return model.get_weights(), history
-
-
-@pytest.mark.parametrize(
-    ("steps", "builder", "eager"),
-    [
-        slow(1, "parameter_server", False),
-        slow(4, "parameter_server", False),
-        slow(10, "parameter_server", False),
-        slow(1, "replicated", False),
-        (4, "replicated", False),
-        slow(1, "replicated", True),
-        (4, "parameter_server", True),
-        slow(10, "parameter_server", True),
-    ],
-)
-def test_any_number_of_steps_is_the_same_training(steps, builder, eager, expected):
-    model, calls = _model(), _Calls()
-    trained = _compiled(model, steps, 3, builder, run_eagerly=eager)
-    fit = trained.fit(_dataset(), epochs=2, verbose=0, callbacks=[calls])
-    weights, history = expected
-    assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
-    for name, values in history.items():
-        np.testing.assert_allclose(fit.history[name], values, rtol=1e-5)
-    assert int(model.optimizer.iterations) == 2 * BATCHES
-    ends = [min(end, BATCHES) - 1 for end in range(steps, BATCHES + steps, steps)]
-    # Keras numbers by full calls.
-    assert len(calls.batches) == 2 * len(ends)
-
-
-@pytest.mark.parametrize("steps", [slow(1), 4, slow(10)])
-def test_data_of_unknown_length_ends_where_it_ends(steps):
-    """The end is found in the middle of a call, or before the first step of one."""
-    trained = _compiled(_model(), steps)
-    found = []
-    for rows in (ROWS, 8 * BATCH):
-        data = tf.data.Dataset.from_generator(
-            lambda rows=rows: iter(_dataset(rows)),
-            output_signature=_dataset().element_spec,
-        )
-        trained.fit(data, epochs=2, verbose=0)
-        found.append(int(trained.optimizer.iterations))
-    assert found == [2 * BATCHES, 2 * BATCHES + 2 * 8]
 
 
 class _Counted:
@@ -185,138 +123,6 @@ def test_the_end_of_the_data_is_told(steps):
     with pytest.raises(tf.errors.OutOfRangeError):
         function(iterator)
     assert int(trained.optimizer.iterations) == 2
-
-
-# What batches are made of.
-
-
-class RaggedSum(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.scale = self.add_weight(shape=(3,), name="scale")
-        self.built = True
-
-    def call(self, x):
-        return tf.reduce_sum(x, axis=1)[:, None] * tf.convert_to_tensor(self.scale)
-
-
-class Penalty(keras.layers.Layer):
-    def call(self, x):
-        self.add_loss(keras.ops.mean(keras.ops.square(x)))
-        return x
-
-
-def _nested():
-    left, right = keras.Input((4,), name="left"), keras.Input((2,), name="right")
-    both = keras.layers.Concatenate()([keras.layers.Dense(4, "tanh")(left), right])
-    outputs = {"out": keras.layers.Dense(3, name="out")(both)}
-    return keras.Model({"a": left, "b": (right,)}, outputs)
-
-
-def _pieces(*nests):
-    """A dataset of nests of tensors, in batches of BATCH rows, the last one short."""
-    rows = tf.data.Dataset.from_tensor_slices(nests if len(nests) > 1 else nests[0])
-    return rows.batch(BATCH)
-
-
-def _kinds():
-    x, y = _data()
-    weights = np.random.default_rng(2).uniform(0, 2, ROWS).astype("float32")
-    lists = [list(row[: 1 + i % FEATURES]) for i, row in enumerate(x)]
-    ragged = tf.ragged.constant(lists, dtype="float32")
-    sparse = tf.sparse.from_dense(np.where(x > 0, x, 0))
-    nested = {"a": x[:, :4], "b": (x[:, 4:],)}
-
-    def only():
-        body = [keras.layers.Dense(3, "tanh"), Penalty()]
-        return keras.Sequential([keras.Input((FEATURES,)), *body])
-
-    def of_sparse():
-        inputs = keras.Input((FEATURES,), sparse=True)
-        return keras.Sequential([inputs, keras.layers.Dense(3)])
-
-    def generator():
-        for start in range(0, ROWS, BATCH):
-            rows = slice(start, start + BATCH)
-            yield x[rows], y[rows], None
-
-    return {
-        "weights": (_model, lambda: _pieces(x, y, weights), {}),
-        "no weights": (_model, lambda: _pieces(x, y).map(lambda *a: (*a, None)), {}),
-        "nested": (_nested, lambda: _pieces(nested, {"out": y}, {"out": weights}), {}),
-        "ragged": (RaggedSum, lambda: _pieces(ragged, y), {}),
-        "sparse": (of_sparse, lambda: _pieces(sparse, y), {}),
-        "only x": (only, lambda: _pieces(x).map(lambda x: (x,)), {"loss": None}),
-        "generator": (_model, generator, {}),
-        "arrays": (_model, lambda: x, {}),
-    }
-
-
-KINDS = list(_kinds())
-# Nested ones have weights.
-QUICK = ("nested", 4, 0), ("no weights", 1, 2), ("ragged", 1, 2), ("only x", 1, 0)
-MORE = {*itertools.product(KINDS, [4, 1], [0]), *itertools.product(KINDS, [1], [2])}
-
-
-@functools.cache
-def _of_kind(kind, steps=1, towers=0, prefetch=None):
-    """The weights after an epoch of such batches."""
-    make, data, options = _kinds()[kind]
-    keras.utils.set_random_seed(7)
-    model = make()
-    options = {"metrics": None, "prefetch": prefetch} | options
-    trained = _compiled(model, steps, towers, **options)
-    more = {}
-    if kind == "arrays":
-        more = {"y": _data()[1], "batch_size": BATCH, "shuffle": False}
-    elif kind == "generator":
-        more = {"steps_per_epoch": BATCHES}
-    trained.fit(data(), verbose=0, **more)
-    assert int(model.optimizer.iterations) == BATCHES
-    return model.get_weights()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "steps", "prefetch"),
-    [*QUICK, *sorted(MORE.difference(QUICK))],
-)
-def test_batches_of_all_kinds(kind, steps, prefetch):
-    found = _of_kind(kind, steps, towers=2, prefetch=prefetch)
-    assert oracle.largest_difference(found, _of_kind(kind)) < 1e-5
-
-
-@pytest.mark.parametrize(("steps", "eager"), [(4, False), slow(1, True), slow(4, True)])
-def test_train_on_batch_is_one_step(steps, eager):
-    x, y = _data(11)
-    found = []
-    for towers, each in ((0, 1), (3, steps)):
-        model = _model()
-        options = {"run_eagerly": eager} if towers else {}
-        trained = _compiled(model, each, towers, **options)
-        logs = [trained.train_on_batch(x[:n], y[:n]) for n in (11, 2, 11)]
-        assert int(model.optimizer.iterations) == 3
-        found.append([*model.get_weights(), np.asarray(logs)])
-    assert oracle.largest_difference(found[1], found[0]) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 4])
-def test_fit_and_train_on_batch_by_turns(steps):
-    x, y = _data(11)
-    weights = []
-    for towers, each in ((0, 1), (2, steps)):
-        model = _model()
-        trained = _compiled(model, each, towers)
-        trained.fit(_dataset(), verbose=0)
-        trained.train_on_batch(x, y)
-        trained.fit(_dataset(), verbose=0, validation_data=_dataset(11))
-        trained.evaluate(_dataset(11), verbose=0)
-        for rows in (2, 11):
-            trained.train_on_batch(x[:rows], y[:rows])
-        weights.append(model.get_weights())
-        assert int(model.optimizer.iterations) == 2 * BATCHES + 3
-    assert oracle.largest_difference(weights[1], weights[0]) < 1e-5
 
 
 # How often the model is traced.
@@ -389,8 +195,6 @@ def test_the_next_batch_is_placed_while_a_step_computes(builder, home):
 
 # Batches placed ahead of a call of one step.
 
-AHEAD = [slow(1), 10]
-
 
 @functools.cache
 def _traced(prefetch):
@@ -460,57 +264,6 @@ def test_on_logical_cpus_nothing_is_taken_ahead_unless_asked_for():
 def test_how_much_is_taken_ahead_is_checked(prefetch):
     with pytest.raises(ValueError, match=f"Received prefetch={prefetch}; expected"):
         multi_gpu_model(_model(), gpus=2, prefetch=prefetch)
-
-
-@pytest.mark.parametrize(
-    ("builder", "prefetch"),
-    [
-        slow("parameter_server", 1),
-        ("parameter_server", 10),
-        slow("replicated", 2),
-        slow("auto", 2),
-    ],
-)
-def test_taking_ahead_is_the_same_training(builder, prefetch, expected, monkeypatch):
-    monkeypatch.setattr(auto, "_ROUND_S", 0.0)
-    model = _model()
-    # XLA is tried in test_auto.
-    trained = _compiled(model, 1, builder=builder, prefetch=prefetch, jit_compile=False)
-    fit = trained.fit(_dataset(), epochs=2, verbose=0, validation_data=_dataset())
-    weights, history = expected
-    assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
-    for name, values in history.items():
-        np.testing.assert_allclose(fit.history[name], values, rtol=1e-5)
-    loss = trained.evaluate(_dataset(), verbose=0, return_dict=True)["loss"]
-    np.testing.assert_allclose(fit.history["val_loss"][-1], loss, rtol=1e-5)
-    assert int(model.optimizer.iterations) == 2 * BATCHES
-
-
-@functools.cache
-def _of_epochs_that_go_on():
-    return _epochs_that_go_on(_compiled(_model(), 1, towers=0))
-
-
-def _epochs_that_go_on(trained):
-    data = _dataset().repeat()
-    trained.fit(data, steps_per_epoch=3, epochs=3, verbose=0)
-    trained.fit(_dataset(20), verbose=0)
-    assert int(trained.optimizer.iterations) == 3 * 3 + 3
-    return trained.get_weights()
-
-
-@pytest.mark.parametrize("prefetch", AHEAD)
-def test_epochs_go_on_in_the_data_where_the_last_one_ended(prefetch):
-    found = _epochs_that_go_on(_at_its_start(prefetch))
-    assert oracle.largest_difference(found, _of_epochs_that_go_on()) < 1e-5
-
-
-@pytest.mark.parametrize("prefetch", AHEAD)
-def test_data_that_end_early_are_all_used(prefetch):
-    trained = _at_its_start(prefetch)
-    data = _dataset().apply(tf.data.experimental.assert_cardinality(BATCHES))
-    trained.fit(data.repeat(2).filter(lambda *_: True), epochs=2, verbose=0)
-    assert int(trained.optimizer.iterations) == 4 * BATCHES
 
 
 def test_an_error_waits_for_its_batch():

@@ -166,35 +166,6 @@ def test_tensors_of_numbers_are_kept_for_an_epoch_at_most():
 
 
 @pytest.mark.slow
-def test_batches_by_hand():
-    x, y = _data(7)
-    parallel = _compiled(gpus=4)
-    plain = _model()
-    plain.compile(
-        _sgd(),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        run_eagerly=True,
-    )
-    for rows in (7, 3, 1):
-        np.testing.assert_allclose(
-            parallel.train_on_batch(x[:rows], y[:rows]),
-            plain.train_on_batch(x[:rows], y[:rows]),
-            rtol=1e-4,
-        )
-        np.testing.assert_allclose(
-            parallel.test_on_batch(x[:rows], y[:rows]),
-            plain.test_on_batch(x[:rows], y[:rows]),
-            rtol=1e-4,
-        )
-        np.testing.assert_allclose(
-            parallel.predict_on_batch(x[:rows]),
-            plain.predict_on_batch(x[:rows]),
-            rtol=1e-4,
-        )
-
-
-@pytest.mark.slow
 def test_early_stopping_restores_and_backup_resumes(tmp_path):
     class Die(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -612,23 +583,6 @@ def test_xla_is_the_models_setting():
     assert not parallel.jit_compile
 
 
-def test_one_sample_weight_for_all():
-    x, y = _data(10)
-    plain, parallel = _model(), _compiled()
-    plain.compile(
-        _sgd(),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        run_eagerly=True,
-    )
-    half = np.float32(0.5)
-    np.testing.assert_allclose(
-        parallel.train_on_batch(x, y, sample_weight=half),
-        plain.train_on_batch(x, y, sample_weight=half),
-        rtol=1e-5,
-    )
-
-
 class RaggedMean(keras.Model):
     def __init__(self):
         super().__init__()
@@ -645,35 +599,6 @@ def test_an_unbuilt_model_of_ragged_inputs_predicts():
     data = tf.data.Dataset.from_tensors(rows)
     ours = multi_gpu_model(model, gpus=2).predict(data, verbose=0)
     np.testing.assert_allclose(ours, model.predict(data, verbose=0), rtol=1e-6)
-
-
-class Longest(keras.layers.Layer):
-    """It asks for what only ragged and sparse tensors have."""
-
-    def build(self, shapes):
-        self.scale = self.add_weight(shape=(), initializer="ones")
-
-    def call(self, inputs):
-        ragged, sparse = inputs
-        rows = ragged.to_tensor(shape=[None, 3])
-        return self.scale * rows + tf.sparse.to_dense(sparse)
-
-
-def test_ragged_and_sparse_inputs_are_built_as_what_they_are():
-    rows = tf.ragged.constant([[1.0], [2.0, 4.0], [3.0, 3.0, 3.0], [5.0], []])
-    sparse = tf.sparse.from_dense(np.eye(5, 3, dtype="float32"))
-    data = tf.data.Dataset.from_tensors(((rows, sparse), np.ones((5, 1), "float32")))
-    found = []
-    for towers in (0, 2):
-        keras.utils.set_random_seed(7)
-        model = keras.Sequential([Longest(), keras.layers.Dense(1)])
-        trained = multi_gpu_model(model, gpus=towers) if towers else model
-        trained.compile("sgd", "mse", run_eagerly=not towers)
-        found.append(
-            [*trained.fit(data, verbose=0).history["loss"], *model.get_weights()]
-        )
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 class Text(keras.layers.Layer):

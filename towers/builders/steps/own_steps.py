@@ -17,7 +17,7 @@ from towers.collectives import batch
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.models import overrides
 from towers.keras_adapter.variables import value_behind
-from towers.layers import variables
+from towers.layers import overwritten, variables
 from towers.partition.partitioned import Copied, Observer, Partitioned
 from towers.partition.placement.copies import together
 from towers.tower.errors import ModelError
@@ -87,6 +87,8 @@ class OwnSteps:
             copied = self._copied if step == "train_step" else lambda trace: None
             placement = context.loss_placement
             found = Partitioned(self.function(step), spec, copied, placement)
+            if step == "train_step":
+                _refuse_overwritten(context.model)
             self._partitioned[step, str(spec)] = found
             self.say(step, found, found.lines)
         return self._partitioned[step, str(spec)]
@@ -251,6 +253,17 @@ class OwnSteps:
             )
 
         return Observer(context.timers.computed, gradients)
+
+
+def _refuse_overwritten(model):
+    """Refuses variables of which towers would add up what has to be the largest."""
+    if found := overwritten.places(model):
+        name = model.trainable_variables[min(found)].path
+        raise ModelError(
+            f"Model '{model.name}' defines its own train_step, and its variable "
+            f"'{name}' is to be overwritten with its gradient; expected Keras's "
+            "train_step where layers compute in float8."
+        )
 
 
 @contextlib.contextmanager
