@@ -17,11 +17,11 @@ from towers.layers.pipeline import balanced, weighted
 BUILT_LATER = {
     "batches/ragged and sparse inputs, not built": 2,
     "batches/ragged inputs": 1,
+    "loops/ragged inputs, prefetch=2": 1,
+    "loops/ragged inputs, steps_per_execution=2": 1,
     "metrics in calls/a model": 2,
     "metrics in calls/a model with a loss of its own": 2,
     "metrics in calls/what a model returns instead": 2,
-    "loops/ragged inputs, prefetch=2": 1,
-    "loops/ragged inputs, steps_per_execution=2": 1,
     "models/not built": 1,
     "state/BatchNormalization, called for inference": 2,
 }

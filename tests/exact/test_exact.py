@@ -302,22 +302,6 @@ def test_towers_that_change(case, layout):
     check(layout.outcome(case, later=("evaluate",)))
 
 
-SHARDED = functools.partial(Layout, COPIES, shard_optimizer_state=True)
-# Tables have shards of their own, and stages owners of their own.
-FURTHER_SHARDED = {
-    "gradients/two Embeddings, accumulated, EMA and clipvalue": (
-        SHARDED(shard_embeddings="rows"),
-        SHARDED(shard_embeddings="columns"),
-    ),
-    "gradients/two Embeddings, loss scale, decay and clipping": (
-        SHARDED(shard_embeddings="rows"),
-        SHARDED(shard_embeddings="columns"),
-    ),
-    "gradients/None for most numbers, an optimizer of all kinds": (
-        SHARDED((2,), 2),
-        SHARDED((2,), 2, 2),
-    ),
-}
 # Where towers change, what else is kept for each of them.
 RESIZED = [
     Layout(COPIES, resized=True, shard_optimizer_state=True),
@@ -347,16 +331,6 @@ def test_what_towers_that_change_keep(case, layout):
     check(layout.outcome(case))
 
 
-QUICK_STATE = (
-    "float8/idle towers, clipping and a loss scale",
-    "gradients/Embedding, global_clipnorm",
-    "mixed precision/mixed_float16, overflow on the second tower",
-    "optimizers/Adam",
-    "optimizers/Muon",
-    "optimizers/gradient accumulation and clipping",
-)
-
-
 # A table is read as a whole, too; rows that both hosts have, masks.
 TABLES = (
     "gradients/Embedding, SGD",
@@ -372,8 +346,6 @@ TABLES = (
     "masks/padding and weights, run_eagerly",
 )
 
-# Rows that hosts divide; each of them has some that the other looks up.
-CHOSEN_ROWS = [str(case) for case in lookups.CASES if "rows" in case.name]
 # Tables over towers: each way to cut them, with each way to update variables.
 CUTS = "rows", "columns"
 IN_SHARDS = [
@@ -429,6 +401,32 @@ def test_tables_in_shards(case, layout, monkeypatch):
     # With "auto", a small table would be whole.
     monkeypatch.setattr(tables, "SMALL_BYTES", 0)
     check(layout.outcome(case))
+
+
+SHARDED = functools.partial(Layout, COPIES, shard_optimizer_state=True)
+# Tables have shards of their own, and stages owners of their own.
+FURTHER_SHARDED = {
+    "gradients/two Embeddings, accumulated, EMA and clipvalue": (
+        SHARDED(shard_embeddings="rows"),
+        SHARDED(shard_embeddings="columns"),
+    ),
+    "gradients/two Embeddings, loss scale, decay and clipping": (
+        SHARDED(shard_embeddings="rows"),
+        SHARDED(shard_embeddings="columns"),
+    ),
+    "gradients/None for most numbers, an optimizer of all kinds": (
+        SHARDED((2,), 2),
+        SHARDED((2,), 2, 2),
+    ),
+}
+QUICK_STATE = (
+    "float8/idle towers, clipping and a loss scale",
+    "gradients/Embedding, global_clipnorm",
+    "mixed precision/mixed_float16, overflow on the second tower",
+    "optimizers/Adam",
+    "optimizers/Muon",
+    "optimizers/gradient accumulation and clipping",
+)
 
 
 @pytest.mark.quick_one_in(3)
@@ -584,6 +582,8 @@ WITH_SHARDED_STATE = (
     "optimizers/Muon",
     "optimizers/gradient accumulation and clipping",
 )
+# Rows that hosts divide; each of them has some that the other looks up.
+CHOSEN_ROWS = [str(case) for case in lookups.CASES if "rows" in case.name]
 
 
 def is_for_hosts(case):

@@ -87,13 +87,15 @@ class Ahead:
         if not waiting.entries:
             return self._fetch(iterator).ready
         batch, error, by = waiting.entries[0]
-        ready = batch and batch.ready
-        if error is None and by() is not self:
-            # If a graph cannot be traced yet, the batch stays for when it can.
+        if error is not None:
+            waiting.entries.popleft()
+            raise error
+        # A batch that cannot be prepared stays, as its graph may be traced later.
+        if by() is self:
+            ready = batch.ready
+        else:
             ready = self._prepare(iterator, batch.data)
         waiting.entries.popleft()
-        if error is not None:
-            raise error
         return ready
 
     def fill(self, iterator: Iterator) -> None:

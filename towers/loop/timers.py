@@ -79,6 +79,7 @@ class TurnsTaken(NamedTuple):
 
         `placed` is when the batch was there.
         """
+        # A backward pass has no turns if the loss takes no outputs of the model.
         if not self.ends:
             return tf.zeros([count], tf.float64)
         ends = tf.stack([*self.ends, placed])

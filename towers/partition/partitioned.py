@@ -291,10 +291,7 @@ class _Call:
         found = {key(t): t for t, _ in phase.takes if key(t) in wanted}
         if self._observer is None or not found:
             return nullcontext()
-        # Home makes those of a loss that depends on no example.
-        parts = [
-            [made[each] for each in found if each in made] for made in self._towers
-        ]
+        parts = [[made[each] for each in found] for made in self._towers]
         return self._observer.gradients(parts, self.at_home([*found.values()]))
 
     def at_home(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

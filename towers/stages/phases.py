@@ -254,7 +254,7 @@ class _Places:
                 self._put(op, part, part, False)
         self._put_where_needed(order, forward)
         levels = [place.level for place in self.places.values()]
-        # A gradient may have no operation: of a loss that takes no outputs.
+        # There is nothing to place if the loss takes no outputs of the model.
         self._deepest = max(levels, default=0)
         for op in backward:
             part, level = self._of_gradient(op)

@@ -126,7 +126,7 @@ class StagedTower:
         for micro_batch, (_, call) in enumerate(calls):
             values = tf.nest.flatten([*call.arguments], expand_composites=True)
             step.give(micro_batch, self._takes, [v for v in values if v is not None])
-        with without_auto_control_deps():
+        with without_auto_control_deps(self.traced.graph.variables):
             slots = order(self.turns, len(calls), self._pipeline.schedule)
             on_stage, places = {}, {}
             for k, slot in enumerate(slots):
@@ -138,7 +138,6 @@ class StagedTower:
                     after += [on_stage[turn.stage]] if turn.stage in on_stage else []
                     ended(turn.stage, after, made[:1], end)
                 on_stage[turn.stage] = places[m, slot.turn] = k
-        step.end_reads(self.traced.graph.variables)
         return step.results()
 
 
@@ -203,21 +202,6 @@ class _Step:
                 else:
                     made[each] = value
         return values, end
-
-    def end_reads(self, variables):
-        """Has what changes these variables wait for all phases, which look up rows.
-
-        A weight decay needs no gradient: nothing else tells it to wait.
-        """
-        for variable in variables:
-            with (
-                tf.device(variable.device),
-                tf.control_dependencies(
-                    [op for ops in self._last.values() for op in ops]
-                ),
-            ):
-                # TensorFlow takes it for the last that reads the variable.
-                tf.raw_ops.VariableShape(input=variable.handle)
 
     def _scope(self, k, stage):
         """Where TensorBoard shows it; the end of the name has no number added."""

@@ -51,10 +51,16 @@ class TowerCall(NamedTuple):
 
 
 @contextlib.contextmanager
-def without_auto_control_deps() -> Iterator[None]:
+def without_auto_control_deps(
+    variables: Sequence[tf.Variable] = (),
+) -> Iterator[None]:
     """Inside, calls that draw random numbers or check something wait for no other.
 
     TensorFlow would make towers wait for one another, in the order of the calls.
+
+    Args:
+        variables: The variables that the calls read. Whatever changes one of them later
+            waits for all calls, also if it needs no gradient, as a weight decay.
     """
     if tf.executing_eagerly():
         yield
@@ -62,8 +68,13 @@ def without_auto_control_deps() -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
-    made = graph.get_operations()[before:]
-    run_independently(op for op in made if is_stateful(op))
+    made = [op for op in graph.get_operations()[before:] if is_stateful(op)]
+    run_independently(made)
+    with tf.control_dependencies(made):
+        for variable in variables:
+            with tf.device(variable.device):
+                # To TensorFlow, this is the read that a change has to wait for.
+                tf.raw_ops.VariableShape(input=variable.handle)
 
 
 def run(

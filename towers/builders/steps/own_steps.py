@@ -17,7 +17,7 @@ from towers.collectives import batch
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.models import overrides
 from towers.keras_adapter.variables import value_behind
-from towers.layers import overwritten, variables
+from towers.layers import variables
 from towers.partition.partitioned import Copied, Observer, Partitioned
 from towers.partition.placement.copies import together
 from towers.tower.errors import ModelError
@@ -88,6 +88,7 @@ class OwnSteps:
             placement = context.loss_placement
             found = Partitioned(self.function(step), spec, copied, placement)
             if step == "train_step":
+                # Its variables are there now, if the step has built it.
                 _refuse_overwritten(context.model)
             self._partitioned[step, str(spec)] = found
             self.say(step, found, found.lines)
@@ -256,12 +257,12 @@ class OwnSteps:
 
 
 def _refuse_overwritten(model):
-    """Refuses variables of which towers would add up what has to be the largest."""
-    if found := overwritten.places(model):
-        name = model.trainable_variables[min(found)].path
+    """Refuses a model in float8: towers would add up what has to be the largest."""
+    paths = [v.path for v in model.trainable_variables if v.overwrite_with_gradient]
+    if paths:
         raise ModelError(
             f"Model '{model.name}' defines its own train_step, and its variable "
-            f"'{name}' is to be overwritten with its gradient; expected Keras's "
+            f"'{paths[0]}' is to be overwritten with its gradient; expected Keras's "
             "train_step where layers compute in float8."
         )
 
