@@ -24,7 +24,9 @@ X, Y = networks.batch()
 
 
 def adam(**options):
-    return keras.optimizers.Adam(0.01, **options)
+    # It divides a gradient by its size: with Keras's epsilon of 1e-7, what is only
+    # rounding would become a step.
+    return keras.optimizers.Adam(0.01, epsilon=1e-4, **options)
 
 
 def trained(
