@@ -87,6 +87,7 @@ def member(environ: Mapping[str, str] = os.environ) -> Member | None:
             join_seconds=place.join_seconds,
             interface=place.interface,
             lost=abort,
+            changes=_connect_no_more,
         )
     return _member
 
@@ -236,6 +237,16 @@ def abort(generation: int, why: str) -> None:
         soon[1].abort(why)
     elif now is not None and now[0].generation == generation:
         now[2].links.abort(why)
+
+
+def _connect_no_more(generation: int, why: str) -> None:
+    """Ends connecting to hosts of a generation that is to end before it has begun.
+
+    A host that leaves may have gone without it, and would be waited for. Hosts that
+    have connected go on until they have agreed on a step.
+    """
+    if _joined is None or _joined[0].generation != generation:
+        abort(generation, why)
 
 
 def change() -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import in_threads, memberships
 from towers.cluster import environment, process_group
 from towers.cluster.communicator import Communicator
@@ -197,6 +198,28 @@ def test_who_connects_to_a_host_that_has_gone_hears_of_it(monkeypatch, rank):
     assert isinstance(error, LinkError) and str(error) == "Host 1 has ended."
     assert process_group.joined() is None
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_host_that_leaves_before_it_connects_is_not_waited_for(monkeypatch, steps):
+    """Neither by the first host, which listens, nor by the second, which dials."""
+    monkeypatch.setattr(process_group, "_member", None)
+    monkeypatch.setattr(process_group, "_ended", None)
+    token, long_s = "a secret of all hosts", 10 * HANG_S
+    with Coordinator(2, 2, token, fail_seconds=long_s) as coordinator:
+        place = ElasticPlace(coordinator.address, token, 0)
+        environ = environment.elastic_variables(place)
+        other = Member(coordinator.address, token, slot=1)
+        member = process_group.member(environ)
+        calls = [lambda: member.next(0), lambda: other.next(steps)]
+        membership, _ = in_threads(calls)
+        assert membership.rank == steps
+        other.leave("SIGTERM")
+        other.close()
+        with pytest.raises(LinkError, match=r"Host [01] \(.*\) leaves: SIGTERM\."):
+            process_group.join(membership)
+        assert process_group.joined() is None
+        member.close()
 
 
 def test_this_host_follows(joined):
