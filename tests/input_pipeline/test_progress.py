@@ -115,7 +115,6 @@ def test_checksums_of_a_cache(tmp_path, seen):
     assert seen.of("Computing checksums of ") == [(2, 2)] * 2
 
 
-@pytest.mark.slow
 def test_records_that_are_converted(tmp_path, records, seen):
     source = open_source(records, num_classes=RECORDS)
     conversion.convert(source, str(tmp_path / "out"), shards=1)

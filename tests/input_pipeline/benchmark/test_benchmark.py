@@ -161,7 +161,6 @@ def test_ablation_of_pictures(pictures):
     assert all(value > 0 for value in found["ablation"].values())
 
 
-@pytest.mark.slow
 def test_ablation_leaves_out_what_cannot_matter(digits):
     # PNG files, as large as they are wanted.
     pipeline = Pipeline(
@@ -176,7 +175,6 @@ def test_ablation_leaves_out_what_cannot_matter(digits):
     assert variants == ["deterministic on", GAP, "shuffle off", *LAST]
 
 
-@pytest.mark.slow
 def test_of_a_data_service_the_stages_run_elsewhere(monkeypatch):
     # Each reading is a job of the service, which takes its time to begin.
     monkeypatch.setattr(measure, "_ROUNDS", 1)

@@ -442,7 +442,6 @@ def test_a_bad_record_is_named(tmp_path, image_example, grey, write_tfrecord):
         convert(source, f"{tmp_path}/out")
 
 
-@pytest.mark.slow
 def test_bad_records_are_left_out(photos, tmp_path, capsys):
     paths = photos.files("train")
     for path in (paths[5], paths[-1]):

@@ -186,7 +186,6 @@ def test_reads_each_block_once(specs, local_store):
     )
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_read_evenly(tmp_path, local_store, monkeypatch):
     monkeypatch.setattr(places, "_BLOCK_BYTES", 2**20)
     for number in range(2000):

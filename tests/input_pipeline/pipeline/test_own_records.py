@@ -110,7 +110,6 @@ def test_around_bad_records(write, place):
     check(pipeline, (1, 1), (1, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["data", "length", "end"])
 def test_a_damaged_record_is_named_by_who_reads_it(write, place):
     source = write()
@@ -149,7 +148,6 @@ def test_records_are_found_once(write, monkeypatch):
     assert len([*dataset]) == len(first)
 
 
-@pytest.mark.slow
 def test_of_tfds(tmp_path, monkeypatch):
     # TFDS knows data by such names, each once in a process.
     class DigitsOfHosts(TowersDigits):

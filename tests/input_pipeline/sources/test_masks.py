@@ -152,7 +152,6 @@ def test_a_mask_moves_with_its_picture(tmp_path, recipe, keep):
     assert changed >= 4
 
 
-@pytest.mark.slow
 def test_masks_of_arrays():
     x, y = np.stack([PLACES] * 3), np.stack([CLASSES] * 3)
     source = ArraySource(x, y, class_names="abcdefgh")
@@ -220,7 +219,6 @@ def test_a_folder_of_0_and_255_is_told_from_classes(tmp_path):
         open_source(spec)
 
 
-@pytest.mark.slow
 def test_bad_masks_are_bad_records(tmp_path):
     spec = _write(tmp_path, count=5)
     (tmp_path / "masks" / "01.png").write_bytes(_png(PLACES))

@@ -701,7 +701,6 @@ def test_a_folder_in_memory(encode, grey):
     assert all(image.mean() == label + 5 for image, label in _read(source, "train"))
 
 
-@pytest.mark.slow
 def test_rows_in_memory(rows, tables):
     for path in rows.glob("*.csv"):
         _copy_to_memory(path, "ram://rows")

@@ -127,7 +127,6 @@ def test_a_set_with_a_class_and_a_mask_is_of_classes_unless_asked(tmp_path):
         TFDSSource(TinyPets(data_dir=tmp_path), "tfds:tiny_pets", target="numbers")
 
 
-@pytest.mark.slow
 def test_rows_and_numbers(tmp_path):
     source = _open(TinyWines, tmp_path)
     assert source.target == Target("numbers", 1, ("price",))

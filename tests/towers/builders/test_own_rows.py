@@ -45,7 +45,6 @@ def test_gathered_is_refused():
         multi_gpu_model(own_rows.made(), gpus=2, loss_placement="gathered")
 
 
-@pytest.mark.slow
 def test_hosts_compute_with_their_own_rows(tmp_path):
     file = tmp_path / "found.json"
     module = "tests.towers.builders.own_rows_on_hosts"

@@ -86,7 +86,6 @@ def test_hosts_that_come_back_go_on_to_the_same_bits(plain, tmp_path):
         assert oracle.largest_difference(on_hosts.state(model), plain) < 1e-5
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_on_any_host(tmp_path):
     for each in _run((1, 2), "not_finite", tmp_path):
         assert "on tower 2" in each["said"]

@@ -282,7 +282,6 @@ def test_each_copy_is_updated_by_one(on_gpus):
     ]
 
 
-@pytest.mark.slow
 def test_towers_that_do_not_wait_update_so_too(on_gpus):
     wrap = functools.partial(_towers, variable_update="asynchronous")
     _, operations = _fit(_dense, "adam", wrap=wrap)
@@ -333,7 +332,6 @@ def test_what_cannot_be_compiled_goes_on_without(on_gpus, capsys, make):
     assert len(told) == 1
 
 
-@pytest.mark.slow
 def test_sparse_gradients_are_not_compiled_anew_for_each_size(on_gpus, caplog):
     x = np.abs(X).round() % 5
     expected = _plain(_embedding, optimizers.SGD(), x)

@@ -107,7 +107,6 @@ def stub(folder, text):
 # The whole.
 
 
-@pytest.mark.slow
 def test_a_machine_without_gpu(environ, tmp_path):
     folders = (f"--model_dir={tmp_path / 'new' / 'run'}", f"--data_dir={tmp_path}")
     done = run("--json", *folders)
@@ -334,7 +333,6 @@ def links(slowest=10_000.0, unchanged=True):
     ]
 
 
-@pytest.mark.slow
 def test_each_copy_is_of_a_new_array(monkeypatch):
     """TensorFlow keeps copies on GPUs, and one of 569 GB/s was reported."""
     copied, copy = [], probe._copy

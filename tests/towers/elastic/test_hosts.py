@@ -401,8 +401,7 @@ def test_one_that_was_given_something_else_ends_alone(run, others):
 # Signals.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, slow(1)])
 def test_one_that_is_asked_to_end_leaves_the_others(run, victim):
     run.start("1:2", steps=10)
     before = run.begin(0, 1)

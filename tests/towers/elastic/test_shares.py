@@ -94,7 +94,6 @@ def test_a_run_gets_what_others_leave(tmp_path):
     assert registry.left
 
 
-@pytest.mark.slow
 def test_what_cannot_be_is_said_and_kept(tmp_path, capsys):
     def check(count, ratios):
         raise ValueError(f"{count} is too few.")

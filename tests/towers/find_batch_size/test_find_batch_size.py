@@ -16,6 +16,7 @@ from absl.testing import flagsaver
 
 from tests import warm
 from tests.limits import HANG_S
+from tests.variants import slow
 from towers.devices import Devices
 from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
@@ -172,7 +173,6 @@ def test_report_of_a_search_that_was_stopped():
     assert stopped.as_dict()["stopped"] is True
 
 
-@pytest.mark.slow
 def test_report_draws(tmp_path):
     for name, begins in (("chart.png", b"\x89PNG"), ("chart.svg", b"<?xml")):
         report(tried_by(21, start=8)).plot(str(tmp_path / name))
@@ -450,11 +450,10 @@ def test_a_limit_that_is_too_low_is_said_by_the_probe():
     assert "--memory_limit_mb=10; expected at least " in error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "cause", "first"),
     # In the second probe, and in the first.
-    [(signal.SIGINT, 130, "Ctrl-C", 2), (signal.SIGTERM, 143, "SIGTERM", 4)],
+    [slow(signal.SIGINT, 130, "Ctrl-C", 2), (signal.SIGTERM, 143, "SIGTERM", 4)],
 )
 def test_a_signal_ends_the_probe(tmp_path, number, code, cause, first):
     pipe = tmp_path / "pipe"

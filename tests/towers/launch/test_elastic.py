@@ -258,7 +258,6 @@ def by_ssh(run):
     return run, lambda: run.start("1:3", f"--host_file={run.folder}/hosts", **environ)
 
 
-@pytest.mark.slow
 def test_machines_of_a_list(by_ssh):
     run, start = by_ssh
     start()

@@ -118,7 +118,6 @@ def _with_ids():
     return keras.Model(inputs, keras.layers.Dense(1)(mean))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
 def test_look_ups_are_balanced_as_far_as_bytes_leave_a_choice(counted, monkeypatch):
     if not counted:
@@ -180,7 +179,6 @@ def test_wrong_arguments():
         _towers("rows", variable_update="asynchronous")(_several())
 
 
-@pytest.mark.slow
 def test_tables_come_home_again():
     model = _several()
     parallel = _towers("rows")(model)

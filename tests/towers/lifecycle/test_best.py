@@ -128,7 +128,6 @@ def test_the_direction_is_that_of_keras():
         Monitor("f").settle(model)
 
 
-@pytest.mark.slow
 def test_other_data_are_said(tmp_path, capsys):
     fit(tmp_path, [1.0], x=pipeline())
     capsys.readouterr()

@@ -655,7 +655,6 @@ def test_what_a_callback_knows_and_cannot_be_saved_is_named(tmp_path, value):
         fit_traced(Knows({"a": [value]}), Checkpoint(tmp_path), epochs=1)
 
 
-@pytest.mark.slow
 def test_logs_that_are_no_numbers_end_nothing(tmp_path):
     logs = {"text": "a", "nothing": None, "array": np.arange(2), "val_loss": "low"}
     says = keras.callbacks.LambdaCallback(

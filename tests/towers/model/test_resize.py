@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import oracle
+from tests.variants import slow
 from towers.model.update import recipe, variable_update
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -97,8 +98,7 @@ def test_devices_that_are_left_keep_no_copies():
     assert oracle.largest_difference(weights, model.get_weights()) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["replicated", "parameter_server"])
+@pytest.mark.parametrize("update", ["replicated", slow("parameter_server")])
 def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
     expected = parallel(2, variable_update=update)
     fit(expected, epochs=2)

@@ -388,7 +388,6 @@ def test_in_half_precision():
     assert (error.origin.tower, error.origin.rows) == (1, (ROW - BATCH,))
 
 
-@pytest.mark.slow
 def test_several_inputs_and_outputs(tmp_path):
     inputs = {name: keras.Input((1,), name=name) for name in "ab"}
     total = layers.Add(name="add")([*inputs.values()])
@@ -543,7 +542,6 @@ class TestOrigin:
         error = stopped(watched, dataset, batch_size=None)
         assert str(error).startswith("Step 2 (epoch 1, batch 2): x[9] of the batch is")
 
-    @pytest.mark.slow
     def test_of_what_preprocess_has_made(self):
         def preprocess(x, y, training):
             return tf.math.log(tf.cast(x, tf.float32)), y

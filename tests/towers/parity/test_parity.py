@@ -177,7 +177,6 @@ def test_a_step_of_the_models_own(update):
     assert kinds == {"metric", "variable", "optimizer", "prediction"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulate", "dcgan", "wgan_gp", "simclr"])
 def test_published_steps(name):
     example = importlib.import_module(f"examples.steps.{name}")
@@ -335,7 +334,6 @@ def test_batch_normalization_of_the_whole_batch_is_not_a_matter_of_design(monkey
     assert "by rounding" in reason and "norm" in reason
 
 
-@pytest.mark.slow
 def test_random_layers():
     kinds = NoiseInTraining, layers.GaussianNoise, layers.Dropout, layers.Dropout
     middle = [kind(0.4, name=f"draws_{i}") for i, kind in enumerate(kinds)]
@@ -694,7 +692,6 @@ def test_the_command_compares_stages_and_tables(monkeypatch):
     assert (options["shard_embeddings"], options["all_reduce_alg"]) == ("rows", "ring")
 
 
-@pytest.mark.slow
 def test_command_not_equal(tmp_path):
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(

@@ -188,7 +188,6 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
         trained.predict({"a size": [1]})
 
 
-@pytest.mark.slow
 def test_ids_stay_in_their_range(tmp_path, capsys):
     argv = "--dataset=zipf:1:1x3:50", "--model=dlrm", "--width=2"
     job = finished(*argv, model_dir=tmp_path)

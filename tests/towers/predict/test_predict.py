@@ -159,7 +159,6 @@ def test_texts(tmp_path, capsys):
     assert {*(round(float(score), 3) for score in scores)} == given
 
 
-@pytest.mark.slow
 def test_folders_of_texts(tmp_path, capsys):
     for k in range(8):
         (tmp_path / "data" / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)

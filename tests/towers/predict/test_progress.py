@@ -14,7 +14,6 @@ def seen(monkeypatch):
     return Seen(monkeypatch)
 
 
-@pytest.mark.slow
 def test_from_the_first_listing_to_the_prediction(tmp_path, seen):
     write_folder(tmp_path / "data", ant=8, bee=8)
     run_here(

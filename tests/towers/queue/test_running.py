@@ -185,7 +185,6 @@ def test_a_killed_queue_goes_on_with_the_same_bits(tmp_path, eight, monkeypatch)
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_ctrl_c_has_all_save(tmp_path):
     folder = tmp_path / "q"
     command = (

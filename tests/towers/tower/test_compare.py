@@ -242,7 +242,6 @@ def test_one_row_cannot_be_compared_but_the_next_batch_can(caplog):
         parallel.predict_on_batch(X)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
 )
