@@ -35,6 +35,7 @@ from towers.analysis.kinds import (
     NONE,
     PACKED,
     ROWS,
+    SHAPE,
     SIZE,
     SUM,
     UNKNOWN,
@@ -128,6 +129,10 @@ class Reader:
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
         } | {**(known or {})}
+        # The first number of a sparse tensor's shape is that of the examples.
+        for leaf in tf.nest.flatten(local_batch):
+            if isinstance(leaf, tf.SparseTensor):
+                self._known[key(leaf.dense_shape)] = SHAPE
 
     def of(self, tensor: tf.Tensor) -> Dependence:
         """Returns how `tensor` depends on the examples."""

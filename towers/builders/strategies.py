@@ -17,7 +17,7 @@ from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reader import CopyReader, VariableReader
 from towers.builders.pieces.reducer import AllReduce, Reducer, ReduceScatter, SumAtHome
 from towers.builders.steps.keras_steps import Evaluation, TrainStep
-from towers.builders.steps.own_steps import OwnSteps, has_own_steps
+from towers.builders.steps.own_steps import OwnSteps, is_cut
 
 
 def parameter_server(context: Context) -> Builder:
@@ -84,7 +84,7 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
 
     def compose():
         pieces, own = Pieces(context), None
-        if has_own_steps(context.model):
+        if is_cut(context.model):
             own = OwnSteps(pieces, SumAtHome(context))
             step = OwnTowerStep(own)
         else:
@@ -103,7 +103,7 @@ def _together(
     pieces: Pieces, reader: VariableReader | CopyReader, reducer: Reducer
 ) -> Composed:
     """Puts together what trains towers that wait for one another."""
-    if has_own_steps(pieces.context.model):
+    if is_cut(pieces.context.model):
         own = OwnSteps(pieces, reducer)
         return Composed(pieces, own, own, own)
     return Composed(pieces, TrainStep(pieces, reader, reducer), Evaluation(pieces))

@@ -358,11 +358,14 @@ def local_spec(batch: Any, rows: int | None) -> Any:
             return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
         if isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
             return tf.SparseTensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+        ragged = tensor
+        if isinstance(tensor, tf.RaggedTensor):
+            ragged = tf.type_spec_from_value(tensor)
         return tf.RaggedTensorSpec(
-            [rows, *tensor.shape[1:]],
-            tensor.dtype,
-            tensor.ragged_rank,
-            tensor.row_splits.dtype,
+            [rows, *ragged.shape[1:]],
+            ragged.dtype,
+            ragged.ragged_rank,
+            ragged.row_splits_dtype,
         )
 
     return tf.nest.map_structure(spec, rows_given(batch))

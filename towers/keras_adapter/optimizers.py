@@ -21,6 +21,19 @@ ADAGRAD_UPDATE_STEP = Target(
 )
 """`Adagrad.update_step(gradient, variable, learning_rate)`."""
 
+# Older versions lack it: nothing is an instance of no class.
+_MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
+
+APPLY = tuple(
+    Target(each, "apply")
+    for each in (BaseOptimizer, keras.optimizers.LossScaleOptimizer, _MULTI_OPTIMIZER)
+    if each and "apply" in vars(each)
+)
+"""`apply(gradients, variables)` of each class of Keras's that defines one.
+
+It builds an optimizer, and updates variables and whatever else the optimizer has.
+"""
+
 APPLY_GRADIENTS = Target(
     BaseOptimizer, "_backend_apply_gradients", unless_replaced=True
 )
@@ -54,9 +67,6 @@ _ELEMENTWISE = (
     # Older versions lack it.
     *filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)]),
 )
-
-# Older versions lack it: nothing is an instance of no class.
-_MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
 SUM_OVER_REPLICAS = Target(TFOptimizer, "_all_reduce_sum_gradients")

@@ -23,6 +23,7 @@ from towers.keras_adapter.layers import (
     stateless_scope_here,
 )
 from towers.keras_adapter.patching import patched
+from towers.keras_adapter.variables import value_behind
 from towers.layers import sharded
 
 
@@ -49,6 +50,21 @@ def at_home(on_gpu: bool) -> Iterator[None]:
     """Inside, Embedding layers that are called in a tower look up rows at home."""
     with patched(EMBEDDING_CALL, functools.partial(_call, on_gpu)):
         yield
+
+
+@contextlib.contextmanager
+def in_variables() -> Iterator[None]:
+    """Inside, Embedding layers look up rows in the variable, and do not read it."""
+    with patched(EMBEDDING_CALL, _look_up):
+        yield
+
+
+def _look_up(keras_call, layer, inputs):
+    if not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
+        return keras_call(layer, inputs)
+    table = value_behind(embedding_table(layer))
+    rows = tf.gather(table, not_negative(inputs, table))
+    return keras.ops.cast(rows, layer.compute_dtype)
 
 
 def not_negative(ids: tf.Tensor, table: tf.Variable) -> tf.Tensor:

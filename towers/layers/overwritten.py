@@ -47,6 +47,22 @@ def others(model: keras.Model) -> list[keras.Variable]:
     return [v for v in variables if v.overwrite_with_gradient and id(v) not in known]
 
 
+def each_use(gradient: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what each use of a variable returned for it, as a largest value.
+
+    Args:
+        gradient: The sum of all uses, in a graph.
+    """
+    waiting, found = [gradient], []
+    while waiting:
+        current = waiting.pop()
+        if current.op.type in ("AddN", "AddV2", "Identity"):
+            waiting += current.op.inputs
+        else:
+            found.append(tf.reduce_max(current[tf.newaxis], axis=0))
+    return found
+
+
 def stack(uses: Sequence[tf.Tensor | None]) -> tf.Tensor | None:
     """Joins what each use of a variable returned for it; `None` if none did."""
     found = [tf.convert_to_tensor(value) for value in uses if value is not None]

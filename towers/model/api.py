@@ -203,10 +203,8 @@ def multi_gpu_model(
         *(model, loss_placement),
         {
             "stages": (stages, 1),
-            "micro_batches": (micro_batches, 1),
             "recompute": (recompute, "none"),
             "shard_embeddings": (shard_embeddings, "none"),
-            "shard_optimizer_state": (shard_optimizer_state, False),
         },
     )
     if shard_optimizer_state:

@@ -18,9 +18,9 @@ from towers.analysis.kinds import (
     SUM,
 )
 from towers.collectives import batch, reduce
-from towers.collectives.hosts import OneHost
-from towers.partition.errors import PartitionError, where
+from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
+from towers.plan import Plan
 
 
 class Combination:
@@ -28,7 +28,7 @@ class Combination:
 
     def __init__(
         self,
-        hosts: OneHost,
+        plan: Plan,
         placement: Placement,
         sizes: Sequence[int | tf.Tensor],
         fractions: Sequence[tf.Tensor],
@@ -36,12 +36,12 @@ class Combination:
         """Takes what tells the kinds of tensors, and what each tower has of a batch.
 
         Args:
-            hosts: The hosts that compute it.
+            plan: The towers and hosts that compute it.
             placement: Tells the kinds.
             sizes: Number of examples of each tower of this host.
             fractions: What part of the batch that is.
         """
-        self._hosts, self._placement = hosts, placement
+        self._plan, self._hosts, self._placement = plan, plan.hosts, placement
         self._sizes, self._fractions = sizes, fractions
         self._calls = 0
 
@@ -57,13 +57,48 @@ class Combination:
         Raises:
             PartitionError: One of them cannot be put together.
         """
-        mine = [*map(self._of_host, tensors, parts)]
+        mine = self._of_this_host(tensors, parts)
         if self._hosts.count == 1 or not mine:
             return mine
         self._calls += 1
         kinds = [*map(self._placement.kind, tensors)]
         mine = self._added(kinds, mine)
         return [*map(self._of_hosts, tensors, kinds, mine)]
+
+    def _of_this_host(self, tensors, parts):
+        """What this host's towers make of tensors; sums travel in one piece."""
+        plan, sums = self._plan, {}
+        packed = {
+            i: self._to_add(tensor, parts[i])
+            for i, tensor in enumerate(tensors)
+            if any(map(plan.packs, plan.devices)) and self._is_packed(tensor)
+        }
+        # What is added in turn has a part for each device, all else for each tower.
+        for towers in {len(parts): parts for parts in packed.values()}:
+            mine = {i: each for i, each in packed.items() if len(each) == towers}
+            sources = plan.devices[:: len(plan.devices) // towers]
+            of_towers = [*zip(*mine.values(), strict=True)]
+            found = reduce.sum_packed(of_towers, sources, plan.merge, plan.home)
+            sums |= zip(mine, found, strict=True)
+        return [
+            sums[i] if i in sums else self._of_host(tensor, parts[i])
+            for i, tensor in enumerate(tensors)
+        ]
+
+    def _is_packed(self, tensor):
+        known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
+        return known and self._placement.kind(tensor) in (MEAN, SIZE, SUM)
+
+    def _to_add(self, tensor, parts):
+        """The towers' parts of a tensor of known shape, which add up to the batch's."""
+        if self._placement.kind(tensor) is not MEAN:
+            return parts
+        weighted = []
+        for part, fraction in zip(parts, self._fractions, strict=True):
+            with tf.device(part.device):
+                fraction = tf.cast(fraction, part.dtype)
+                weighted.append(tf.math.multiply_no_nan(part, fraction))
+        return weighted
 
     def _of_host(self, tensor, parts):
         kind = self._placement.kind(tensor)
@@ -101,15 +136,11 @@ class Combination:
                 for part, size in zip(parts, self._sizes, strict=True)
             ]
             return EXTREMES[tensor.op.type](tf.stack(some), axis=0)
-        if self._placement.is_given(tensor):
-            raise PartitionError(
-                "Received a ragged or sparse tensor in a batch, of which towers cannot "
-                "read the values in a step or function of your own; expected dense "
-                "tensors, such as of `to_tensor()` or `tf.sparse.to_dense`."
-            )
+        # Home takes all others from the batch, unless towers have it in parts alone.
         raise PartitionError(
-            f"'{tensor.name}'{where(tensor.op)} cannot be put together from what "
-            "towers compute of their rows."
+            "Received a ragged or sparse tensor in a batch that was placed ahead, of "
+            "which one device needs all rows; expected dense tensors, such as of "
+            "`to_tensor()` or `tf.sparse.to_dense`, or a batch that was not placed."
         )
 
     def _of_one_shape(self, parts):

@@ -26,7 +26,7 @@ class Observer(NamedTuple):
     """What looks at a call of a partitioned function.
 
     Attributes:
-        computed: Is told what each tower has computed last: a list for each tower.
+        computed: Is told what towers have computed last: a list for each device.
         gradients: Makes the context in which gradients of variables are used. It takes
             each tower's parts of them, a list for each tower, and their sums.
     """
@@ -42,10 +42,82 @@ class Copied(NamedTuple):
         handles: For each tower, by the `id` of a variable's handle, that of its copy.
             The first tower's copy is the variable itself.
         all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
+        apply: Does what an optimizer does, if that is more than to apply it to each
+            copy. It takes an `OptimizerCall`; the towers' parts of its gradients, a
+            list for each device; by their places, those gradients of which home has
+            all; and what makes the context in which sums of gradients are used.
     """
 
     handles: Sequence[Mapping[int, tf.Tensor]]
     all_reduce_alg: str
+    apply: Callable[..., None] | None = None
+
+
+class Verdict(NamedTuple):
+    """What becomes of a function's operations, before any of them runs.
+
+    Attributes:
+        trace: The function as it was traced.
+        placement: Where its operations run, what is gathered, and what is refused.
+        copied: The variables that towers have copies of, if they have some.
+    """
+
+    trace: Trace
+    placement: Placement
+    copied: Copied | None
+
+    @property
+    def refused(self) -> str | None:
+        """Why towers cannot compute the function, in a sentence; `None` if they can."""
+        return next(iter(self.placement.refused), None)
+
+
+def judge(
+    function: Callable[[Any], Any],
+    spec: Any,
+    copied: Callable[[Trace], Copied | None] = lambda trace: None,
+    loss_placement: str = "auto",
+    updates_apart: bool = False,
+) -> Verdict:
+    """Traces a function of a batch, and decides what becomes of its operations.
+
+    Args:
+        function: Takes a batch; see `Trace`.
+        spec: As for `Trace`.
+        copied: Is called when variables that the function creates are there.
+        loss_placement: Where examples meet: "auto" is at home, on the rows of all
+            towers. "tower" is on each tower, which takes its rows for the batch.
+        updates_apart: Whether `copied` returns what applies optimizers.
+    """
+    own = Decided() if loss_placement == "tower" else None
+    trace = functools.partial(Trace, function, spec, updates_apart=updates_apart)
+    verdict = _settled(functools.partial(trace, True), copied, own)
+    if verdict.refused is None:
+        return verdict
+    # Operations within a layer are needed outside: all are read one by one.
+    return _settled(functools.partial(trace, False), copied, own)
+
+
+def _settled(trace, copied, decided):
+    """Traces and places, again where one trace decides for the next."""
+    for _ in range(_TRACES):
+        traced = trace(decided=decided)
+        copies = copied(traced)
+        known = {} if copies is None else copies.handles[-1]
+        placement = Placement(
+            traced,
+            lambda each, known=known: id(each) in known,
+            copies is not None and copies.apply is not None,
+        )
+        verdict = Verdict(traced, placement, copies)
+        before, decided = decided, traced.decide()
+        if before == decided:
+            return verdict
+    placement.refused.append(
+        "Towers find no end of what is each tower's own, as loss_placement='tower' "
+        "asks; use 'auto'."
+    )
+    return verdict
 
 
 class Partitioned:
@@ -57,61 +129,21 @@ class Partitioned:
         copied: The variables that towers have copies of, if they have some.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        spec: Any,
-        copied: Callable[[Trace], Copied | None] = lambda trace: None,
-        loss_placement: str = "auto",
-    ):
-        """Traces a function of a batch.
-
-        Args:
-            function: Takes a batch; see `Trace`.
-            spec: As for `Trace`.
-            copied: Is called when variables that the function creates are there.
-            loss_placement: Where examples meet: "auto" is at home, on the rows of all
-                towers. "tower" is on each tower, which takes its rows for the batch.
+    def __init__(self, verdict: Verdict):
+        """Takes what was decided.
 
         Raises:
-            PartitionError: Towers cannot compute it.
+            PartitionError: Towers cannot compute the function.
         """
-        self._copied = copied
-        own = Decided() if loss_placement == "tower" else None
-        trace = functools.partial(Trace, function, spec)
-        try:
-            self._place(functools.partial(trace, True), own)
-        except PartitionError:
-            # Operations within a layer are needed outside: all are read one by one.
-            self._place(functools.partial(trace, False), own)
+        if verdict.refused is not None:
+            raise PartitionError(verdict.refused)
+        self.trace, self.placement, self.copied = verdict
 
     @functools.cached_property
     def phases(self) -> list[list[Phase]]:
         """What runs in one go, in order: for each tower's copies."""
         found = phases(self.trace, self.placement)
         return [[phase.of_copy(each) for each in self.handles] for phase in found]
-
-    def _place(self, trace, decided):
-        """Traces and places, again where one trace decides for the next."""
-        for _ in range(_TRACES):
-            self.trace, error = trace(decided), None
-            self.copied = self._copied(self.trace)
-            known = self.handles[-1]
-            try:
-                self.placement = Placement(
-                    self.trace, lambda each, known=known: id(each) in known
-                )
-            except PartitionError as found:
-                error = found
-            before, decided = decided, self.trace.decide()
-            if before == decided and error is not None:
-                raise error
-            if before == decided:
-                return
-        raise PartitionError(
-            "Towers find no end of what is each tower's own, as loss_placement='tower' "
-            "asks; use 'auto'."
-        )
 
     @property
     def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:
@@ -142,6 +174,7 @@ class Partitioned:
         local_batches: Sequence[Any],
         size: int | tf.Tensor,
         observer: Observer | None = None,
+        whole: Callable[[], Any] | None = None,
     ) -> Any:
         """Adds a call to the graph being built.
 
@@ -150,11 +183,12 @@ class Partitioned:
             local_batches: What each tower has of the batch, on its device.
             size: Number of examples of the batch.
             observer: What looks at it, if anything does.
+            whole: Returns the batch, if all of it is there.
 
         Returns:
             What the function returns for the whole batch, at home.
         """
-        return self.on_copies(plan, local_batches, size, observer)[0]
+        return self.on_copies(plan, local_batches, size, observer, whole)[0]
 
     def on_copies(
         self,
@@ -162,6 +196,7 @@ class Partitioned:
         local_batches: Sequence[Any],
         size: int | tf.Tensor,
         observer: Observer | None = None,
+        whole: Callable[[], Any] | None = None,
     ) -> list[Any]:
         """Adds a call to the graph being built; see `__call__`.
 
@@ -170,7 +205,7 @@ class Partitioned:
             copy has, in the same structure: sums that were all-reduced, `None` for all
             else.
         """
-        call = _Call(self, plan, local_batches, size, observer)
+        call = _Call(self, plan, local_batches, size, observer, whole)
         for phase in self.phases:
             call.run(phase)
         if observer is not None and call.computed:
@@ -183,38 +218,51 @@ class _Call:
     """One call of a partitioned function: what home and towers have made so far.
 
     Attributes:
-        computed: What each tower has made in its last phase.
+        computed: What the towers of each device have made in their last phase.
     """
 
-    def __init__(self, partitioned, plan, local_batches, size, observer):
+    def __init__(self, partitioned, plan, local_batches, size, observer, whole):
         self._partitioned, self._plan, self._observer = partitioned, plan, observer
-        self.computed: list[Sequence[tf.Tensor]] = []
+        self._whole_batch = whole
+        self.computed: list[list[tf.Tensor]] = []
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
         fractions = plan.fractions(self._sizes, size)
-        self._combined = Combination(
-            plan.hosts, self._placement, self._sizes, fractions
-        )
+        self._combined = Combination(plan, self._placement, self._sizes, fractions)
         trace = partitioned.trace
         # What the device of each copy has of the whole batch. The first one is home.
         self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in partitioned.handles]
         self._home = self._copies[0]
         self._towers: list[dict[Any, tf.Tensor]] = []
         for local, fraction in zip(local_batches, fractions, strict=True):
-            given = tf.nest.flatten([trace.batch], expand_composites=True)
-            values = tf.nest.flatten([local], expand_composites=True)
-            pairs = zip(given, values, strict=True)
-            mine = {key(t): value for t, value in pairs if t is not None}
-            self._towers.append({**mine, key(trace.fraction): fraction})
-        # What has been sent to a tower.
-        self._sent: list[dict[Any, tf.Tensor]] = [{} for _ in local_batches]
+            given = self._given(local)
+            self._towers.append({**given, key(trace.fraction): fraction})
+        # Towers on one device compute micro-batches in turn, and add up as they go.
+        self._in_turn = plan.pipeline.micro_batches
+        self._sums: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
+        # What has been sent to a device, and what was packed for it and for others.
+        self._sent: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
+        self._buffers: dict[Any, list[tf.Tensor]] = {}
+
+    def _given(self, data):
+        """A batch, or a tower's part of it, by the keys of what stands for it."""
+        given = [self._partitioned.trace.batch]
+        given = tf.nest.flatten(given, expand_composites=True)
+        values = tf.nest.flatten([data], expand_composites=True)
+        pairs = zip(given, values, strict=True)
+        return {key(t): value for t, value in pairs if t is not None}
 
     def run(self, of_copies):
         """Runs a phase, which is given for each copy: at home, or wherever it runs."""
         phase, plan = of_copies[0], self._plan
         if phase.place.on_towers:
             self._run_on_towers(of_copies)
+            return
+        copied = self._partitioned.copied
+        if phase.place.updates and copied is not None and copied.apply is not None:
+            for name in phase.operations:
+                self._apply(self._partitioned.trace.updates[name], copied.apply)
             return
         takes = [taken.tensor for taken in phase.takes]
         with tf.device(plan.home), tf.name_scope("home"):
@@ -224,6 +272,58 @@ class _Call:
             with self._observed(phase):
                 self._run_on_copies(of_copies if phase.place.on_copies else [phase])
 
+    def _apply(self, update, apply):
+        """Has an optimizer's update done of what towers have of its gradients."""
+        parts, whole = [[] for _ in self._plan.replicas], {}
+        for i, gradient in enumerate(update.gradients):
+            mine = [None] * len(parts)
+            if gradient is not None:
+                if self._is_in_parts(gradient):
+                    mine = self._gradients(gradient)
+                else:
+                    values = tf.nest.flatten(gradient, expand_composites=True)
+                    with tf.device(self._plan.home):
+                        found = self.at_home(values)
+                    whole[i] = tf.nest.pack_sequence_as(
+                        gradient, found, expand_composites=True
+                    )
+            for of_device, part in zip(parts, mine, strict=True):
+                of_device.append(part)
+        apply(update, parts, whole, functools.partial(self._observes, parts))
+
+    def _observes(self, parts, sums):
+        """The context in which gradients are used."""
+        if self._observer is None:
+            return nullcontext()
+        return self._observer.gradients(parts, sums)
+
+    def _is_in_parts(self, gradient):
+        """Whether towers have parts of a gradient: of each number, or of its rows."""
+        trace = self._partitioned.trace
+        if isinstance(gradient, tf.IndexedSlices):
+            return key(gradient.indices) in trace.indices
+        return key(gradient) in trace.gradients
+
+    def _gradients(self, gradient):
+        """The towers' parts of a gradient, one for each device."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._parts(gradient)
+        shape = gradient.dense_shape
+        if shape is not None:
+            with tf.device(self._plan.home):
+                (shape,) = self.at_home([shape])
+        every = [
+            tf.IndexedSlices(
+                made[key(gradient.values)], made[key(gradient.indices)], shape
+            )
+            for made in self._towers
+        ]
+        count, found = self._in_turn, []
+        for k, tower in enumerate(self._plan.replicas):
+            with tf.device(tower.device):
+                found.append(reduce.add(every[k * count : (k + 1) * count]))
+        return found
+
     def returned(self, tensors):
         """What each copy's device has of what the function returns."""
         self._all_reduce(tensors)
@@ -232,7 +332,7 @@ class _Call:
 
     def _run_on_copies(self, of_copies):
         for k, phase in enumerate(of_copies):
-            with tf.device(self._plan.towers[k].device if k else self._plan.home):
+            with tf.device(self._plan.replicas[k].device if k else self._plan.home):
                 made = phase([self._of_copy(k, taken.tensor) for taken in phase.takes])
             self._copies[k].update(zip(map(key, phase.makes), made, strict=True))
 
@@ -240,13 +340,19 @@ class _Call:
         phase = of_copies[0]
         with tf.device(self._plan.home):
             self.at_home([taken.tensor for taken in phase.takes if taken.whole])
-        self.computed = []
+        self.computed, made = [[] for _ in self._plan.replicas], []
         for k, tower in enumerate(self._plan.towers):
-            phase = of_copies[k % len(of_copies)]
+            phase = of_copies[self._copy_of(k)]
+            before = made[:1] if k % self._in_turn else []
             # The first of all towers always has an example, unless there is none.
             known = isinstance(self._sizes[k], int) and self._sizes[k] > 0
             guard = None if known or tower.index == 0 else self._sizes[k]
-            with tf.device(tower.device), tf.name_scope(f"tower_{k}"):
+            with (
+                tf.device(tower.device),
+                tf.name_scope(self._scope(k)),
+                tf.control_dependencies(before),
+            ):
+                self._send(k, phase.takes)
                 values = [self._on_tower(k, *taken) for taken in phase.takes]
                 if phase.draws:
                     rows = [self._bounds[k][0], self._sizes[k]]
@@ -254,8 +360,41 @@ class _Call:
                 if guard is not None:
                     guard = tf.convert_to_tensor(guard)
                 made = phase(values, guard)
-            self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
-            self.computed.append(made)
+                self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
+                self._add(k, phase.makes)
+            self.computed[k // self._in_turn] += made
+
+    def _copy_of(self, k):
+        """Which of the copies of variables a tower computes with."""
+        return k // self._in_turn if len(self._copies) > 1 else 0
+
+    def _scope(self, k):
+        if self._in_turn == 1:
+            return f"tower_{k}"
+        return f"tower_{k // self._in_turn}/micro_batch_{k % self._in_turn}"
+
+    def _add(self, k, tensors):
+        """Adds a micro-batch's parts of sums to what those before it have made."""
+        if self._in_turn == 1:
+            return
+        sums = self._sums[k // self._in_turn]
+        for tensor in filter(self._is_added, tensors):
+            value = self._towers[k][key(tensor)]
+            if value.dtype.size < 4:
+                value = tf.cast(value, tf.float32)
+            before = sums.get(key(tensor))
+            sums[key(tensor)] = value if before is None else before + value
+
+    def _is_added(self, tensor):
+        """Tells whether micro-batches' parts of a tensor are added as they come."""
+        known = tensor.dtype.is_floating and tensor.shape.is_fully_defined()
+        return known and self._placement.kind(tensor) is SUM
+
+    def _parts(self, tensor):
+        """What towers, or all towers of a device in turn, have of a tensor."""
+        if self._in_turn == 1 or not self._is_added(tensor):
+            return [made[key(tensor)] for made in self._towers]
+        return [tf.cast(sums[key(tensor)], tensor.dtype) for sums in self._sums]
 
     def _all_reduce(self, tensors):
         """Adds gradients for all copies, and keeps the sums on the device of each."""
@@ -264,15 +403,14 @@ class _Call:
             for tensor in tensors
             if key(tensor) not in self._home
             and self._placement.is_on_towers(tensor)
-            and self._placement.kind(tensor) is SUM
-            and tensor.dtype.is_floating
-            and tensor.shape.is_fully_defined()
+            and self._is_added(tensor)
         ]
         if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
             # What hosts add is sent to the copies of each.
             return
-        devices, keys = self._plan.devices, [*map(key, gradients)]
-        parts = [[made[each] for each in keys] for made in self._towers]
+        devices = [tower.device for tower in self._plan.replicas]
+        keys = [*map(key, gradients)]
+        parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
         algorithm = self._partitioned.copied.all_reduce_alg
         sums = reduce.all_reduce(parts, devices, devices, algorithm)
         for mine, each in zip(self._copies, sums, strict=True):
@@ -289,10 +427,10 @@ class _Call:
         """The context of a phase at home, in which it takes gradients of towers."""
         wanted = self._partitioned.trace.gradients
         found = {key(t): t for t, _ in phase.takes if key(t) in wanted}
-        if self._observer is None or not found:
+        if not found:
             return nullcontext()
         parts = [[made[each] for each in found] for made in self._towers]
-        return self._observer.gradients(parts, self.at_home([*found.values()]))
+        return self._observes(parts, self.at_home([*found.values()]))
 
     def at_home(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the whole batch's values of tensors, at home."""
@@ -303,7 +441,12 @@ class _Call:
             and not self._placement.is_captured(tensor)
             and key(tensor) not in self._home
         }
-        parts = [[made[each] for made in self._towers] for each in missing]
+        if self._whole_batch is not None:
+            given = {n: t for n, t in missing.items() if self._placement.is_of_batch(t)}
+            values = self._given(self._whole_batch()) if given else {}
+            self._home.update((name, values[name]) for name in given)
+            missing = {n: t for n, t in missing.items() if n not in given}
+        parts = [*map(self._parts, missing.values())]
         found = self._combined([*missing.values()], parts)
         self._home.update(zip(missing, found, strict=True))
         return [*map(self._whole, tensors)]
@@ -315,18 +458,43 @@ class _Call:
             return self._placement.outside(tensor)
         return self._home[key(tensor)]
 
+    def _send(self, k, takes):
+        """Sends a tower in one piece, where that pays, what home has of the batch."""
+        if len(self._copies) > 1 or not self._plan.packs(self._plan.towers[k].device):
+            return
+        sent = self._sent[k // self._in_turn]
+        wanted = {
+            key(tensor): self._home[key(tensor)]
+            for tensor, whole in takes
+            if key(tensor) not in sent
+            and (whole or key(tensor) not in self._towers[k])
+            and (whole or self._placement.kind(tensor) is not ROWS)
+            and self._home[key(tensor)].shape.is_fully_defined()
+            and self._home[key(tensor)].dtype.is_floating
+        }
+        values = [*wanted.values()]
+        if (names := tuple(wanted)) not in self._buffers:
+            with tf.device(self._plan.home):
+                self._buffers[names] = packing.pack(values)
+        values = packing.unpack(self._buffers[names], values)
+        sent.update(zip(names, values, strict=True))
+
     def _on_tower(self, k, tensor, whole):
         """A tensor as a tower takes it: its own, or what home sends."""
         if not whole and key(tensor) in self._towers[k]:
             return self._towers[k][key(tensor)]
-        if key(tensor) not in self._sent[k]:
+        if not whole and self._placement.kind(tensor) is ROWS:
+            value = self._home[key(tensor)]
+            mine = self._cut(k, value, self._placement.blocks(tensor))
+            self._towers[k][key(tensor)] = packing.copy(mine)
+            return self._towers[k][key(tensor)]
+        sent = self._sent[k // self._in_turn]
+        if key(tensor) not in sent:
             # Where there are no copies, home has the only one.
-            value = self._copies[k % len(self._copies)].get(key(tensor))
+            value = self._copies[self._copy_of(k)].get(key(tensor))
             value = self._home[key(tensor)] if value is None else value
-            if not whole and self._placement.kind(tensor) is ROWS:
-                value = self._cut(k, value, self._placement.blocks(tensor))
-            self._sent[k][key(tensor)] = packing.copy(value)
-        return self._sent[k][key(tensor)]
+            sent[key(tensor)] = packing.copy(value)
+        return sent[key(tensor)]
 
     def _cut(self, k, value, blocks):
         """A tower's rows of a tensor of the whole batch."""

@@ -104,12 +104,14 @@ class Phase:
         part: The operations.
         makes: The tensors that it returns.
         captured: What it takes from outside of the function, by the names of that.
+        operations: The names of its operations.
     """
 
     place: Place
     part: _Part
     makes: list[tf.Tensor]
     captured: dict[str, tf.Tensor]
+    operations: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -136,7 +138,8 @@ class Phase:
             for tensor in op.outputs
             if op.name in exported and key(tensor) in wanted
         ]
-        return cls(place, part, makes, part.captured)
+        names = [op.name for op in operations]
+        return cls(place, part, makes, part.captured, names)
 
     def __post_init__(self):
         """Traces a function of the operations."""

@@ -9,6 +9,7 @@ calls are traced in its place, so that all operations are in one graph.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from towers.analysis.axes.own import Decided
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import (
+    COUPLED,
     MEAN,
     NONE,
     ROWS,
@@ -25,6 +27,7 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
     Edge,
+    Total,
 )
 from towers.analysis.layer_calls import key, recorded_layers
 from towers.collectives.batch import FRACTION
@@ -32,12 +35,14 @@ from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
     STOP_RECORDING,
+    calls_functions,
     is_compiled,
     run_in_place,
 )
 from towers.keras_adapter.layers import LAYER_CALL
+from towers.keras_adapter.optimizers import APPLY, all_variables, known_variables
 from towers.keras_adapter.patching import patched
-from towers.layers import fused
+from towers.layers import embeddings, fused, overwritten, sharded
 from towers.partition import backward
 
 
@@ -51,6 +56,21 @@ class Region(NamedTuple):
 
     outputs: Sequence[Any]
     layer: keras.layers.Layer | None = None
+
+
+class OptimizerCall(NamedTuple):
+    """A call of an optimizer's `apply`.
+
+    Attributes:
+        optimizer: The optimizer.
+        variables: What it updates.
+        gradients: The tensors that it takes, one for each variable: dense, sparse or
+            `None`.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    variables: Sequence[keras.Variable]
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]
 
 
 class Trace:
@@ -68,6 +88,7 @@ class Trace:
         indices: The keys of the numbers of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
+        updates: What optimizers do, by the name of the operation that does it.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -77,6 +98,7 @@ class Trace:
         function: Callable[[Any], Any],
         spec: Any,
         knows_regions: bool = True,
+        updates_apart: bool = False,
         decided: Decided | None = None,
     ):
         """Traces a function.
@@ -86,10 +108,14 @@ class Trace:
             spec: The `tf.TypeSpec`s of a local batch, with an unknown number of rows.
             knows_regions: Whether layers and gradients are known as a whole. If not,
                 each of their operations is read by itself.
+            updates_apart: Whether somebody else does what optimizers do. Then they are
+                not called, and it is only noted which variables change.
             decided: What is known by now of tensors that are each tower's own; `None`
                 if none is to be.
         """
         self._knows_regions, self._decided = knows_regions, decided
+        self._updates_apart = updates_apart
+        self.updates: dict[str, OptimizerCall] = {}
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
         self.compiled = self.reads_gradients = False
@@ -105,9 +131,16 @@ class Trace:
             self.added.clear()
             self.gradients.clear()
             self.indices.clear()
-            with self._reading(batch), self._in_one_graph():
-                with fused.batch_normalization(), fused.updates():
-                    return function(batch)
+            self.updates.clear()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._reading(batch))
+                stack.enter_context(self._in_one_graph())
+                stack.enter_context(embeddings.in_variables())
+                stack.enter_context(fused.batch_normalization())
+                stack.enter_context(fused.updates())
+                for apply in APPLY:
+                    stack.enter_context(patched(apply, self._apply))
+                return function(batch)
 
         with tf.device(None):
             traced = tf.function(step, autograph=False)
@@ -165,6 +198,34 @@ class Trace:
 
         with patched(FUNCTION_CALL, call):
             yield
+
+    def _apply(self, original, optimizer, grads, trainable_variables=None):
+        """Has an optimizer update variables in a function of the gradients."""
+        unknown = trainable_variables is None and not optimizer.built
+        if not self._here() or not grads or unknown:
+            return original(optimizer, grads, trainable_variables)
+        if trainable_variables is None:
+            variables = known_variables(optimizer)
+        else:
+            variables = [*trainable_variables]
+        if not optimizer.built:
+            optimizer.build(variables)
+
+        def apply(gradients):
+            if not self._updates_apart:
+                return original(optimizer, gradients, variables)
+            for variable in [*variables, *all_variables(optimizer)]:
+                for place in sharded.places(variable):
+                    place.assign(place)
+
+        gradients = [*grads]
+        specs = tf.nest.map_structure(tf.type_spec_from_value, gradients)
+        function = tf.function(apply, autograph=False)
+        with self._made() as made:
+            function.get_concrete_function(specs)(gradients)
+        update = OptimizerCall(optimizer, variables, gradients)
+        self.updates |= {op.name: update for op in made if calls_functions(op)}
+        return None
 
     def _is_read(self, op):
         """Tells whether what an operation does counts, as it is in no region."""
@@ -245,9 +306,9 @@ class Trace:
             seeds = [*map(functools.partial(_seed, self.fraction), flat, kinds, given)]
             found = original(tape, flat, sources, seeds, unconnected_gradients)
             found = tf.nest.map_structure(self._kept, found)
-        known = self._known(
-            *(flat, tf.nest.flatten(found), tf.nest.flatten(sources), of_sources)
-        )
+            gradients = tf.nest.flatten(found)
+            uses = [*map(_each_use, gradients, tf.nest.flatten(sources))]
+        known = self._known(flat, gradients, tf.nest.flatten(sources), of_sources)
         self.reader.know(known)
         region = Region([*known])
         self.regions.update((op.name, region) for op in made)
@@ -255,7 +316,13 @@ class Trace:
             for i, tensor in enumerate(op.inputs):
                 if key(tensor) in totals:
                     self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
-        return found
+        for use in itertools.chain(*uses):
+            # Each tower makes its own, of which home takes the largest.
+            self.reader.know({key(use): NONE})
+            self.reader.extremes[key(use)] = Total(use, COUPLED)
+        pairs = zip(gradients, uses, strict=True)
+        gradients = [tf.add_n(mine) if mine else gradient for gradient, mine in pairs]
+        return tf.nest.pack_sequence_as(found, gradients)
 
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
         """Takes a gradient of which each operation is read by itself."""
@@ -350,6 +417,13 @@ class Trace:
             return True
         # Within a gradient of a gradient, each tower has its own part.
         return key(tensor) in self.added and not self._in_gradient(op)
+
+
+def _each_use(gradient, source):
+    """What each use of a variable has made, if a gradient is to overwrite it."""
+    if gradient is None or not getattr(source, "overwrite_with_gradient", False):
+        return []
+    return overwritten.each_use(gradient)
 
 
 def _seed(fraction, target, kind, given):

@@ -55,7 +55,7 @@ class BatchWanted(Exception):
         self.training, self.key = training, key
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """What a comparison has found.
 
     Attributes:
@@ -107,7 +107,7 @@ class Verdict(NamedTuple):
         )
 
 
-def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
+def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Comparison:
     """Computes a batch as a whole and in parts.
 
     Args:
@@ -126,7 +126,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     """
     rows = int(batch.batch_size(x))
     if rows < 2:
-        return Verdict(rows)
+        return Comparison(rows)
     policies = {layer.compute_dtype for layer in layers_of(model)}
     sixteen = any(policy and "16" in policy for policy in policies)
     tolerance = TOLERANCE_16_BITS if sixteen else TOLERANCE
@@ -143,7 +143,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
             )
             if _difference(whole.outputs, again.outputs) > 0:
                 if not training:
-                    return Verdict(rows, random=True)
+                    return Comparison(rows, random=True)
                 return compare(model, False, values, x)._replace(inference=True)
             found = [
                 traced(*values, batch.take(x, start, end), one)
@@ -154,7 +154,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
     except (ModelError, tf.errors.ResourceExhaustedError):
         raise
     except (tf.errors.OpError, ValueError) as error:
-        return Verdict(rows, error=words.error_line(error))
+        return Comparison(rows, error=words.error_line(error))
     difference = _difference(joined, [whole.outputs, whole.tags])
     if training:
         gradients = [
@@ -162,7 +162,7 @@ def compare(model: keras.Model, training: bool, values: Any, x: Any) -> Verdict:
         ]
         whole_gradients = [_dense(gradient) for gradient in whole.gradients]
         difference = max(difference, _of_sums(gradients, whole_gradients))
-    return Verdict(rows, difference, tolerance)
+    return Comparison(rows, difference, tolerance)
 
 
 def _each(results):

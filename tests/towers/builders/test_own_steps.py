@@ -153,8 +153,10 @@ def test_finite_steps_are_those_without_a_check():
         parallel, model = clipped(check_numerics=check)
         parallel.fit(X, Y, batch_size=3, epochs=3, shuffle=False, verbose=0)
         found.append(values(model))
+    # TensorFlow multiplies gradient, norm and learning rate in another order if a check
+    # lies between.
     for mine, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
 def test_auto_is_what_such_a_model_needs(caplog):
@@ -373,7 +375,7 @@ def test_what_copies_cannot_have_is_refused():
     model = Clipped(inputs, keras.layers.Dense(1)(inputs))
     for option in (
         {"variable_update": "asynchronous", "loss_placement": "gathered"},
-        {"variable_update": "replicated", "shard_optimizer_state": True},
+        {"variable_update": "replicated", "shard_embeddings": "rows"},
     ):
         with pytest.raises(ValueError, match="Clipped, which defines its own step"):
             multi_gpu_model(model, 2, **option)

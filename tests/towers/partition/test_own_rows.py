@@ -12,7 +12,7 @@ from tests.towers.partition.own_losses import Losses, similar
 from tests.variants import slow
 from towers.collectives import batch
 from towers.partition.errors import PartitionError
-from towers.partition.partitioned import Partitioned
+from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -27,9 +27,8 @@ def plan_of(towers, ratios=None):
 
 
 def partitioned(function, plan, loss_placement="tower"):
-    made = Partitioned(
-        function, tf.TensorSpec([None, 4]), loss_placement=loss_placement
-    )
+    spec = tf.TensorSpec([None, 4])
+    made = Partitioned(judge(function, spec, loss_placement=loss_placement))
 
     @tf.function(autograph=False)
     def call(data):

@@ -289,9 +289,19 @@ def test_an_unknown_loss_placement_is_refused():
 @pytest.mark.parametrize(
     "batch", [tf.ragged.constant([[1.0], [], [2.0, 3.0]]), tf.sparse.from_dense(X)]
 )
-def test_values_of_ragged_and_sparse_tensors_are_refused(batch):
-    with pytest.raises(ValueError, match="a ragged or sparse tensor in"):
-        towers.parallelize(lambda rows: rows * 2.0, gpus=2)(batch)
+def test_values_of_ragged_and_sparse_tensors_are_computed_on_one_device(batch, caplog):
+    found = towers.parallelize(lambda rows: rows * 2.0, gpus=2)(batch)
+    _close(tf.nest.flatten(found, True), tf.nest.flatten(batch * 2.0, True))
+    assert "computes on one device, with the rows of all towers: '" in caplog.text
+
+
+def test_a_sparse_batch_that_was_placed_is_refused():
+    loss = towers.GradientTowers(
+        lambda rows: tf.reduce_sum((rows * 2.0).values), [tf.Variable(1.0)], gpus=2
+    )
+    (batch,) = next(loss.prefetch([(tf.sparse.from_dense(X),)], 0))
+    with pytest.raises(ValueError, match="a ragged or sparse tensor in a batch that"):
+        loss(batch)
 
 
 def test_what_is_beside_the_loss():

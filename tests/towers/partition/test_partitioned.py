@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.variants import slow
 from towers.collectives import batch
-from towers.partition.partitioned import Partitioned
+from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -19,7 +19,7 @@ def partitioned(function, towers):
     """A function that computes on towers, and what it was made of."""
     devices = [d.name for d in tf.config.list_logical_devices("CPU")[:towers]]
     plan = Plan.of(devices, [1] * towers, devices[0])
-    made = Partitioned(function, tf.TensorSpec([None, 4]))
+    made = Partitioned(judge(function, tf.TensorSpec([None, 4])))
 
     @tf.function(autograph=False)
     def call(data):

@@ -13,8 +13,7 @@ from towers.builders.asynchronous.part import Part, graph
 from towers.builders.steps.own_steps import OwnSteps
 from towers.collectives import batch, packing
 from towers.layers import variables
-from towers.partition.errors import PartitionError
-from towers.partition.partitioned import Partitioned
+from towers.partition.partitioned import Partitioned, judge
 from towers.partition.phases import phases
 from towers.partition.placement.late import Late, use
 from towers.tower.errors import ModelError
@@ -118,11 +117,11 @@ class OwnTowerStep:
             context, function = self._context, self._own.function("train_step")
             # Not in an `init_scope`, where no tape records.
             with tf.device(context.plan.home):
-                try:
-                    # Its rows are all there are: they may meet on the tower.
-                    found = Partitioned(function, spec, loss_placement="tower")
-                except PartitionError:
-                    found = Partitioned(function, spec)
+                # Its rows are all there are: they may meet on the tower.
+                verdict = judge(function, spec, loss_placement="tower")
+                if verdict.refused is not None:
+                    verdict = judge(function, spec)
+            found = Partitioned(verdict)
             self._partitioned[str(spec)] = found
             self._own.say("train_step", found, found.compiled)
         return self._partitioned[str(spec)]

@@ -23,7 +23,7 @@ class RowComparison:
     context: Context
     reader: VariableReader
     batches: LocalBatches
-    verdicts: dict[Any, compare.Verdict] = dataclasses.field(default_factory=dict)
+    verdicts: dict[Any, compare.Comparison] = dataclasses.field(default_factory=dict)
 
     def check_rows(self, rules: Rules, spec: Any, x: Any, training: bool) -> None:
         """Refuses a model whose rows are seen to meet; says so where nothing is known.

@@ -144,10 +144,8 @@ class Reducer(abc.ABC):
         `overwriting` has, by their places, those that need not be added.
         """
         sums, _ = over_hosts(sums)
-        sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
-        return self._by_stage(
-            variables,
-            lambda plan, places: self._copies(plan, places, [sums[i] for i in places]),
+        return self.hand_out(
+            [overwriting.get(i, total) for i, total in enumerate(sums)]
         )
 
     def _by_stage(self, variables, function):
@@ -160,6 +158,14 @@ class Reducer(abc.ABC):
                 for i, gradient in zip(places, each, strict=True):
                     found[k][i] = gradient
         return found
+
+    def hand_out(self, sums: Sequence[reduce.Gradient]) -> list[list[reduce.Gradient]]:
+        """Returns sums that are there for each copy of the variables."""
+        variables = sharded.targets(self.context.model.trainable_variables)
+        return self._by_stage(
+            variables,
+            lambda plan, places: self._copies(plan, places, [sums[i] for i in places]),
+        )
 
     def together(
         self, sums: Sequence[Sequence[reduce.Gradient]]

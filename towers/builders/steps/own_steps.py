@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis import effects
+from towers.builders import checks
 from towers.builders.common import Pieces
 from towers.builders.pieces.reducer import AllReduce, Reducer
 from towers.builders.steps.keras_steps import Scope, train_function
@@ -17,10 +20,11 @@ from towers.collectives import batch
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.models import overrides
 from towers.keras_adapter.variables import value_behind
-from towers.layers import variables
-from towers.partition.partitioned import Copied, Observer, Partitioned
+from towers.layers import sharded, variables
+from towers.partition.partitioned import Copied, Observer, Partitioned, judge
 from towers.partition.placement.copies import together
 from towers.tower.errors import ModelError
+from towers.tower.run import refuse_stateful
 
 _STEPS = "train_step", "test_step", "predict_step"
 
@@ -28,6 +32,14 @@ _STEPS = "train_step", "test_step", "predict_step"
 def has_own_steps(model: keras.Model) -> bool:
     """Tells whether a model defines a step itself."""
     return any(overrides(model, step) for step in _STEPS)
+
+
+def is_cut(model: keras.Model) -> bool:
+    """Tells whether a model's steps are traced as on one device, and cut.
+
+    Those that a model defines itself are. TOWERS_ENGINE=cut has Keras's own cut, too.
+    """
+    return has_own_steps(model) or os.environ.get("TOWERS_ENGINE") == "cut"
 
 
 @dataclasses.dataclass
@@ -76,6 +88,17 @@ class OwnSteps:
         if step in self._created or context.model.run_eagerly:
             return
         self._created.add(step)
+        refuse_stateful(context.model)
+        if step == "train_step" and not overrides(context.model, step):
+            # What Keras's step creates is known, and need not be traced for.
+            self.pieces.creator.create_variables(data)
+        elif step == "train_step" and self.pieces.copies.shards is not None:
+            # Slots are cut as they are created, which a graph cannot do.
+            with tf.init_scope():
+                x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+                self.pieces.creator.build_layers(x)
+                self.pieces.creator.build_optimizer()
+                self.pieces.copies.create()
         # Not in an `init_scope`, where no tape records.
         with tf.device(context.plan.home):
             self._partition(step, _local_spec(data))
@@ -86,10 +109,12 @@ class OwnSteps:
             context = self.pieces.context
             copied = self._copied if step == "train_step" else lambda trace: None
             placement = context.loss_placement
-            found = Partitioned(self.function(step), spec, copied, placement)
-            if step == "train_step":
+            apart = step == "train_step" and self.pieces.copies.shards is not None
+            verdict = judge(self.function(step), spec, copied, placement, apart)
+            found = Partitioned(verdict)
+            if step == "train_step" and context.strict:
                 # Its variables are there now, if the step has built it.
-                _refuse_overwritten(context.model)
+                checks.check_variables(context.model)
             self._partitioned[step, str(spec)] = found
             self.say(step, found, found.lines)
         return self._partitioned[step, str(spec)]
@@ -123,7 +148,11 @@ class OwnSteps:
     def _unsaved(self, trace):
         """The names of variables that a step changes, and nobody saves."""
         model = self.pieces.context.model
-        saved = {id(value_behind(each).handle) for each in variables.of(model)}
+        saved = {
+            id(place.handle)
+            for each in variables.of(model)
+            for place in sharded.places(each)
+        }
         saved |= {id(each.handle) for each in variables.plain(model).values()}
         changed = effects.changed(trace.graph)
         known = {id(each.handle): each.name for each in trace.concrete.variables}
@@ -132,6 +161,8 @@ class OwnSteps:
     def _copied(self, trace):
         """What each tower has a copy of: what optimizers update, and their state."""
         copies, model = self.pieces.copies, self.pieces.context.model
+        if copies.shards is not None:
+            return Copied(copies.handles(), "", self._update_shards)
         if not isinstance(self.reducer, AllReduce):
             return None
         # Also for a single tower: other hosts have more, and the same phases.
@@ -145,6 +176,37 @@ class OwnSteps:
         found = together(trace.graph, found, known.keys())
         copies.add([*wanted, *(known[each] for each in found & known.keys())])
         return Copied(copies.handles(), self.reducer.algorithm)
+
+    def _update_shards(self, update, parts, whole, observed):
+        """Has each tower update the part that it owns; see `Copied.apply`."""
+        model, hosts = self.pieces.context.model, self.pieces.context.plan.hosts
+        places = {id(variable): i for i, variable in enumerate(update.variables)}
+        others = places.keys() - {*map(id, model.trainable_variables)}
+        if update.optimizer is not model.optimizer or others:
+            raise ModelError(
+                f"Model '{model.name}' applies an optimizer of its own, of which "
+                "shard_optimizer_state=True cannot divide the state; expected "
+                "`self.optimizer` for the model's trainable variables, or False."
+            )
+
+        def over_hosts(sums, scatter=tuple):
+            return hosts.sum(sums, "gradients"), scatter()
+
+        chosen = [places.get(id(v)) for v in model.trainable_variables]
+        parts = [[None if i is None else mine[i] for i in chosen] for mine in parts]
+        adds = over_hosts if hosts.count > 1 else None
+        sums = self.reducer.sum_gradients(parts, range(len(parts)), over_hosts=adds)
+        known = [whole.get(i) for i in chosen]
+        sums = [
+            [b if a is None else a for a, b in zip(mine, given, strict=True)]
+            for mine, given in zip(sums, self.reducer.hand_out(known), strict=True)
+        ]
+        # All hosts have these.
+        given = {i for i, each in enumerate(known) if each is not None}
+        self.pieces.copies.shards.with_gradients |= given
+        together = itertools.chain(*self.reducer.together(sums))
+        with observed([gradient for gradient in together if gradient is not None]):
+            self.pieces.updater.update_weights(sums)
 
     def _run(self, step, data, local_batches=None):
         context, plan = self.pieces.context, self.pieces.context.plan
@@ -172,7 +234,17 @@ class OwnSteps:
         with self._together(step, data):
             if found.copied is not None:
                 self.pieces.copies.follow_learning_rates()
-            return found(plan, local_batches, batch.batch_size(data), observer)
+            whole = functools.partial(self._whole_batch, data)
+            size = batch.batch_size(data)
+            return found(plan, local_batches, size, observer, whole)
+
+    def _whole_batch(self, data):
+        """The whole batch, in the form in which steps are given it."""
+        if batch.part_of(data) is None:
+            return data
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        whole = self.pieces.batches.whole(data)
+        return keras.utils.pack_x_y_sample_weight(*whole)
 
     def _check_alone(self, what):
         if self.pieces.context.plan.hosts.count > 1:
@@ -254,17 +326,6 @@ class OwnSteps:
             )
 
         return Observer(context.timers.computed, gradients)
-
-
-def _refuse_overwritten(model):
-    """Refuses a model in float8: towers would add up what has to be the largest."""
-    paths = [v.path for v in model.trainable_variables if v.overwrite_with_gradient]
-    if paths:
-        raise ModelError(
-            f"Model '{model.name}' defines its own train_step, and its variable "
-            f"'{paths[0]}' is to be overwritten with its gradient; expected Keras's "
-            "train_step where layers compute in float8."
-        )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
 from towers.partition.errors import where
 from towers.partition.functions.placed import PlacedBatch, place, same_batch
-from towers.partition.partitioned import Copied, Partitioned
+from towers.partition.partitioned import Copied, Partitioned, judge
 from towers.plan import Plan
 from towers.program.voice import say
 
@@ -140,7 +140,7 @@ class Parallel:
             for variable in found.trace.concrete.variables:
                 # So that a tape outside knows that it was read.
                 tf.convert_to_tensor(variable)
-            everywhere[:] = self._of_placed(place(self._plan, data))
+            everywhere[:] = self._of_placed(place(self._plan, data), lambda: data)
 
             def gradient(*upstream, variables=()):
                 before = self._gradient(found, data, upstream, variables)
@@ -172,10 +172,10 @@ class Parallel:
             "expected none around it, so use the accumulator inside of the function."
         )
 
-    def _of_placed(self, placed):
+    def _of_placed(self, placed, whole=None):
         found, plan = self._partition(placed.local_batches[0]), self._plan
         if plan.hosts.count == 1:
-            return found.on_copies(plan, placed.local_batches, placed.size)
+            return found.on_copies(plan, *placed[:2], whole=whole)
         for line in found.stateful_draws:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
@@ -184,18 +184,19 @@ class Parallel:
                 "tf.random.stateless_*."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
-            return found.on_copies(plan, placed.local_batches, placed.size)
+            return found.on_copies(plan, *placed[:2], whole=whole)
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)
         if str(spec) in self._partitioned:
             return self._partitioned[str(spec)]
-        found = Partitioned(
+        verdict = judge(
             lambda local: self._function(*local),
             spec,
             lambda trace: self._copied,
             self._loss_placement,
         )
+        found = Partitioned(verdict)
         for line in found.lines(f"The function '{self.__name__}'"):
             say(line)
         self._follow_first_host(found.trace)
@@ -253,7 +254,7 @@ class Parallel:
 
         given = data, [upstream[i] for i in rows]
         spec, way = batch.local_spec(given, None), self._loss_placement
-        partitioned = Partitioned(backward, spec, loss_placement=way)
+        partitioned = Partitioned(judge(backward, spec, loss_placement=way))
         local_batches, size, _ = place(self._plan, given)
 
         def call():

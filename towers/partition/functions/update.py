@@ -14,7 +14,7 @@ from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat
 from towers.partition.functions.variable_copies import VariableCopies
-from towers.partition.partitioned import Copied, Partitioned
+from towers.partition.partitioned import Copied, Partitioned, judge
 from towers.partition.placement.copies import together
 from towers.partition.trace import Trace
 from towers.plan import Plan
@@ -70,11 +70,12 @@ class Update:
         others = [[None] * len(gradients)] * len(devices) if others is None else others
         arrived = [*map(functools.partial(_arrived, gradients), others, devices)]
         # What changes no copied variable, such as a counter, runs once, at home.
-        update = Partitioned(
+        verdict = judge(
             lambda batch: self._optimizer.apply(gradients, self._variables),
             (),
             functools.partial(self._copied, arrived),
         )
+        update = Partitioned(verdict)
         # If those of the variables were renewed, so is what belongs to them.
         renewals = self._copies.renewals.read_value()
         self._state.follow(renewals != self._renewals)

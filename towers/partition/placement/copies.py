@@ -6,14 +6,14 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import is_stateful
-from towers.partition.errors import PartitionError, where
+from towers.partition.errors import where
 
 
-def found(
+def on_each(
     at_home: Sequence[tf.Operation],
     gathered: Collection[str],
     is_copied: Callable[[tf.Tensor], bool],
-) -> set[str]:
+) -> tuple[set[str], list[str]]:
     """Returns the names of operations that each copy's device runs by itself.
 
     They read or change a variable that has copies, or make what those take. All get the
@@ -24,15 +24,16 @@ def found(
         gathered: The names of those that take the rows of all towers, and run once.
         is_copied: Tells of a handle whether its variable has copies.
 
-    Raises:
-        PartitionError: One operation changes variables with copies, and others.
+    Returns:
+        The names; and a sentence for each operation that changes variables with copies
+        and others in one go, which no device can run.
     """
-    names, wanted = set(), set()
+    names, wanted, mixed = set(), set(), []
     for op in reversed(at_home):
         handles = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
         copied = [*map(is_copied, handles)]
         if any(copied) and not all(copied):
-            raise PartitionError(
+            mixed.append(
                 f"Operation '{op.name}' ({op.type}){where(op)} changes variables of "
                 "which towers have copies, and others in one go; expected variables "
                 "of the model's `add_weight`, or "
@@ -43,7 +44,7 @@ def found(
         if any(copied) or (op.name in wanted and alike and op.type != "Const"):
             names.add(op.name)
             wanted |= {tensor.op.name for tensor in op.inputs}
-    return names
+    return names, mixed
 
 
 def together(

@@ -10,6 +10,7 @@ its mean to a total that it was sent, as of a metric, home does so instead.
 """
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -110,7 +111,9 @@ class Late:
         self._send()
         for op in self._placed():
             if op.name not in self._pure:
-                self._export(op, placement.places[op.name])
+                # An optimizer runs where what it needs is computed again.
+                place = dataclasses.replace(placement.places[op.name], updates=False)
+                self._export(op, place)
         for tensor in trace.returned:
             self._carry(tensor.op)
         self.groups = [self._group(place) for place in sorted(self._members)]

@@ -22,6 +22,7 @@ from towers.analysis.kinds import (
     COUPLED,
     LAST,
     MEAN,
+    NONE,
     OWN,
     PACKED,
     ROWS,
@@ -35,12 +36,15 @@ from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import before, calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
-from towers.partition.errors import PartitionError, where
+from towers.partition.errors import where
 from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
 _ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
+_TOTALS = MEAN, SIZE, SUM
+# Home computes nothing larger that towers can compute, too.
+_MANY = 1024
 # By type, the place of the shape among what a stateful operation takes that draws.
 STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,
@@ -63,20 +67,21 @@ class Place:
 
     Attributes:
         level: What is of one level runs in one go: first home, then the copies, then
-            the towers.
+            optimizers, then the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
         on_copies: Whether it runs on each copy of the variables, as at home.
+        updates: Whether it is an optimizer's `apply`, which runs by itself.
     """
 
     level: int
     on_towers: bool
     on_copies: bool = False
+    updates: bool = False
 
     def is_behind(self, other: "Place") -> bool:
         """Tells whether, at the same level, it runs later than the other."""
         mine, others = (
-            (self.on_towers, self.on_copies),
-            (other.on_towers, other.on_copies),
+            (each.on_towers, each.updates, each.on_copies) for each in (self, other)
         )
         return mine > others
 
@@ -89,12 +94,14 @@ class Placement:
             none, as whoever takes one has it.
         order: Those operations, each behind what it takes.
         gathered: What lets examples meet, and so runs at home on rows of all towers.
+        refused: Why towers cannot compute the function, a sentence for each reason.
     """
 
     def __init__(
         self,
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
+        updates_apart: bool = False,
     ):
         """Places the operations.
 
@@ -102,43 +109,50 @@ class Placement:
             trace: The traced function.
             is_copied: Tells of a handle from outside whether each tower has a copy of
                 its variable.
-
-        Raises:
-            PartitionError: Something can neither run on towers nor at home.
+            updates_apart: Whether somebody else does what optimizers do.
         """
         self._trace, self._reader = trace, trace.reader
         self.places: dict[str, Place] = {}
         self.gathered: list[tf.Operation] = []
+        self.refused: list[str] = []
         self._by_design: dict[object, Dependence] = {}
         self._made_at_home: set[object] = set()
         self._handles = {
             key(inside): outside for outside, inside in trace.graph.captures
         }
-        batch = tf.nest.flatten([trace.batch, trace.fraction], expand_composites=True)
-        self._given = {key(t) for t in batch if t is not None}
+        batch = tf.nest.flatten([trace.batch], expand_composites=True)
+        self._of_batch = {key(t) for t in batch if t is not None}
+        self._given = {*self._of_batch, key(trace.fraction)}
         self.roots = [*self._roots()]
         self.order = self._needed()
         self._on_towers: dict[str, bool | None] = {}
         for op in self.order:
             self._on_towers[op.name] = self._decide(op)
         self._decide_others()
-        at_home = [op for op in self.order if not self._on_towers[op.name]]
-        on_copies = copies.found(
+        apart = trace.updates if updates_apart else ()
+        at_home = [
+            op
+            for op in self.order
+            if not self._on_towers[op.name] and op.name not in apart
+        ]
+        on_copies, mixed = copies.on_each(
             at_home,
             {op.name for op in self.gathered},
             lambda handle: is_copied(self._handles.get(key(handle))),
         )
+        self.refused += mixed
         for op in self.order:
             if op.type != "Const":
                 on_towers = bool(self._on_towers[op.name])
-                place = Place(0, on_towers, op.name in on_copies)
+                updates = op.name in trace.updates
+                place = Place(0, on_towers, op.name in on_copies, updates)
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
         for tensor in trace.returned:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
         if self._reader.own is not None:
-            _check_own(self._reader.own, trace.returned, self.order)
+            self.refused += _refused_own(self._reader.own, trace.returned, self.order)
 
     def kind(self, tensor: tf.Tensor) -> Dependence:
         """Tells how the towers' values of a tensor make the batch's."""
@@ -164,6 +178,10 @@ class Placement:
     def is_given(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is a part of the batch, or the tower's fraction."""
         return key(tensor) in self._given
+
+    def is_of_batch(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is a part of the batch."""
+        return key(tensor) in self._of_batch
 
     def is_captured(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor comes from outside of the function."""
@@ -226,6 +244,7 @@ class Placement:
         return any(
             (self.is_on_towers(t) and not self.takes_total(op, i))
             or key(t) in self._made_at_home
+            or self._reader.of(t) is PACKED
             for i, t in enumerate(op.inputs)
         )
 
@@ -237,7 +256,8 @@ class Placement:
         if op.type in _SHAPE_OF_DRAW:
             return self._decide_draw(op, touched)
         if any(effects.of([op])):
-            if calls_functions(op) and ROWS in map(self._reader.of, op.inputs):
+            of_rows = ROWS in map(self._reader.of, op.inputs)
+            if calls_functions(op) and of_rows and op.name not in self._trace.updates:
                 self.gathered.append(op)
             self._note_statistics(op, region)
             return False
@@ -246,12 +266,24 @@ class Placement:
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
             return _alike(op)
+        if kinds == {PACKED} and all(map(self._is_of_packed_batch, op.inputs)):
+            return None
         if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
             return True
         if kinds & {COUPLED, UNKNOWN}:
-            self.gathered.append(op)
+            # Of row splits, and such, home has as much as anybody.
+            counts = all(t.dtype.is_integer for t in op.outputs)
+            if not (counts and all(map(self._is_of_packed_batch, op.inputs))):
+                self.gathered.append(op)
             return False
         return _alike(op)
+
+    def _is_of_packed_batch(self, tensor):
+        """Whether home has it for all rows, such as the row splits of the batch."""
+        made = self._on_towers.get(tensor.op.name, True)
+        return self._reader.of(tensor) in (NONE, PACKED) and (
+            self.is_of_batch(tensor) or not made
+        )
 
     def _decide_draw(self, op, touched):
         place = _SHAPE_OF_DRAW[op.type]
@@ -292,14 +324,34 @@ class Placement:
         on_towers: dict[str, bool] = {}
         for op in self.roots:
             on_towers.setdefault(op.name, False)
+        taken_by_towers: set[str] = set()
         for op in reversed(self.order):
             if self._on_towers[op.name] is None:
                 self._on_towers[op.name] = on_towers.get(op.name, False)
+            elif op.name not in taken_by_towers and self._is_of_few_totals(op):
+                self._on_towers[op.name] = False
             mine = bool(self._on_towers[op.name])
             for i, tensor in enumerate(op.inputs):
                 here = mine and not self.takes_total(op, i)
                 name = tensor.op.name
                 on_towers[name] = on_towers.get(name, True) and here
+                if here:
+                    taken_by_towers.add(name)
+
+    def _is_of_few_totals(self, op):
+        """Whether home may compute it of what the towers' values add up to.
+
+        Such as a sum of losses, or of a loss and what a metric has had before.
+        """
+        if op.name in self._trace.regions or is_stateful(op) or not op.inputs:
+            return False
+        if self._reader.own is not None:
+            # A quotient of sums, say, is each tower's own.
+            return False
+        few = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
+        taken = {*map(self._reader.of, op.inputs)}
+        made = {*map(self._reader.of, op.outputs)}
+        return few and taken <= {NONE, *_TOTALS} and made <= {*_TOTALS}
 
     def _level(self, op, mine):
         level = 0
@@ -312,6 +364,8 @@ class Placement:
                     self._check_combined(op, tensor)
             if place is None:
                 continue
+            if mine.on_towers and not place.on_towers and self.kind(tensor) is PACKED:
+                self.refused.append(self._why_not_packed(op, tensor))
             away = place.on_towers and whole
             level = max(level, place.level + (away or place.is_behind(mine)))
             if away:
@@ -325,16 +379,24 @@ class Placement:
         """Refuses what cannot be put together from what the towers have."""
         if self._reader.own is not None:
             self._reader.own.need(tensor)
-        if self.kind(tensor) in (COUPLED, OWN, UNKNOWN) and (
-            key(tensor) not in self._reader.extremes
-        ):
-            taker = "The function returns"
-            if op is not None:
-                taker = f"Operation '{op.name}' ({op.type}){where(op)} takes"
-            raise PartitionError(
-                f"{taker} '{tensor.name}', which cannot be put together from what "
+        packed = self.is_of_batch(tensor) and self.kind(tensor) is PACKED
+        if self.is_extreme(tensor) or packed:
+            return
+        if self.kind(tensor) in (COUPLED, OWN, PACKED, UNKNOWN):
+            if self.kind(tensor) is PACKED:
+                self.refused.append(self._why_not_packed(op, tensor))
+                return
+            self.refused.append(
+                f"{_taker(op)} '{tensor.name}', which cannot be put together from what "
                 f"towers compute of their rows, because of {self._reader.why(tensor)}."
             )
+
+    def _why_not_packed(self, op, tensor):
+        return (
+            f"{_taker(op)} '{tensor.name}', made of values of a ragged or sparse tensor"
+            " in the batch, of which each tower has its own; expected dense tensors, "
+            "such as of `to_tensor()` or `tf.sparse.to_dense`."
+        )
 
     def lines(self, name: str) -> Sequence[str]:
         """Says what runs at home on the rows of all towers, for a function's name."""
@@ -361,13 +423,19 @@ class Placement:
         return lines
 
 
-def _check_own(own, returned, order):
-    """Refuses gradients of what is each tower's own, where they are not its own."""
+def _taker(op):
+    if op is None:
+        return "The function returns"
+    return f"Operation '{op.name}' ({op.type}){where(op)} takes"
+
+
+def _refused_own(own, returned, order):
+    """Yields gradients of what is each tower's own, where they are not its own."""
     for tensor in returned:
         own.need(tensor)
     for op in order:
         if op.name in own.by_hand and any(tensor in own for tensor in op.inputs):
-            raise PartitionError(
+            yield (
                 f"Operation '{op.name}' ({op.type}){where(op)} is of a gradient that "
                 "cannot be put together from what towers compute of their own rows, as "
                 "loss_placement='tower' asks; use 'auto'."

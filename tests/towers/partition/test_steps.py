@@ -1,0 +1,191 @@
+"""What a whole step of training becomes: decided before it runs, and in few pieces."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import executed
+from towers import multi_gpu_model
+from towers.analysis import effects
+from towers.builders.steps.own_steps import OwnSteps
+from towers.partition.errors import PartitionError
+from towers.partition.partitioned import Partitioned, judge
+from towers.tower.errors import ModelError
+
+ROWS = 1000
+IDS = np.random.default_rng(0).integers(0, ROWS, [8, 5]).astype("int32")
+Y = np.random.default_rng(1).normal(size=[8, 1]).astype("float32")
+SPEC = tf.TensorSpec([None, 5], tf.int32), tf.TensorSpec([None, 1])
+
+
+def words(kind=keras.Sequential):
+    """Returns a model whose table is looked up, compiled if its step is Keras's."""
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Embedding(ROWS, 4),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+    ]
+    model = kind([keras.Input((5,), dtype="int32"), *layers])
+    if kind is keras.Sequential:
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+class Own(keras.Sequential):
+    """Defines a step, which does what Keras's does."""
+
+    def train_step(self, data):
+        """Trains on a batch."""
+        return super().train_step(data)
+
+
+def test_an_optimizer_is_one_operation_whatever_it_updates():
+    model = words()
+    trace = judge(model.train_step, SPEC).trace
+    (update,) = trace.updates.values()
+    assert update.optimizer is model.optimizer
+    assert update.variables == model.trainable_variables
+    assert len(update.gradients) == 3
+    # All else that a step changes are the four numbers of two means.
+    changes = {each.name for each in effects.of(trace.graph.get_operations())}
+    assert len(changes - trace.updates.keys()) == 4
+
+
+def test_a_step_of_kerass_is_on_the_towers_once():
+    made = Partitioned(judge(words().train_step, SPEC))
+    on_towers = [phase for (phase,) in made.phases if phase.place.on_towers]
+    assert len(on_towers) == 1
+
+
+def test_rows_are_looked_up_and_no_table_is_read():
+    made = Partitioned(judge(words().train_step, SPEC))
+    travels = [
+        tensor
+        for (phase,) in made.phases
+        for tensor in [*(taken.tensor for taken in phase.takes), *phase.makes]
+    ]
+    assert [t for t in travels if t.shape.rank and t.shape[0] == ROWS] == []
+
+
+def test_the_step_of_kerass_may_be_cut_too(monkeypatch):
+    """As long as there are two engines; ARCHITECTURE.md compares them."""
+    monkeypatch.setenv("TOWERS_ENGINE", "cut")
+    model, plain = words(), words()
+    parallel = multi_gpu_model(model, 2, variable_update="parameter_server")
+    assert isinstance(parallel.builder.training, OwnSteps)
+    for each in (parallel, plain):
+        each.compile("sgd", "mse", metrics=["mae"])
+    given = {"batch_size": 3, "epochs": 2, "shuffle": False, "verbose": 0}
+    found, wanted = (each.fit(IDS, Y, **given).history for each in (parallel, plain))
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-6)
+
+
+def test_a_verdict_is_there_before_a_step():
+    weights = tf.Variable([[1.0]])
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ weights))
+        similar = tf.reduce_mean(tf.exp(tf.matmul(x, x, transpose_b=True)))
+        return tape.gradient(loss, weights, similar)
+
+    spec = tf.TensorSpec([None, 1])
+    verdict = judge(step, spec, loss_placement="tower")
+    assert "loss_placement='tower' asks; use 'auto'" in verdict.refused
+    with pytest.raises(PartitionError, match="use 'auto'"):
+        Partitioned(verdict)
+    assert judge(step, spec).refused is None
+
+
+@pytest.mark.parametrize("update", ["parameter_server", "replicated"])
+def test_micro_batches_are_computed_in_turn(update):
+    """The second begins when the first has ended, and their gradients are added."""
+    name = f"in_turn_{update}"
+    model = words(Own)
+    model.name = name
+    parallel = multi_gpu_model(model, 2, variable_update=update, micro_batches=2)
+    parallel.compile("sgd", "mse")
+    nodes = executed.run(lambda: parallel.fit(IDS, Y, batch_size=8, verbose=0), name)
+    every = [node for each in nodes.values() for node in each]
+    for tower in range(2):
+        first, second = (
+            {
+                node.name
+                for node in every
+                if f"tower_{tower}/micro_batch_{m}/" in node.name
+            }
+            for m in range(2)
+        )
+        assert first and second
+        after = [
+            node.name
+            for node in every
+            if node.name in second
+            and any(
+                source.lstrip("^").partition(":")[0] in first for source in node.input
+            )
+        ]
+        assert after
+    plain = words()
+    plain.compile("sgd", "mse")
+    plain.fit(IDS, Y, batch_size=8, verbose=0)
+    for mine, other in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+class Rival(Own):
+    """Trains by an optimizer that no `compile` knows."""
+
+    def train_step(self, data):
+        """Trains on a batch."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.rival.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_the_state_of_another_optimizer_is_not_divided():
+    model = words(Rival)
+    model.rival = keras.optimizers.Adam()
+    parallel = multi_gpu_model(
+        model, 2, variable_update="replicated", shard_optimizer_state=True
+    )
+    parallel.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"expected `self\.optimizer` for"):
+        parallel.fit(IDS, Y, verbose=0)
+
+
+class Clipped(Own):
+    """Gives its optimizer gradients that were made on one device."""
+
+    def train_step(self, data):
+        """Trains on a batch."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_gradients_of_one_device_go_to_those_who_own_their_part(check):
+    model, plain = words(Clipped), words(Clipped)
+    parallel = multi_gpu_model(
+        *(model, 3),
+        variable_update="replicated",
+        shard_optimizer_state=True,
+        check_numerics=check,
+    )
+    for each in (parallel, plain):
+        each.compile(keras.optimizers.Adam(0.1, epsilon=1e-4))
+        each.fit(IDS, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for mine, other in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
