@@ -15,7 +15,11 @@ import keras
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import function_definition, operation_definition
+from towers.keras_adapter.graphs import (
+    function_definition,
+    only_read,
+    operation_definition,
+)
 from towers.keras_adapter.layers import layer_of
 
 # They only read.
@@ -97,8 +101,14 @@ def changed(graph: tf.Graph) -> set[int]:
     """Returns the `id`s of handles of variables that a function's graph may change."""
     outside = {key(inside): id(handle) for handle, inside in graph.captures}
     names = {effect.name for effect in of(graph.get_operations())}
-    taken = [graph.get_operation_by_name(name).inputs for name in names]
-    return {outside[key(t)] for each in taken for t in each if key(t) in outside}
+    operations = map(graph.get_operation_by_name, names)
+    taken = [
+        tensor
+        for op in operations
+        for i, tensor in enumerate(op.inputs)
+        if i not in only_read(op)
+    ]
+    return {outside[key(tensor)] for tensor in taken if key(tensor) in outside}
 
 
 def checks(operation: tf.Operation) -> bool:

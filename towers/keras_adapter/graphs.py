@@ -35,6 +35,7 @@ __all__ = [
     "is_placed",
     "is_stateful",
     "keep_functions",
+    "only_read",
     "operation_definition",
     "run_in_place",
     "run_independently",
@@ -99,6 +100,14 @@ def run_independently(operations: Iterable[tf.Operation]) -> None:
         return
     for operation in operations:
         manager.run_independently(operation)
+
+
+def only_read(operation: tf.Operation) -> set[int]:
+    """Returns which inputs of a call are variables that the function only reads."""
+    try:
+        return {*operation.get_attr("_read_only_resource_inputs")}
+    except ValueError:
+        return set()
 
 
 def operation_definition(kind: str) -> OpDef | None:

@@ -60,7 +60,9 @@ def in_variables() -> Iterator[None]:
 
 
 def _look_up(keras_call, layer, inputs):
-    if not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
+    # In a stateless scope, the variable has a value that is not its own.
+    own_value = stateless_scope_here() is None
+    if not (own_value and _is_plain(layer) and isinstance(inputs, tf.Tensor)):
         return keras_call(layer, inputs)
     table = value_behind(embedding_table(layer))
     rows = tf.gather(table, not_negative(inputs, table))

@@ -300,9 +300,10 @@ class _Call:
     def _is_in_parts(self, gradient):
         """Whether towers have parts of a gradient: of each number, or of its rows."""
         trace = self._partitioned.trace
-        if isinstance(gradient, tf.IndexedSlices):
-            return key(gradient.indices) in trace.indices
-        return key(gradient) in trace.gradients
+        if not isinstance(gradient, tf.IndexedSlices):
+            return key(gradient) in trace.gradients
+        indices = key(gradient.indices) in trace.indices
+        return indices and key(gradient.values) in trace.gradients
 
     def _gradients(self, gradient):
         """The towers' parts of a gradient, one for each device."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.analysis.axes.own import Decided
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import (
@@ -218,11 +219,16 @@ class Trace:
                 for place in sharded.places(variable):
                     place.assign(place)
 
-        gradients = [*grads]
+        gradients = [*map(_as_gradient, grads)]
         specs = tf.nest.map_structure(tf.type_spec_from_value, gradients)
-        function = tf.function(apply, autograph=False)
+        called = tf.function(apply, autograph=False).get_concrete_function(specs)
+        own = [*variables, *all_variables(optimizer)]
+        known = {id(p.handle) for each in own for p in sharded.places(each)}
+        if effects.changed(called.graph) - known:
+            # It does more than optimizers do, and not all of that for each copy.
+            return original(optimizer, grads, trainable_variables)
         with self._made() as made:
-            function.get_concrete_function(specs)(gradients)
+            called(gradients)
         update = OptimizerCall(optimizer, variables, gradients)
         self.updates |= {op.name: update for op in made if calls_functions(op)}
         return None
@@ -417,6 +423,11 @@ class Trace:
             return True
         # Within a gradient of a gradient, each tower has its own part.
         return key(tensor) in self.added and not self._in_gradient(op)
+
+
+def _as_gradient(gradient):
+    known = gradient is None or isinstance(gradient, tf.IndexedSlices)
+    return gradient if known else tf.convert_to_tensor(gradient)
 
 
 def _each_use(gradient, source):

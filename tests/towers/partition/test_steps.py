@@ -189,3 +189,124 @@ def test_gradients_of_one_device_go_to_those_who_own_their_part(check):
         each.fit(IDS, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     for mine, other in zip(model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+class Rate(keras.optimizers.schedules.LearningRateSchedule):
+    """Is read from a variable that no model knows."""
+
+    def __init__(self):
+        self.value = tf.Variable(0.05, trainable=False)
+
+    def __call__(self, step):
+        return self.value * 1.0
+
+
+class Fading(keras.optimizers.SGD):
+    """Changes a variable that no optimizer lists."""
+
+    def __init__(self):
+        super().__init__(0.1)
+        self.left = tf.Variable(1.0, trainable=False)
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Updates a variable by less than before."""
+        super().update_step(gradient * self.left, variable, learning_rate)
+        self.left.assign(self.left * 0.9)
+
+
+class Steps:
+    """What a step may do beside computing and applying a gradient."""
+
+    def given_weights(self, model, x, gradients):
+        """Calls the model with other values of its weights."""
+        three = [variable * 3.0 for variable in model.trainable_variables]
+        outputs, _ = model.stateless_call(three, [], x)
+        return gradients, {"others": tf.reduce_mean(outputs)}
+
+    def assigned_before(self, model, x, gradients):
+        """The optimizer updates what was assigned."""
+        for variable in model.trainable_variables:
+            variable.assign(variable * 0.5)
+        return gradients, {}
+
+    def a_sum(self, model, x, gradients):
+        """Something else is added over the towers."""
+        return gradients, {"sum": tf.reduce_sum(model(x))}
+
+    def taken_twice(self, model, x, gradients):
+        """A gradient changes a variable by hand, too."""
+        variable = model.trainable_variables[-1]
+        variable.assign_sub(0.1 * gradients[-1])
+        return gradients, {}
+
+    def variables(self, model, x, gradients):
+        """Gradients are variables."""
+        found = []
+        for kept, gradient in zip(model.kept, gradients, strict=True):
+            kept.assign(tf.convert_to_tensor(gradient) + 0.5 * kept)
+            found.append(kept)
+        return found, {}
+
+    def sorted_rows(self, model, x, gradients):
+        """The values of a sparse gradient are made on one device."""
+        first, *others = gradients
+        values = tf.sort(first.values, 0)
+        first = tf.IndexedSlices(values, first.indices, first.dense_shape)
+        return [first, *others], {}
+
+
+STEPS = [name for name in vars(Steps) if not name.startswith("_")]
+WAYS = {
+    "parameter_server": {"variable_update": "parameter_server", "micro_batches": 2},
+    "replicated": {"variable_update": "replicated"},
+    "shards": {"variable_update": "replicated", "shard_optimizer_state": True},
+}
+
+
+def stepping(step, optimizer, **options):
+    """Trains a model whose step does something; returns its logs and weights."""
+
+    class Does(Own):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients, logs = step(self, x, gradients)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss, **logs}
+
+    model = words(Does)
+    model.kept = [tf.Variable(tf.zeros(v.shape)) for v in model.trainable_variables]
+    parallel = multi_gpu_model(model, 3, **options) if options else model
+    parallel.compile(optimizer)
+    logs = [parallel.train_on_batch(IDS, Y, return_dict=True) for _ in range(3)]
+    return logs, model.get_weights()
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_those_of_one_device(name, way):
+    step = getattr(Steps(), name)
+    found, weights = stepping(step, keras.optimizers.SGD(0.1), **WAYS[way])
+    wanted, others = stepping(step, keras.optimizers.SGD(0.1))
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+    for mine, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["parameter_server", "replicated"])
+@pytest.mark.parametrize(
+    "optimizer", [lambda: keras.optimizers.Adam(Rate(), epsilon=1e-3), Fading]
+)
+def test_optimizers_may_have_variables_that_nobody_lists(optimizer, way, caplog):
+    def step(model, x, gradients):
+        return gradients, {}
+
+    _, weights = stepping(step, optimizer(), **WAYS[way])
+    _, others = stepping(step, optimizer())
+    for mine, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    # What is only read is in no checkpoint's way.
+    assert ("checkpoints do not contain it" in caplog.text) == (optimizer is Fading)

@@ -16,7 +16,7 @@ from towers.builders import checks
 from towers.builders.common import Pieces
 from towers.builders.pieces.reducer import AllReduce, Reducer
 from towers.builders.steps.keras_steps import Scope, train_function
-from towers.collectives import batch
+from towers.collectives import batch, reduce
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.models import overrides
 from towers.keras_adapter.variables import value_behind
@@ -162,7 +162,8 @@ class OwnSteps:
         """What each tower has a copy of: what optimizers update, and their state."""
         copies, model = self.pieces.copies, self.pieces.context.model
         if copies.shards is not None:
-            return Copied(copies.handles(), "", self._update_shards)
+            algorithm = reduce.algorithm_for("auto", self.pieces.context.plan.home)
+            return Copied(copies.handles(), algorithm, self._update_shards)
         if not isinstance(self.reducer, AllReduce):
             return None
         # Also for a single tower: other hosts have more, and the same phases.

@@ -69,21 +69,18 @@ class Place:
         level: What is of one level runs in one go: first home, then the copies, then
             optimizers, then the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
-        on_copies: Whether it runs on each copy of the variables, as at home.
         updates: Whether it is an optimizer's `apply`, which runs by itself.
+        on_copies: Whether it runs on each copy of the variables, as at home.
     """
 
     level: int
     on_towers: bool
-    on_copies: bool = False
     updates: bool = False
+    on_copies: bool = False
 
     def is_behind(self, other: "Place") -> bool:
         """Tells whether, at the same level, it runs later than the other."""
-        mine, others = (
-            (each.on_towers, each.updates, each.on_copies) for each in (self, other)
-        )
-        return mine > others
+        return dataclasses.replace(self, level=other.level) > other
 
 
 class Placement:
@@ -145,7 +142,7 @@ class Placement:
             if op.type != "Const":
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
-                place = Place(0, on_towers, op.name in on_copies, updates)
+                place = Place(0, on_towers, updates, op.name in on_copies)
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
         for tensor in trace.returned:
