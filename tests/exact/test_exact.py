@@ -547,7 +547,7 @@ def test_own_steps(case, layout):
 
 
 def layouts_that_cut(case):
-    """Yields the layouts in which a model's step calls Keras's, and is traced and cut."""
+    """Yields the layouts in which a model's step calls Keras's, and is cut."""
     way = functools.partial(Layout, own_step=True)
     number = number_of(case)
     yield way((SERVER, COPIES)[number % 2])

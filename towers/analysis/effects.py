@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import (
     function_definition,
-    only_read,
+    may_change,
     operation_definition,
 )
 from towers.keras_adapter.layers import layer_of
@@ -102,12 +102,7 @@ def changed(graph: tf.Graph) -> set[int]:
     outside = {key(inside): id(handle) for handle, inside in graph.captures}
     names = {effect.name for effect in of(graph.get_operations())}
     operations = map(graph.get_operation_by_name, names)
-    taken = [
-        tensor
-        for op in operations
-        for i, tensor in enumerate(op.inputs)
-        if i not in only_read(op)
-    ]
+    taken = [tensor for op in operations for tensor in may_change(op)]
     return {outside[key(tensor)] for tensor in taken if key(tensor) in outside}
 
 

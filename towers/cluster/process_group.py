@@ -87,7 +87,7 @@ def member(environ: Mapping[str, str] = os.environ) -> Member | None:
             join_seconds=place.join_seconds,
             interface=place.interface,
             lost=abort,
-            changes=_connect_no_more,
+            ends=_connect_no_more,
         )
     return _member
 

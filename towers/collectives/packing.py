@@ -92,6 +92,11 @@ def send(tensors: Sequence[Any], source: str, target: str) -> list[Any]:
         return unpack(buffers, tensors)
 
 
+def fits(tensor: tf.Tensor) -> bool:
+    """Tells whether a tensor can be packed: of a floating type, and a known shape."""
+    return tensor.dtype.is_floating and tensor.shape.is_fully_defined()
+
+
 def aligned(dtype: tf.DType) -> int:
     """Returns how many numbers of a type are between two places where tensors begin."""
     return _ALIGNED_BYTES // dtype.size

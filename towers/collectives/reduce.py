@@ -362,13 +362,7 @@ def combine_totals(
             extremes[len(combined)] = EXTREMES[operation]
             combined.append(EXTREMES[operation](tf.stack(values), axis=0))
         elif kind is Dependence.MEAN:
-            # A tower without rows has no mean.
-            combined.append(
-                tf.add_n(
-                    tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
-                    for value, fraction in zip(values, fractions, strict=True)
-                )
-            )
+            combined.append(tf.add_n([*map(part_of_mean, values, fractions)]))
         else:
             combined.append(tf.add_n(values))
     for i, extreme in extremes.items() if hosts.count > 1 else ():
@@ -377,6 +371,14 @@ def combine_totals(
     sums = [None if i in extremes else total for i, total in enumerate(combined)]
     sums = hosts.sum(sums, "totals")
     return [combined[i] if i in extremes else sums[i] for i in range(len(combined))]
+
+
+def part_of_mean(mean: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
+    """Returns what a local batch's mean adds to that of the whole batch.
+
+    That is zero for a tower without rows, which has no mean.
+    """
+    return tf.math.multiply_no_nan(mean, tf.cast(fraction, mean.dtype))
 
 
 def _combine(values, fractions, rule, hosts):

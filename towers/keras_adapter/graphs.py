@@ -35,7 +35,7 @@ __all__ = [
     "is_placed",
     "is_stateful",
     "keep_functions",
-    "only_read",
+    "may_change",
     "operation_definition",
     "run_in_place",
     "run_independently",
@@ -102,12 +102,17 @@ def run_independently(operations: Iterable[tf.Operation]) -> None:
         manager.run_independently(operation)
 
 
-def only_read(operation: tf.Operation) -> set[int]:
-    """Returns which inputs of a call are variables that the function only reads."""
+def may_change(operation: tf.Operation) -> list[tf.Tensor]:
+    """Returns what an operation takes, but for variables that a function only reads.
+
+    The function is one that the operation calls.
+    """
     try:
-        return {*operation.get_attr("_read_only_resource_inputs")}
+        only_read = {*operation.get_attr("_read_only_resource_inputs")}
     except ValueError:
-        return set()
+        only_read = set()
+    inputs = enumerate(operation.inputs)
+    return [tensor for i, tensor in inputs if i not in only_read]
 
 
 def operation_definition(kind: str) -> OpDef | None:

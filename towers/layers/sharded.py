@@ -57,6 +57,9 @@ def of(variable: keras.Variable) -> ShardedVariable | None:
 
 def places(variable: keras.Variable) -> list[tf.Variable]:
     """Returns the `tf.Variable`s behind a variable: one, or its shards."""
+    if isinstance(variable, tf.Variable):
+        # Of a loop without Keras's layers.
+        return [variable]
     sharded = of(variable)
     return [value_behind(variable)] if sharded is None else [*sharded.shards]
 

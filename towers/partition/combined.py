@@ -17,7 +17,7 @@ from towers.analysis.kinds import (
     SIZE,
     SUM,
 )
-from towers.collectives import batch, reduce
+from towers.collectives import batch, packing, reduce
 from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
 from towers.plan import Plan
@@ -86,8 +86,8 @@ class Combination:
         ]
 
     def _is_packed(self, tensor):
-        known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
-        return known and self._placement.kind(tensor) in (MEAN, SIZE, SUM)
+        kind = self._placement.kind(tensor)
+        return packing.fits(tensor) and kind in (MEAN, SIZE, SUM)
 
     def _to_add(self, tensor, parts):
         """The towers' parts of a tensor of known shape, which add up to the batch's."""
@@ -96,8 +96,7 @@ class Combination:
         weighted = []
         for part, fraction in zip(parts, self._fractions, strict=True):
             with tf.device(part.device):
-                fraction = tf.cast(fraction, part.dtype)
-                weighted.append(tf.math.multiply_no_nan(part, fraction))
+                weighted.append(reduce.part_of_mean(part, fraction))
         return weighted
 
     def _of_host(self, tensor, parts):

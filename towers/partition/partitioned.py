@@ -104,11 +104,7 @@ def _settled(trace, copied, decided):
         traced = trace(decided=decided)
         copies = copied(traced)
         known = {} if copies is None else copies.handles[-1]
-        placement = Placement(
-            traced,
-            lambda each, known=known: id(each) in known,
-            copies is not None and copies.apply is not None,
-        )
+        placement = Placement(traced, lambda each, known=known: id(each) in known)
         verdict = Verdict(traced, placement, copies)
         before, decided = decided, traced.decide()
         if before == decided:
@@ -174,7 +170,7 @@ class Partitioned:
         local_batches: Sequence[Any],
         size: int | tf.Tensor,
         observer: Observer | None = None,
-        whole: Callable[[], Any] | None = None,
+        whole: Any = None,
     ) -> Any:
         """Adds a call to the graph being built.
 
@@ -183,7 +179,7 @@ class Partitioned:
             local_batches: What each tower has of the batch, on its device.
             size: Number of examples of the batch.
             observer: What looks at it, if anything does.
-            whole: Returns the batch, if all of it is there.
+            whole: The batch, if all of it is there.
 
         Returns:
             What the function returns for the whole batch, at home.
@@ -196,7 +192,7 @@ class Partitioned:
         local_batches: Sequence[Any],
         size: int | tf.Tensor,
         observer: Observer | None = None,
-        whole: Callable[[], Any] | None = None,
+        whole: Any = None,
     ) -> list[Any]:
         """Adds a call to the graph being built; see `__call__`.
 
@@ -223,7 +219,6 @@ class _Call:
 
     def __init__(self, partitioned, plan, local_batches, size, observer, whole):
         self._partitioned, self._plan, self._observer = partitioned, plan, observer
-        self._whole_batch = whole
         self.computed: list[list[tf.Tensor]] = []
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
@@ -234,6 +229,8 @@ class _Call:
         # What the device of each copy has of the whole batch. The first one is home.
         self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in partitioned.handles]
         self._home = self._copies[0]
+        if whole is not None:
+            self._home.update(self._given(whole))
         self._towers: list[dict[Any, tf.Tensor]] = []
         for local, fraction in zip(local_batches, fractions, strict=True):
             given = self._given(local)
@@ -259,10 +256,10 @@ class _Call:
         if phase.place.on_towers:
             self._run_on_towers(of_copies)
             return
-        copied = self._partitioned.copied
-        if phase.place.updates and copied is not None and copied.apply is not None:
+        trace = self._partitioned.trace
+        if phase.place.updates and trace.updates_apart:
             for name in phase.operations:
-                self._apply(self._partitioned.trace.updates[name], copied.apply)
+                self._apply(trace.updates[name], self._partitioned.copied.apply)
             return
         takes = [taken.tensor for taken in phase.takes]
         with tf.device(plan.home), tf.name_scope("home"):
@@ -388,8 +385,7 @@ class _Call:
 
     def _is_added(self, tensor):
         """Tells whether micro-batches' parts of a tensor are added as they come."""
-        known = tensor.dtype.is_floating and tensor.shape.is_fully_defined()
-        return known and self._placement.kind(tensor) is SUM
+        return packing.fits(tensor) and self._placement.kind(tensor) is SUM
 
     def _parts(self, tensor):
         """What towers, or all towers of a device in turn, have of a tensor."""
@@ -442,11 +438,6 @@ class _Call:
             and not self._placement.is_captured(tensor)
             and key(tensor) not in self._home
         }
-        if self._whole_batch is not None:
-            given = {n: t for n, t in missing.items() if self._placement.is_of_batch(t)}
-            values = self._given(self._whole_batch()) if given else {}
-            self._home.update((name, values[name]) for name in given)
-            missing = {n: t for n, t in missing.items() if n not in given}
         parts = [*map(self._parts, missing.values())]
         found = self._combined([*missing.values()], parts)
         self._home.update(zip(missing, found, strict=True))
@@ -470,8 +461,7 @@ class _Call:
             if key(tensor) not in sent
             and (whole or key(tensor) not in self._towers[k])
             and (whole or self._placement.kind(tensor) is not ROWS)
-            and self._home[key(tensor)].shape.is_fully_defined()
-            and self._home[key(tensor)].dtype.is_floating
+            and packing.fits(self._home[key(tensor)])
         }
         values = [*wanted.values()]
         if (names := tuple(wanted)) not in self._buffers:

@@ -2,9 +2,10 @@
 
 The function is the user's: a `train_step`, a loss, or anything else that TensorFlow can
 trace. It reads and assigns variables as it does on one device. Nothing is replaced but
-three things: gradients are taken of each tower's part of what is differentiated,
-BatchNormalization and the optimizers use fused kernels, and functions that the function
-calls are traced in its place, so that all operations are in one graph.
+five things: gradients are taken of each tower's part of what is differentiated; layers
+look up rows of a table without reading it; BatchNormalization and the optimizers use
+fused kernels; an optimizer's `apply` is a call of one function; and other functions
+that are called are traced in place, so that all operations are in one graph.
 """
 
 import contextlib
@@ -90,6 +91,7 @@ class Trace:
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
         updates: What optimizers do, by the name of the operation that does it.
+        updates_apart: Whether somebody else does it.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -115,7 +117,7 @@ class Trace:
                 if none is to be.
         """
         self._knows_regions, self._decided = knows_regions, decided
-        self._updates_apart = updates_apart
+        self.updates_apart = updates_apart
         self.updates: dict[str, OptimizerCall] = {}
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
@@ -213,7 +215,7 @@ class Trace:
             optimizer.build(variables)
 
         def apply(gradients):
-            if not self._updates_apart:
+            if not self.updates_apart:
                 return original(optimizer, gradients, variables)
             for variable in [*variables, *all_variables(optimizer)]:
                 for place in sharded.places(variable):

@@ -922,6 +922,30 @@ def _():
 
 
 @contract(
+    "_read_only_resource_inputs",
+    "may_change",
+    "tells of a call which variables its function only reads",
+)
+def _():
+    read, changed = tf.Variable(1.0), tf.Variable(2.0)
+
+    @tf.function
+    def inner():
+        changed.assign(read * 3.0)
+
+    @tf.function
+    def outer():
+        inner()
+
+    graph = outer.get_concrete_function().graph
+    (call,) = [op for op in graph.get_operations() if graphs.calls_functions(op)]
+    outside = {inside.name: handle for handle, inside in graph.captures}
+    found = [outside[tensor.name] for tensor in graphs.may_change(call)]
+    assert len(call.inputs) == 2
+    assert [id(handle) for handle in found] == [id(changed.handle)]
+
+
+@contract(
     "tensorflow.python.framework.op_def_registry",
     "operation_definition",
     "has the definition of each type of operation",

@@ -42,6 +42,14 @@ class Own(keras.Sequential):
         return super().train_step(data)
 
 
+def gradients_of(model, data):
+    """Returns the loss of a batch, and its gradients."""
+    x, y = data[:2]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    return loss, tape.gradient(loss, model.trainable_variables)
+
+
 def test_an_optimizer_is_one_operation_whatever_it_updates():
     model = words()
     trace = judge(model.train_step, SPEC).trace
@@ -142,10 +150,7 @@ class Rival(Own):
 
     def train_step(self, data):
         """Trains on a batch."""
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x) - y))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = gradients_of(self, data)
         self.rival.apply(gradients, self.trainable_variables)
         return {"loss": loss}
 
@@ -166,10 +171,7 @@ class Clipped(Own):
 
     def train_step(self, data):
         """Trains on a batch."""
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x) - y))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = gradients_of(self, data)
         gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
@@ -268,11 +270,8 @@ def stepping(step, optimizer, **options):
 
     class Does(Own):
         def train_step(self, data):
-            x, y = data[:2]
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self(x) - y))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            gradients, logs = step(self, x, gradients)
+            loss, gradients = gradients_of(self, data)
+            gradients, logs = step(self, data[0], gradients)
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"loss": loss, **logs}
 

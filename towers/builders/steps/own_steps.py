@@ -235,17 +235,9 @@ class OwnSteps:
         with self._together(step, data):
             if found.copied is not None:
                 self.pieces.copies.follow_learning_rates()
-            whole = functools.partial(self._whole_batch, data)
+            whole = data if batch.part_of(data) is None else None
             size = batch.batch_size(data)
             return found(plan, local_batches, size, observer, whole)
-
-    def _whole_batch(self, data):
-        """The whole batch, in the form in which steps are given it."""
-        if batch.part_of(data) is None:
-            return data
-        data = keras.utils.unpack_x_y_sample_weight(data)
-        whole = self.pieces.batches.whole(data)
-        return keras.utils.pack_x_y_sample_weight(*whole)
 
     def _check_alone(self, what):
         if self.pieces.context.plan.hosts.count > 1:

@@ -47,7 +47,7 @@ class Member:
         join_seconds: float = JOIN_SECONDS,
         interface: str | None = None,
         lost: Callable[[int, str], None] = lambda generation, why: None,
-        changes: Callable[[int, str], None] = lambda generation, why: None,
+        ends: Callable[[int, str], None] = lambda generation, why: None,
         asked: Callable[[str], None] = _end_by_sigterm,
     ):
         """Begins to connect.
@@ -62,14 +62,14 @@ class Member:
                 one; `None` for the one that reaches the coordinator.
             lost: Is called in a thread once a host of a generation is lost, with the
                 generation's number and a sentence.
-            changes: Is called in a thread once a generation is to end, in the same way.
+            ends: Is called in a thread once a generation is to end, in the same way.
                 Hosts that train together agree on when.
             asked: Is called in a thread, with the reason, if this host is one too many
                 and has to leave. By default, this process gets SIGTERM.
         """
         self._place = Place(0, 0, coordinator, token, join_seconds, interface)
         self._slot, self._asked = slot, asked
-        self._lost, self._changes = lost, changes
+        self._lost, self._ends = lost, ends
         self._changed = threading.Condition()
         self._failure: RendezvousError | None = None
         self._bounds: tuple[int, int] | None = None
@@ -298,7 +298,7 @@ class Member:
                 self._changed.notify_all()
         elif "change" in message:
             self._change = self._change or message["change"]
-            self._changes(self._generation, sentence(message["change"]))
+            self._ends(self._generation, sentence(message["change"]))
         elif "lost" in message:
             self._change = self._change or message["lost"]
             self._lost(message["generation"], sentence(message["lost"]))

@@ -140,7 +140,7 @@ class Parallel:
             for variable in found.trace.concrete.variables:
                 # So that a tape outside knows that it was read.
                 tf.convert_to_tensor(variable)
-            everywhere[:] = self._of_placed(place(self._plan, data), lambda: data)
+            everywhere[:] = self._of_placed(place(self._plan, data), data)
 
             def gradient(*upstream, variables=()):
                 before = self._gradient(found, data, upstream, variables)
@@ -175,7 +175,7 @@ class Parallel:
     def _of_placed(self, placed, whole=None):
         found, plan = self._partition(placed.local_batches[0]), self._plan
         if plan.hosts.count == 1:
-            return found.on_copies(plan, *placed[:2], whole=whole)
+            return found.on_copies(plan, placed.local_batches, placed.size, whole=whole)
         for line in found.stateful_draws:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
@@ -184,7 +184,7 @@ class Parallel:
                 "tf.random.stateless_*."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
-            return found.on_copies(plan, *placed[:2], whole=whole)
+            return found.on_copies(plan, placed.local_batches, placed.size, whole=whole)
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.keras_adapter.graphs import is_stateful, only_read
+from towers.keras_adapter.graphs import is_stateful, may_change
 from towers.partition.errors import where
 
 
@@ -30,12 +30,7 @@ def on_each(
     """
     names, wanted, mixed = set(), set(), []
     for op in reversed(at_home):
-        read = only_read(op)
-        handles = [
-            tensor
-            for i, tensor in enumerate(op.inputs)
-            if tensor.dtype == tf.resource and i not in read
-        ]
+        handles = [t for t in may_change(op) if t.dtype == tf.resource]
         copied = [*map(is_copied, handles)]
         if any(copied) and not all(copied):
             mixed.append(

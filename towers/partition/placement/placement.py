@@ -73,6 +73,7 @@ class Place:
         on_copies: Whether it runs on each copy of the variables, as at home.
     """
 
+    # In the order in which they are compared: what runs later is larger.
     level: int
     on_towers: bool
     updates: bool = False
@@ -98,7 +99,6 @@ class Placement:
         self,
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
-        updates_apart: bool = False,
     ):
         """Places the operations.
 
@@ -106,7 +106,6 @@ class Placement:
             trace: The traced function.
             is_copied: Tells of a handle from outside whether each tower has a copy of
                 its variable.
-            updates_apart: Whether somebody else does what optimizers do.
         """
         self._trace, self._reader = trace, trace.reader
         self.places: dict[str, Place] = {}
@@ -126,7 +125,7 @@ class Placement:
         for op in self.order:
             self._on_towers[op.name] = self._decide(op)
         self._decide_others()
-        apart = trace.updates if updates_apart else ()
+        apart = trace.updates if trace.updates_apart else ()
         at_home = [
             op
             for op in self.order
@@ -175,10 +174,6 @@ class Placement:
     def is_given(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is a part of the batch, or the tower's fraction."""
         return key(tensor) in self._given
-
-    def is_of_batch(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is a part of the batch."""
-        return key(tensor) in self._of_batch
 
     def is_captured(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor comes from outside of the function."""
@@ -279,7 +274,7 @@ class Placement:
         """Whether home has it for all rows, such as the row splits of the batch."""
         made = self._on_towers.get(tensor.op.name, True)
         return self._reader.of(tensor) in (NONE, PACKED) and (
-            self.is_of_batch(tensor) or not made
+            key(tensor) in self._of_batch or not made
         )
 
     def _decide_draw(self, op, touched):
@@ -376,7 +371,7 @@ class Placement:
         """Refuses what cannot be put together from what the towers have."""
         if self._reader.own is not None:
             self._reader.own.need(tensor)
-        packed = self.is_of_batch(tensor) and self.kind(tensor) is PACKED
+        packed = key(tensor) in self._of_batch and self.kind(tensor) is PACKED
         if self.is_extreme(tensor) or packed:
             return
         if self.kind(tensor) in (COUPLED, OWN, PACKED, UNKNOWN):
