@@ -28,18 +28,14 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     path = os.path.expanduser(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        # A pipe would be waited for.
-        raise ValueError(
-            f"the vocabulary of the tokenizer {spec!r} is no regular file: expected one"
-        )
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
             content = file.read()
     except tf.errors.OpError as error:
+        # TensorFlow's file system in memory says nothing.
+        reason = error.message.partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"the vocabulary of the tokenizer {spec!r} cannot be read: "
-            f"{error.message.splitlines()[0]}"
+            f"the vocabulary of the tokenizer {spec!r} cannot be read: {reason}"
         ) from error
     if kind == "words":
         return WordTokenizer(_lines(spec, content), spec)

@@ -184,6 +184,7 @@ def batches(setup: Setup, examples: Any = None) -> tf.data.Dataset:
     seed = setup.settings.seed
     pool = examples or (_inputs(setup.facts, seed), _targets(setup.facts, seed))
 
+    @tf.autograph.experimental.do_not_convert
     def batch(size):
         # The size is a tensor, so that it is unknown to the graph, as in training.
         def rows(tensor):

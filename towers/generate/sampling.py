@@ -100,7 +100,8 @@ def tokens(
             tf.TensorSpec([1, length], tf.int32),
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([2], tf.int32),
-        ]
+        ],
+        autograph=False,
     )
     def draw(window, last, at):
         # Behind the last token is padding, which a token that looks back does not see.

@@ -35,9 +35,6 @@ class Target:
         self._of_thread = threading.local()
         self._of_all: tuple[Callable, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"{self._owner.__name__}.{self._name}"
-
     def enter(self, by: Callable[..., Any], all_threads: bool) -> None:
         """Begins a patch; call `patched` instead."""
         with self._lock:

@@ -66,8 +66,6 @@ class Options:
 
 
 def _rank(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number or auto")
     return text if text == "auto" else int(text)
 
 

@@ -61,8 +61,9 @@ class ShardedVariable:
         """Cuts a whole value, or a gradient, into those of the shards, where it is.
 
         Args:
-            value: An array, a tensor, or `tf.IndexedSlices`, of which each shard's have
-                rows as the shard counts them.
+            value: An array, a tensor, or, if it is cut into rows or columns,
+                `tf.IndexedSlices`, of which each shard's have rows as the shard counts
+                them.
         """
         if isinstance(value, tf.IndexedSlices):
             return self._split_rows(value)
@@ -80,10 +81,6 @@ class ShardedVariable:
                 _slices(part, places, shard)
                 for part, shard in zip(self.split(values), self.shards, strict=True)
             ]
-        if self.axis is None:
-            size = self.shape.num_elements() // self.shape[0]
-            places = places[:, None] * size + tf.range(size, dtype=places.dtype)
-            values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
         owners, count = self.owners(places), len(self.shards)
         values = tf.dynamic_partition(values, owners, count)
         places = tf.dynamic_partition(places, owners, count)
@@ -100,13 +97,15 @@ class ShardedVariable:
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
         """Makes a gradient of the whole value of the shards', where it is called.
 
+        Only rows and columns have gradients of their own.
+
         Args:
             parts: What `gradients_of` returns of a gradient, or of several that were
                 added.
         """
         if not isinstance(parts[0], tf.IndexedSlices):
-            return tf.reshape(tf.concat(parts, self.axis or 0), self.shape)
-        values = tf.concat([part.values for part in parts], self.axis or 0)
+            return tf.concat(parts, self.axis)
+        values = tf.concat([part.values for part in parts], self.axis)
         places = parts[0].indices
         if self.axis == 0:
             starts = zip(parts, self.starts, strict=True)
@@ -159,7 +158,7 @@ class ShardedVariable:
         )
 
     def owners(self, rows: tf.Tensor) -> tf.Tensor:
-        """Tells, in int32, which shard has each row, or number of a flattened value."""
+        """Tells, in int32, which shard has each row."""
         beyond = [tf.cast(rows >= end, tf.int32) for end in self.ends[:-1]]
         return functools.reduce(tf.add, beyond or [tf.zeros_like(rows, tf.int32)])
 

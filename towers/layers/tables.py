@@ -181,12 +181,9 @@ def level(loads: Iterable[int], more: int) -> float:
     >>> level([5, 1, 2], 3)
     3.0
     """
-    ordered = sorted(loads)
-    for count in range(len(ordered), 0, -1):
-        found = (sum(ordered[:count]) + more) / count
-        if found >= ordered[count - 1]:
-            return found
-    return 0
+    sums = itertools.accumulate(sorted(loads))
+    # Of the least loaded ones: with one too few, or too many, the mean is larger.
+    return min((total + more) / count for count, total in enumerate(sums, 1))
 
 
 def _cut(table, axis, room):

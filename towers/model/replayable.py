@@ -46,6 +46,7 @@ class ReplayableBatches:
             return iter(data.cache().repeat() if repeat else data)
         return itertools.cycle(self._batches) if repeat else iter(self._batches)
 
+    @tf.autograph.experimental.do_not_convert
     def _batch(self, index):
         """A batch as an element of a data set, of the type that it came from.
 

@@ -333,8 +333,6 @@ def _backward(model, calls, tape, loss, params, outputs, size):
             return NonFiniteOrigin(
                 "layer", name, "backward", rows=_rows_of(before, size)
             )
-    if not _all_finite(of_params):
-        return NonFiniteOrigin("loss", during="backward")
     return None
 
 

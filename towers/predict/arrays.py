@@ -126,8 +126,6 @@ def _wanted(known):
     """Says what arrays are expected."""
     shapes, dtypes = known.shape, known.dtype
     if not isinstance(shapes, Mapping):
-        if not _is_shape(shapes):
-            return "an array, or a dict of them"
         return f"an array {_of(shapes, dtypes)}, as train_data gives x"
     listed = ", ".join(f"{name} {_of(shapes[name], dtypes[name])}" for name in shapes)
     return f"arrays by name, {listed}, as train_data gives x"

@@ -109,6 +109,7 @@ def inside(files: Sequence[str], texts: bool = False) -> list[str]:
 
 
 def _pictures(trained, files, size, say_bad):
+    @tf.autograph.experimental.do_not_convert
     def load(number):
         encoded = tf.io.read_file(tf.gather(paths, number))
         return number, trained.preprocessor.picture(encoded)
@@ -226,8 +227,6 @@ def _texts(trained, files, size, say_bad, kept):
 
 
 def _fault_of_text(tokenizer, text):
-    if not isinstance(text, str | bytes):
-        return "it has no text"
     return tokenizer.fault(text) if isinstance(text, bytes) else ""
 
 

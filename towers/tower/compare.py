@@ -222,7 +222,7 @@ def _of_arrays(ours, theirs):
     finite = np.isfinite(theirs)
     if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
         return np.inf
-    apart = np.abs(ours - theirs)[finite]
+    apart = np.abs(ours[finite] - theirs[finite])
     if not np.all(np.isfinite(apart)):
         return np.inf
     scale = max(np.max(np.abs(theirs[finite]), initial=0.0), NOTHING)

@@ -169,10 +169,6 @@ class FileSource(Source):
 class StreamFiles(FileSource, StreamSource):
     """Files that are read from front to back."""
 
-    @abc.abstractmethod
-    def _read(self, path: str | tf.Tensor) -> tf.data.Dataset:
-        """The raw records of one file."""
-
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
@@ -203,10 +199,9 @@ class StreamFiles(FileSource, StreamSource):
         turns = interleaved(counts, cycle, _BLOCK_LENGTH)
         return np.concatenate([files[file][begin:end] for file, begin, end in turns])
 
+    @abc.abstractmethod
     def _reader(self, split: str) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         """Makes numbers and raw records of a file's place in a split and its path."""
-        del split
-        return lambda file, path: numbered(file, self._read(path))
 
     def record_bytes(self, split: str) -> float:
         """See ``StreamSource.record_bytes``."""

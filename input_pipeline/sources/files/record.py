@@ -88,6 +88,7 @@ def fault_of(error: Exception) -> str:
     # Without the op's name around it.
     message = error.message.removeprefix("{{function_node __wrapped__")
     message = message.rpartition("}} ")[2].partition(" [Op:")[0]
-    reason = message.splitlines()[0].strip()
+    # TensorFlow's file system in memory says nothing.
+    reason = message.partition("\n")[0].strip() or type(error).__name__
     lost = isinstance(error, tf.errors.DataLossError)
     return f"corrupted: {reason}" if lost else reason

@@ -1,5 +1,6 @@
 """``csv:GLOB`` and ``parquet:GLOB`` of columns: numbers, categories, and targets."""
 
+import abc
 import dataclasses
 import itertools
 import warnings
@@ -148,13 +149,13 @@ class TableSource(FileSource):
         self.reads = (self.label_field, *self._wanted.numbers, self._fraction, missing)
         self.reads += (*self.vocabularies.items(), *self.column_kinds.items())
 
+    @abc.abstractmethod
     def _open(self, path: str) -> TableFile:
         """Opens a file."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _type_of_label(self, kind: Any) -> Any:
         """Returns the type as which a column of targets is read, of its own."""
-        return kind
 
     def _described(self, label: str) -> Sequence[str] | None:
         """Returns names that the files have of the numbers of classes."""

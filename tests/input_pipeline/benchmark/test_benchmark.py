@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import numpy as np
 import pytest
@@ -76,10 +77,12 @@ def test_json(tmp_path):
     assert "ablation" not in found
 
 
-# Of `report.text`, the tests below are quick.
-@pytest.mark.slow
-def test_tables():
-    done = run(SYNTHETIC, "--step_ms=0,1.5", "--ablate", changed=ONCE)
+def test_tables(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "stages.png"
+    shown = "--step_ms=0,1.5", "--ablate", f"--plot={drawn}"
+    done = run(SYNTHETIC, *shown, changed=ONCE)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
         "synthetic:8x8x3:4:100: batches of 16 images of 8x8x3; TensorFlow "
@@ -106,8 +109,10 @@ def test_the_headline_is_the_sum_of_the_table():
         "stages": {"read": 1000.0, "decode": 260.0, "augment": 250.0, "copy": 200.0},
         **{"examples_per_sec": 250.0, "cpu_cores": 1.5, "first_batch_s": 1.0},
         **{"peak_rss_mb": 500.0, "waiting": {"1": 0.5}},
+        "ablation": {"prefetch off": 1.5},
     }
     lines = report.text(results).splitlines()
+    assert "| prefetch off | 1.50 |" in [re.sub(" +", " ", line) for line in lines]
     words = "csv:a, 1 KB of numbers kept in memory: batches of 16 rows of 4 numbers; "
     assert lines[0].startswith(words)
     assert lines[1].startswith(
@@ -153,6 +158,17 @@ def test_a_run_reads_for_less_than_half_a_minute(monkeypatch):
     assert sum(shares) * measure._SECONDS < 30
 
 
+def test_the_tricks_are_those_of_jpeg_files(pictures, digits):
+    options = {"batch_size": 16, "image_shape": (16, 16, 3), "training": True}
+    for source, recipe, wanted in (
+        (open_source(f"folder:{pictures}"), "imagenet", ["fused_crop off", *TRICKS]),
+        (open_source(f"folder:{pictures}"), "none", ["scaled off", "fast_dct off"]),
+        (digits, "imagenet", []),
+    ):
+        pipeline = Pipeline(source, "train", **options, recipe=recipe)
+        assert [f"{name} off" for name in measure._tricks(pipeline)] == wanted
+
+
 @pytest.mark.slow
 def test_ablation_of_pictures(pictures):
     data = f"--dataset=folder:{pictures}", "--image_size=16", "--recipe=imagenet"
@@ -161,7 +177,7 @@ def test_ablation_of_pictures(pictures):
     assert all(value > 0 for value in found["ablation"].values())
 
 
-def test_ablation_leaves_out_what_cannot_matter(digits):
+def test_ablation_leaves_out_what_cannot_matter(digits, monkeypatch):
     # PNG files, as large as they are wanted.
     pipeline = Pipeline(
         *(digits, "train"),
@@ -171,8 +187,13 @@ def test_ablation_leaves_out_what_cannot_matter(digits):
         repeat=True,
         deterministic=False,
     )
-    variants = [*measure._variants(pipeline)]
-    assert variants == ["deterministic on", GAP, "shuffle off", *LAST]
+    monkeypatch.setattr(
+        *(measure, "_in_rounds"),
+        lambda data, examples: {k: [2.0, 4.0 if "off" in k else 2.0] for k in data},
+    )
+    found = measure.ablate(pipeline, 1)
+    assert list(found) == ["deterministic on", GAP, "shuffle off", *LAST]
+    assert (found["deterministic on"], found[GAP]) == (1.0, 0.75)
 
 
 def test_of_a_data_service_the_stages_run_elsewhere(monkeypatch):
@@ -232,6 +253,7 @@ def test_what_a_stage_adds():
         ("--image_size=8x", "expected pixels, as 224 or as 240x320"),
         ("--randaugment=2", "expected layers (1 to 8) and a magnitude"),
         ("--randaugment=2,11", "such as --randaugment=2,9"),
+        ("--step_ms=5,x", "Received --step_ms=5,x; expected milliseconds"),
         ("--step_ms=5,nan", "Received --step_ms=5,nan; expected milliseconds"),
         ("--data_service=localhost:5050", "such as grpc://localhost:5050"),
         ("--plot=stages.gif", "Received --plot=stages.gif; expected a PNG file"),
@@ -267,6 +289,14 @@ def test_sizes_that_differ(pictures):
     message = error(f"--dataset=folder:{pictures}")
     assert "differ in size, such as" in message
     assert "40x60 and 41x60; expected" in message
+
+
+def test_flags_that_are_not_for_rows(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,0\n2,1\n")
+    store = f"--local_store={tmp_path}/store"
+    message = error(f"--dataset=csv:{tmp_path}/a.csv", "--image_size=8", store)
+    assert "=8, but csv:" in message and "has rows of numbers; expected" in message
+    assert (tmp_path / "store").is_dir()
 
 
 def test_a_bad_record_is_named(tmp_path, encode, grey):

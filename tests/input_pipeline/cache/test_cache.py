@@ -286,7 +286,7 @@ def test_what_is_moved_at_random_is_kept_encoded(photographs):
     assert moved.encoded
 
 
-@pytest.mark.parametrize("counted", [True, slow(False)])
+@pytest.mark.parametrize("counted", [True, False])
 def test_what_is_kept_of_photographs_depends_on_the_room(
     photographs, monkeypatch, counted
 ):

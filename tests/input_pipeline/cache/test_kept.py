@@ -300,9 +300,10 @@ def test_a_bad_record_is_named_when_it_is_read(
         _batches(kept, start_epoch=epoch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("count", [COUNT - 21, COUNT - 19])
+@pytest.mark.parametrize(
+    ("count", "epoch"),
+    [(COUNT - 19, 0), *(slow(COUNT - n, k) for n, k in ((19, 1), (21, 0), (21, 1)))],
+)
 def test_files_that_change_after_they_are_counted(
     count, epoch, tmp_path, encode, example, write_tfrecord
 ):
@@ -316,6 +317,15 @@ def test_files_that_change_after_they_are_counted(
         blame_records(kept),
     ):
         _batches(kept, start_epoch=epoch, epochs=2)
+
+
+def test_all_of_a_split_is_read_at_once(tmp_path, encode, example, write_tfrecord):
+    kept = _keep(_prepared(_records(tmp_path, encode, example, write_tfrecord)))
+    assert not kept._is_full("train")
+    kept.fill("train")
+    assert kept._is_full("train")
+    kept.origin.batches = None
+    kept.fill("train")  # reads nothing
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from PIL import Image
 
 from tests.variants import slow
 from towers.input_pipeline import ArraySource, make_dataset, open_source
+from towers.input_pipeline.convert import __main__ as program
+from towers.input_pipeline.convert import conversion
 from towers.input_pipeline.convert.__main__ import main
 from towers.input_pipeline.convert.conversion import convert
+from towers.input_pipeline.convert.serialize import choose_form
 from towers.input_pipeline.sources.tfds.tfds_source import TFDSSource
-
-pytestmark = pytest.mark.quick_one_in(2)
 
 # Each part of a split that is read in one go has a pipeline of its own, half a second
 # to trace: so most folders here are written once, or with one file for each split.
@@ -193,6 +195,16 @@ def test_small_images_of_one_size_become_pixels(tmp_path):
     assert not written.encoded and written.image_shape == (5, 4, 3)
 
 
+def test_images_that_are_resized_are_encoded_again(photos):
+    grey = open_source("synthetic:8x8x1:2:9")
+    for source, begin in ((photos, b"\xff\xd8"), (grey, b"\x89PNG")):
+        form = choose_form(source, (4, 5), "false")
+        ((_, record),) = source.batches("train", 1).unbatch().take(1)
+        content = form.one(source, source.parse_one(record)[0])
+        assert content.numpy().startswith(begin)
+        assert tf.io.decode_image(content).shape == (4, 5, source.image_shape[-1])
+
+
 @pytest.mark.slow
 def test_images_are_resized(photos, tmp_path):
     convert(photos, f"{tmp_path}/raw", shards=1, image_size=(8, 10))
@@ -239,7 +251,6 @@ def test_what_is_written_trains(converted):
     assert [images.shape[0] for images, _ in dataset] == [10, 10, 3]
 
 
-@pytest.mark.slow
 def test_memory_is_a_file_system_too():
     convert(_arrays(), "ram://converted/arrays", shards=1)
     _check_equal(_arrays(), "ram://converted/arrays")
@@ -284,7 +295,6 @@ def test_an_info_of_somebody_else_is_left_alone(mine):
 # --- going on
 
 
-@pytest.mark.slow
 def test_whole_files_are_kept(mine):
     before = _files(mine)
     content = {path.name: path.read_bytes() for path in mine.glob("*.tfrecord")}
@@ -477,6 +487,7 @@ def test_bad_records_are_left_out(photos, tmp_path, capsys):
     [
         ("synthetic:4x4x1:2", {"shards": 0}, "received shards=0 and raw='auto'"),
         ("synthetic:4x4x1:2", {"raw": "yes"}, "raw='yes': expected at least 1, and"),
+        ("synthetic:4x4x1:2", {"bad_records": "no"}, "received bad_records='no': exp"),
         ("synthetic:4x4x2:2", {"raw": "false"}, "have 2 channels: expected 1, 3 or 4"),
     ],
 )
@@ -496,6 +507,9 @@ def test_rows_have_no_size(tmp_path):
     source = open_source(f"csv:{tmp_path}/a.csv")
     with pytest.raises(ValueError, match="gives rows of numbers, not images: leave"):
         convert(source, f"{tmp_path}/out", image_size=(8, 8))
+    source = open_source(f"csv:{tmp_path}/a.csv", target="numbers")
+    with pytest.raises(ValueError, match="a target of kind 'numbers': expected images"):
+        convert(source, f"{tmp_path}/out")
 
 
 # --- rows of numbers
@@ -521,7 +535,6 @@ def test_rows_of_numbers_are_the_same(rows):
     assert [*written.image_fields] == ["height", "width"]
 
 
-@pytest.mark.slow
 def test_rows_of_numbers_train(rows):
     _, folder = rows
     source = open_source(f"tfrecord:{folder}")
@@ -534,6 +547,13 @@ def test_rows_of_numbers_train(rows):
     assert len({*map(tuple, found)}) == 18
     for row, label in zip(found, labels, strict=True):
         assert wanted[tuple(row)] == label
+
+
+def test_numbers_that_float32_merges_are_said(tmp_path, capsys):
+    lines = "".join(f"{10**9 + k},{k},{k % 2}\n" for k in range(20))
+    (tmp_path / "a.csv").write_text(f"time,x,label\n{lines}")
+    conversion._say_what_is_lost(open_source(f"csv:{tmp_path}/a.csv"))
+    assert "tell most of the numbers apart in 'time'; take" in capsys.readouterr().out
 
 
 def test_rows_without_their_info(rows, tmp_path):
@@ -614,12 +634,19 @@ def test_the_program_explains_itself(capsys):
     assert "--shards" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_another_conversion_into_the_folder_is_said(few_digits, tmp_path):
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    stopped = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(program, "_run", stopped)
+    assert main(["convert", "digits", "tfrecord:out"]) == 130
+    said = "towers.input_pipeline.convert: stopped by Ctrl-C; run it again to go on"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+
+
+def test_another_conversion_into_the_folder_is_said(tmp_path):
     with open(tmp_path / ".convert.lock", "w") as lock:
         # Of another opened file, as of another process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="Another conversion writes into"):
-            convert(few_digits, str(tmp_path))
-    convert(few_digits, str(tmp_path))
+            convert(_arrays(), str(tmp_path))
+    convert(_arrays(), str(tmp_path), shards=1)
     assert not (tmp_path / ".convert.lock").exists()

@@ -296,7 +296,6 @@ def test_changed_files_are_read_anew(tmp_path, local_store, encode, grey):
     assert opened.remote_blocks == 1
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_said_once_and_nothing_else(specs, local_store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -437,7 +436,6 @@ def test_keeps_in_memory_what_it_reads_through_a_store(specs, local_store):
     assert opened.remote_blocks
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_says_of_what_use_it_is(specs, local_store, kind):
     opened = local_store()

@@ -270,10 +270,9 @@ def test_epochs_of_a_service_follow_without_a_gap(raw, service):
 # By the image, behind a window of it, and behind cifar by the batch.
 @pytest.mark.parametrize(
     ("source", "recipe"),
-    [("arrays", "none"), ("photos", "imagenet"), ("arrays", "cifar")],
+    [("arrays", "none"), slow("photos", "imagenet"), slow("arrays", "cifar")],
     indirect=["source"],
 )
-@pytest.mark.slow
 def test_randaugment_comes_on_top(source, recipe):
     before, labels, _ = _epoch(source, recipe=recipe)
     after, again, _ = _epoch(source, recipe=recipe, randaugment=(2, 9))

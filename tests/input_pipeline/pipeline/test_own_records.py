@@ -148,6 +148,18 @@ def test_records_are_found_once(write, monkeypatch):
     assert len([*dataset]) == len(first)
 
 
+def test_records_are_found_by_their_lengths(write):
+    paths = write().files("train")
+    index = record_index.RecordIndex(paths)
+    offsets, end = index._find(1, 0)
+    assert [*offsets] == [offset for offset, _ in framing.headers(paths[1])]
+    assert end == os.path.getsize(paths[1])
+    assert [*index._find(1, offsets[3])[0]] == [*offsets[3:]]
+    os.remove(paths[2])
+    with pytest.raises(ValueError, match=r"train-2: .*No such file"):
+        index._find(2, 0)
+
+
 def test_of_tfds(tmp_path, monkeypatch):
     # TFDS knows data by such names, each once in a process.
     class DigitsOfHosts(TowersDigits):
@@ -170,6 +182,8 @@ def test_why_all_is_read(write, tmp_path):
     assert not pipeline.reads_whole
     of_service = dataclasses.replace(pipeline, data_service="grpc://localhost:1")
     assert "workers of a data service" in of_service.reads_whole
+    with pytest.raises(ValueError, match="on several hosts, whose workers would give"):
+        dataclasses.replace(of_service, deterministic=False)
     (tmp_path / "a.csv").write_text("x,y\n1,0\n2,1\n")
     rows = open_source(f"csv:{tmp_path}/a.csv", eval_fraction=0)
     said = Pipeline(rows, "train", batch_size=2, share=share).reads_whole

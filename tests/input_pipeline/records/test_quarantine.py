@@ -229,7 +229,6 @@ def test_a_truncated_file_is_read_up_to_there(write, left):
     assert sorted(_read(good)) == [*range(AT), *ALL[GOOD:]]
 
 
-@pytest.mark.slow
 def test_a_file_that_is_not_there(write, tmp_path):
     write()
     link = tmp_path / "train-2"

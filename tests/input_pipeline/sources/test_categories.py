@@ -176,6 +176,12 @@ def test_what_is_evaluated_on_has_the_ids_of_the_training_data(tmp_path):
     assert x["color"].numpy().tolist() == [2, 0] * 4 + [2]
 
 
+def test_categories_are_kept_in_memory_only(tmp_path):
+    source = open_source(_write(tmp_path), feature_columns=["size", "color"])
+    with pytest.raises(ValueError, match="columns of categories, which are kept in me"):
+        cached(source, "disk", f"{tmp_path}/kept")
+
+
 def test_a_column_is_not_called_as_the_numbers_are(tmp_path):
     spec = _write(tmp_path)
     path = tmp_path / "a.csv"

@@ -116,6 +116,14 @@ def _mixed(folder, **options):
     return open_source(f"csv:{folder}/a.csv", eval_fraction=0, **options)
 
 
+def test_rows_of_spaces_are_no_rows(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,0\n  \n2,1\n3\n")
+    source = open_source(f"csv:{tmp_path}/a.csv", skip_bad=True, eval_fraction=0)
+    # The row is too short.
+    (bad,) = [each for each in source.walk(f"{tmp_path}/a.csv") if each.fault]
+    assert bad.place == "line 5" and len(source.numbers("train")) == 3
+
+
 def test_dates_and_truth_values_are_numbers(tmp_path):
     source = _mixed(tmp_path)
     rows = np.concatenate([x for x, _ in _parsed(source)])

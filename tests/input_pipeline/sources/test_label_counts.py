@@ -65,7 +65,6 @@ def unreadable(monkeypatch):
     return forbid
 
 
-@pytest.mark.quick_one_in(2)
 def test_labels_that_were_counted_are_not_read_again(spec, tmp_path, unreadable):
     findings = str(tmp_path / "run" / "findings")
     first = open_source(spec, findings=findings)

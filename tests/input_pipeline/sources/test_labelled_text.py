@@ -129,12 +129,13 @@ def test_what_is_held_out(tmp_path):
     assert _read(by_name, "test") == [("v", 1)]
 
 
-_BAD = b'text,label\ngood,0\n"of\ntwo",x\nthree,1,2\nnone,\n\xff,1\nlast,1\n'
+_BAD = b'text,label\ngood,0\n"of\ntwo",x\nthree,1,2\nnone,\n\xff,1\nlast,1\na,\xff\n'
 
 
 _FAULTS = {
     "line 5": "has 3 fields, expected 2 as the header",
     "line 6": "nothing in the column 'label', expected a value",
+    "line 9": "label is not UTF-8",
     "line 3": "label is 'x', expected a number",
 }
 _NO_TEXT = {"line 7": "text is not UTF-8; --tokenizer=bytes reads any"}
@@ -209,5 +210,14 @@ def test_what_is_wrong_is_said(tmp_path):
         _open(tmp_path, {"text": [], "label": []})
     with pytest.raises(ValueError, match="label_column is 'text', but"):
         _open(tmp_path, columns, label_column="text")
+    with pytest.raises(
+        ValueError, match=r"class_names has 3 names, but csv:.* has 2 cl"
+    ):
+        _open(tmp_path, columns, class_names=("a", "b", "c"), num_classes=2)
+    _write_csv(tmp_path / "valid.csv", columns)
+    with pytest.raises(ValueError, match="held out by their names"):
+        _open(tmp_path, columns, eval_fraction=0.1)
+    with pytest.raises(ValueError, match="whose texts are read once: expected one of"):
+        _open(tmp_path, columns, local_store=object())
     with pytest.raises(ValueError, match="by --text_column"):
         _open(tmp_path, columns, text_column=None, sequence_length=None)

@@ -110,6 +110,26 @@ def test_rows_from_files_are_those_in_memory(spec, no_room, monkeypatch):
     assert read(far, seed=1, start_record=100) == shuffled[100:]
 
 
+def test_findings_that_cannot_be_written_are_said(spec, no_room, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    open_source(spec, findings=f"{tmp_path}/file/findings")
+    said = f"cannot be written to {tmp_path}/file/findings.npz (File exists): the next"
+    assert said in capsys.readouterr().err
+
+
+def test_rows_of_some_blocks(spec, no_room):
+    source = open_source(spec, eval_fraction=0)
+    in_order, shuffled = (
+        source._read_rows([1, 0], "train", np.array(seeds, np.int64))
+        for seeds in ([], [1, 2])
+    )
+    assert [*in_order[0]] == [*range(sum(block.rows for block in source._blocks[:2]))]
+    assert [*shuffled[0]] != [*in_order[0]]
+    to = np.argsort(shuffled[0])
+    for part, wanted in zip(shuffled, in_order, strict=True):
+        np.testing.assert_array_equal(part[to], wanted)
+
+
 @pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize(("buffer_mb", "at_once"), [(0, 4), (1, 500)])
 def test_rows_are_mixed_within_some_blocks(spec, no_room, buffer_mb, at_once):
@@ -148,6 +168,27 @@ def test_pictures_are_read_by_their_size(tmp_path, encode, buffer_mb, at_once):
     numbers = [int(number) for some, _ in batches for number in some]
     assert sorted(numbers) == [*range(300)]
     assert len({number // 10 for number in numbers[: 10 * at_once]}) == at_once
+
+
+def test_pictures_that_are_missing_or_named_twice(tmp_path, encode):
+    picture = encode(np.zeros([8, 8, 3], np.uint8))
+    rows = {"image": [picture, None, picture], "label": [0, 1, 0]}
+    # Without statistics, the footer does not tell that one is missing.
+    options = {"write_statistics": False}
+    parquet.write_table(pa.table(rows), tmp_path / "a.parquet", **options)
+    spec = f"parquet:{tmp_path}/a.parquet"
+    source = open_source(spec, skip_bad=True, eval_fraction=0)
+    found = quarantine.inspect(source, ["train"], 1)
+    assert [record.place for record in found.bad["train"]] == ["row 1"]
+    for named, message in (
+        (
+            {"feature_columns": ["label"]},
+            "=label: expected images or numbers, so leave",
+        ),
+        ({"label_column": "image"}, "received image for the images and for the labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_source(spec, image_key="image", **named)
 
 
 @pytest.mark.parametrize("whole_group", [False, True])

@@ -164,6 +164,10 @@ def test_masks_of_arrays():
         ArraySource(x, y[:, :-1])
     with pytest.raises(ValueError, match="labels go from 0 to 7: expected 0 to 6"):
         ArraySource(x, y, num_classes=7)
+    with pytest.raises(ValueError, match="train masks go from -1 to 254: expected cla"):
+        ArraySource(x, y.astype(int) - 1)
+    with pytest.raises(ValueError, match="training and test have different shapes"):
+        ArraySource(x, y, x[:, 1:], y[:, 1:])
     with pytest.raises(ValueError, match=r"randaugment is .* has masks: expected None"):
         make_dataset(source, "train", 3, randaugment=(2, 9))
 
@@ -204,6 +208,10 @@ def test_masks_that_are_not_there(tmp_path):
         ValueError, match=rf"1 picture of 3 in .* such as 01.png.*{wanted}"
     ):
         open_source(spec)
+    for path in (tmp_path / "images").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match=r"images has no pictures: expected .* with a"):
+        open_source(spec)
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="no folders images and masks"):
         open_source(f"folder:{tmp_path / 'other'}", target="mask")
@@ -222,18 +230,22 @@ def test_a_folder_of_0_and_255_is_told_from_classes(tmp_path):
 def test_bad_masks_are_bad_records(tmp_path):
     spec = _write(tmp_path, count=5)
     (tmp_path / "masks" / "01.png").write_bytes(_png(PLACES))
+    (tmp_path / "masks" / "02.png").write_bytes(_png(CLASSES)[:60])
     (tmp_path / "masks" / "03.png").write_bytes(b"nothing")
     with pytest.raises(BadRecordError, match=r"masks/01.png: a PNG of colours, exp"):
         open_source(spec)
     source = open_source(spec, skip_bad=True, eval_fraction=0)
-    found = quarantine.inspect(source, ["train"], most=2)
+    found = quarantine.inspect(source, ["train"], most=3)
+    cut = found.bad["train"].pop(1)
+    assert str(cut).startswith(f"{tmp_path}/images/02.png: mask: ")
     assert [str(bad) for bad in found.bad["train"]] == [
         f"{tmp_path}/images/01.png: mask: a PNG of colours, expected {masks.EXPECTED}",
         f"{tmp_path}/images/03.png: mask: no PNG, expected {masks.EXPECTED}",
     ]
+    found.bad["train"].append(cut)
     source = source.without(found.bad, found.splits)
     (batch,) = make_dataset(source, "train", 5, image_shape=(SIDE, SIDE, 3))
-    assert len(batch[0]) == 3
+    assert len(batch[0]) == 2
     # A number that is no class.
     source = open_source(spec, num_classes=7, eval_fraction=0)
     reason = "00.png: mask is 7, expected 0 to 6, or 255 to ignore a pixel"

@@ -11,6 +11,7 @@ from PIL import Image
 from tests.towers.train.runs import write_tfrecord
 from towers.input_pipeline import make_dataset, open_source
 from towers.input_pipeline.sources import base
+from towers.input_pipeline.sources.folder import pictures
 from towers.program import progress
 
 READ = ("a.jpg", "b.JPEG", "c.png", "d.gif", "e.bmp", "f.webp", "g.jfif")
@@ -67,6 +68,11 @@ def test_what_is_left_out_is_said_in_a_line(tmp_path):
         "PNG, GIF, BMP or WebP.",
         f"1 folder left out, such as {tmp_path}/dog/more.",
     )
+
+
+def test_what_cannot_be_read_is_left_out_as_that(tmp_path):
+    none = str(tmp_path / "none")
+    assert pictures._fault(none) == " (cannot be read)" and pictures._head(none) == b""
 
 
 def test_a_class_of_nothing_that_is_read(tmp_path):

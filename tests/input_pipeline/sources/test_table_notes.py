@@ -99,6 +99,15 @@ def test_pictures_beside_numbers_are_left_out_with_what_to_do(tmp_path):
     assert "train on folder:DIR" in note and "categories" not in note
 
 
+def test_names_that_all_differ_are_classes_where_they_are_asked_for(tmp_path):
+    lines = "".join(f"{k},owl {k}\n" for k in range(40))
+    (tmp_path / "a.csv").write_text(f"x,name\n{lines}")
+    notes = open_source(f"csv:{tmp_path}/a.csv", label_column="name").notes
+    assert any(
+        note.endswith("'owl 1': each row is a class of its own.") for note in notes
+    )
+
+
 def test_an_empty_column_is_offered_to_no_model(tmp_path):
     table = {"x": [1, 2] * 10, "label": [0, 1] * 10, "": [""] * 20}
     (note,) = open_source(_csv(tmp_path, table), eval_fraction=0).notes

@@ -67,8 +67,12 @@ def test_a_fraction_of_each_class_is_held_out(tmp_path):
     source = _open(tmp_path, texts)
     assert _read(source, "test") == [("a 9", 0), ("b 9", 1)]
     assert "10% of the files of each class, 2 in all, are" in source.notes[-1]
-    none = _open(tmp_path, {}, eval_fraction=0)
+    none = _open(tmp_path, {}, eval_fraction=0, local_store=object())
     assert none.splits == {"train": 20}
+    assert none.notes[-1].endswith("has texts, which are read once: no store is used.")
+    _write(tmp_path, {"train/a/0.txt": "a", "test/a/0.txt": "a"})
+    with pytest.raises(ValueError, match="test is held out by its name: leave it out"):
+        _open(tmp_path, {}, eval_fraction=0.5)
 
 
 def test_a_fraction_of_the_good_files_is_held_out(tmp_path):

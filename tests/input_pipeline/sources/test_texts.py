@@ -61,13 +61,17 @@ def test_rows_are_the_documents_one_behind_the_other(tmp_path):
     assert "30 tokens" in source.note
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_order_is_that_of_other_sources(tmp_path, on_disk):
-    _write(tmp_path, *[f"{k} bottles of beer" for k in range(12)])
+    contents = [f"{k} bottles of beer" for k in range(12)]
+    _write(tmp_path, *contents)
     options = {"cache_dir": str(tmp_path / "cache")} if on_disk else {}
     source = _open(tmp_path, **options)
     in_order = _rows(source, training=False)
+    if on_disk:
+        stream, numbers = _stream(*contents), np.arange(len(in_order))
+        wanted = [stream[4 * k : 4 * k + 5] for k in numbers]
+        assert source._read(numbers)[0].tolist() == in_order == wanted
     first, second = (_rows(source, seed=3, start_epoch=k) for k in (0, 1))
     assert first != in_order and first != second
     assert sorted(first) == sorted(second) == sorted(in_order)
@@ -268,6 +272,20 @@ def test_tokens_that_do_not_fit_into_memory_are_said(tmp_path, monkeypatch):
     assert _open(tmp_path, cache_dir=str(tmp_path / "cache")).splits == {"train": 6}
 
 
+def test_texts_that_are_not_there(tmp_path, monkeypatch):
+    missing = documents.Documents({})
+    for path, said in ((f"{tmp_path}/none", "No such f"), ("ram://none", "NotFoundE")):
+        with pytest.raises(BadRecordError, match=f"none: .*{said}"):
+            missing.read(path, "train")
+    monkeypatch.setattr(documents.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=f"library, but {tmp_path} has none: expected"):
+        input_pipeline.open_source("text:python")
+    _write(tmp_path, "some text")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written into .*/file \(.*\): exp"):
+        _open(tmp_path, cache_dir=f"{tmp_path}/file")
+
+
 def test_python_is_text_of_every_machine():
     source = input_pipeline.open_source("text:python")
     paths = source.files("train") + source.files("test")
@@ -309,6 +327,8 @@ def test_documents_in_rows_of_their_own(tmp_path, on_disk):
     wanted = [[3, 4, 5, 1], [1, 1, 2], [5, 2], [4, 1, 2]]
     assert _whole(source, training=False) == wanted
     assert (source.target.kind, source.splits) == ("tokens", {"train": 4})
+    assert source.mean_length("train") == 2.0  # of 3, 2, 1 and 2
+    source.prepare()  # once is enough
     grouped = _whole(source, seed=1, group_by_length=True)
     assert sorted(grouped) == sorted(wanted)
     assert _whole(source, seed=1, group_by_length=True, start_record=2) == grouped[2:]

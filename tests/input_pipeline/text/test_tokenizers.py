@@ -213,6 +213,8 @@ def test_a_mark_at_the_beginning_is_no_word(tmp_path):
 
 def test_what_is_no_vocabulary_is_said(tmp_path):
     file = tmp_path / "file"
+    with pytest.raises(ValueError, match="words:ram://none' cannot be read: NotF"):
+        text.open_tokenizer("words:ram://none")
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not UTF-8: expected a word in each line"):
         text.open_tokenizer(f"words:{file}")

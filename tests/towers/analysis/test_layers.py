@@ -4,6 +4,7 @@ import inspect
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tests.towers.analysis import layers
 from tests.variants import slow
@@ -59,6 +60,41 @@ def test_a_part_of_a_layer_is_looked_at():
     assert not trust.is_trusted(keras.layers.TimeDistributed(inner))
     assert not trust.is_trusted(keras.layers.Dense(2, activation=inner))
     assert not trust.is_trusted(keras.layers.Dense(2, activation=lambda x: x))
+
+
+@pytest.mark.parametrize(
+    ("equation", "trusted"),
+    [
+        ("abc,cd->abd", True),
+        ("abc,bd->adc", True),
+        ("...x,xy->...y", True),
+        ("b...x,xy->b...y", False),
+        ("abc,cd->bad", False),
+        ("aab,bc->ac", False),
+    ],
+)
+def test_an_equation_of_rows(equation, trusted):
+    layer = keras.layers.EinsumDense(equation, (None, 3))
+    assert trust.is_trusted(layer) == trusted
+
+
+@pytest.mark.parametrize(
+    ("options", "trusted"),
+    [
+        ({}, False),
+        ({"output_sequence_length": 4}, True),
+        ({"output_mode": "multi_hot"}, True),
+    ],
+)
+def test_texts_that_are_as_long_as_the_longest(options, trusted):
+    layer = keras.layers.TextVectorization(vocabulary=["a"], **options)
+    assert trust.is_trusted(layer) == trusted
+
+
+def test_the_last_axis_of_inner_layers_is_none_of_examples():
+    assert trust.is_trusted(keras.layers.Softmax(axis=-1))
+    assert not trust.is_trusted(keras.layers.Softmax(axis=-2))
+    assert trust.is_trusted(keras.layers.Softmax(axis=-2), [tf.zeros([2, 3, 4])])
 
 
 def test_all_functions_of_a_layer_are_looked_at():

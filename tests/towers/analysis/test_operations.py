@@ -7,7 +7,18 @@ import tensorflow as tf
 from keras import ops
 
 from towers.analysis.dependence import Reader
-from towers.analysis.kinds import COLUMNS, COUPLED, ROWS, SUM, UNKNOWN
+from towers.analysis.kinds import (
+    COLUMNS,
+    COUPLED,
+    NONE,
+    PACKED,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SUM,
+    UNKNOWN,
+)
+from towers.analysis.operations import of_layer
 
 RANDOM = np.random.default_rng(0)
 VECTORS, MATRICES, IMAGES, WAVES = (5, 4), (5, 4, 4), (5, 4, 4, 3), (5, 64)
@@ -37,6 +48,24 @@ def _transposed_convolution(x):
 def _pooled(x, from_first):
     pool = tf.nn.max_pool_with_argmax
     return pool(x, 2, 2, "SAME", include_batch_in_index=from_first)[1]
+
+
+def _hidden(value, shape=None):
+    """A value that the graph does not know, nor more of its shape than is said."""
+    return tf.compat.v1.placeholder_with_default(value, shape)
+
+
+def _features_first(x):
+    return tf.transpose(x, [*range(1, x.shape.rank), 0])
+
+
+def _gathered(x, batch_dims):
+    places = tf.zeros([5, 1], tf.int32)
+    return tf.raw_ops.GatherV2(params=x, indices=places, axis=1, batch_dims=batch_dims)
+
+
+def _integers(x):
+    return tf.cast(x[:, 0], tf.int32)
 
 
 ONES, SQUARES = [1, 1, 1, 1], [1, 2, 2, 1]
@@ -89,6 +118,7 @@ APART = {
         lambda x: tf.matmul(tf.ones([3, 4]), x),
         lambda x: tf.matmul(x[:, None], tf.ones([2, 4, 5])),
         lambda x: tf.einsum("bhi,hij->bhj", x, tf.ones([4, 4, 2])),
+        lambda x: tf.reduce_sum(x, tf.shape(x)[1:2] - 3),
     ],
     IMAGES: [
         lambda x: tf.image.extract_patches(x, SQUARES, ONES, ONES, "VALID"),
@@ -151,22 +181,99 @@ OTHERS = [
     (lambda x: _pooled(x, True), IMAGES, UNKNOWN),
     (lambda x: _normalized(x, True), IMAGES, UNKNOWN),
     (lambda x: tf.space_to_batch(x, [2, 2], [[0, 0], [0, 0]]), IMAGES, UNKNOWN),
+    # What is not known when the graph is read may be anything.
+    *(
+        (function, None, UNKNOWN)
+        for function in (
+            lambda x: tf.reduce_sum(x, 1),
+            lambda x: tf.matmul(x, tf.ones([4, 4])),
+            lambda x: tf.gather(x, [0], axis=1),
+            lambda x: tf.cumsum(x, 1),
+            lambda x: tf.squeeze(x, 1),
+            lambda x: tf.expand_dims(x, 1),
+            lambda x: tf.concat([x, x], 1),
+            lambda x: tf.shape(x)[:-1],
+        )
+    ),
+    *(
+        (function, VECTORS, UNKNOWN)
+        for function in (
+            lambda x: x + _hidden(tf.ones([4])),
+            lambda x: tf.reduce_sum(tf.transpose(x), _hidden([0], [1])),
+            lambda x: tf.reduce_sum(x, _hidden([0, 1], [2])[1]),
+            lambda x: tf.reduce_sum(x, tf.shape(_hidden([1], [None]))[tf.newaxis, 0]),
+            lambda x: tf.transpose(x)[_hidden(0, []) :],
+            lambda x: tf.pad(x, tf.stack([[_hidden(0, []), 0], [0, 0]])),
+            lambda x: tf.shape(x)[_hidden(0, []) :],
+            lambda x: tf.slice(tf.shape(x), _hidden([0], [1]), [1]),
+            lambda x: tf.split(tf.shape(x), _hidden([1, 1], [2]), num=2)[0],
+            lambda x: tf.transpose(x, _integers(x)),
+            lambda x: tf.reshape(x, _integers(x)),
+            lambda x: _gathered(x, batch_dims=-1),
+            lambda x: tf.reshape(tf.ones([4]), _integers(x)),
+        )
+    ),
+    (lambda x: _features_first(x) + _hidden(tf.ones([1])), MATRICES, UNKNOWN),
+    # Numbers of examples are in no other place than the first.
+    (lambda x: tf.reshape(tf.shape(x)[0], []), VECTORS, SIZE),
+    (lambda x: tf.gather(tf.shape(x), [1, 0]), VECTORS, UNKNOWN),
+    (lambda x: tf.shape(x)[::-1], VECTORS, UNKNOWN),
+    (lambda x: tf.cast(x[:, :2], tf.int32) + tf.shape(x), VECTORS, UNKNOWN),
+    # Examples meet, or would where their number is another.
+    (lambda x: tf.transpose(x) + x, VECTORS, UNKNOWN),
+    (lambda x: tf.transpose(x) + tf.transpose(x)[..., None], VECTORS, UNKNOWN),
+    (lambda x: tf.matmul(x[:, None], x), VECTORS, UNKNOWN),
+    (lambda x: tf.linalg.triangular_solve(tf.eye(4)[None], x), MATRICES, UNKNOWN),
+    (lambda x: _features_first(x) + tf.ones([1, 4, 4, 1]), MATRICES, UNKNOWN),
+    (lambda x: tf.cumsum(_features_first(x), 0), MATRICES, UNKNOWN),
+    (lambda x: tf.einsum("bi,bj->bij", x, tf.ones([5, 4])), VECTORS, UNKNOWN),
+    (lambda x: tf.einsum("b...,...->b...", x, tf.ones([2, 4])), VECTORS, UNKNOWN),
+    # Sums stay what they are beside one another, and have a shape.
+    (lambda x: tf.stack([tf.reduce_sum(x), tf.reduce_sum(x * x)]), VECTORS, SUM),
+    (lambda x: tf.raw_ops.Shape(input=tf.reduce_sum(x, 0)), VECTORS, NONE),
+    (lambda x: tf.cast(tf.reduce_mean(x), tf.int32), VECTORS, COUPLED),
 ]
 
 
-def _read(function, shape):
+def _twice(x):
+    return tf.concat([x, 2 * x], 0)
+
+
+# Of rows in blocks: of examples, and again of examples.
+BLOCKS = [
+    (lambda x: _twice(x), ROWS),
+    (lambda x: _twice(x)[: tf.shape(x)[0]] + x, ROWS),
+    (lambda x: _twice(x)[tf.shape(x)[0] :] + x, ROWS),
+    (lambda x: _twice(x)[0 : tf.shape(x)[0]] + x, ROWS),
+    (lambda x: tf.split(_twice(x), 2)[1] + x, ROWS),
+    (lambda x: tf.split(_twice(_twice(x)), 2)[1] + _twice(x), ROWS),
+    (lambda x: tf.split(_twice(x), 2, axis=1)[0], ROWS),
+    # Other rows beside one another.
+    (lambda x: tf.split(_twice(_twice(x)), 2)[1] + tf.repeat(x, 2, axis=0), UNKNOWN),
+    (lambda x: tf.split(tf.concat([x, x, x], 0), 2)[0], UNKNOWN),
+    (lambda x: _twice(tf.repeat(x, 2, axis=0))[: tf.shape(x)[0]], UNKNOWN),
+    (lambda x: _twice(x)[::2], COUPLED),
+    (lambda x: _twice(x)[:3], COUPLED),
+]
+
+
+def _read(function, shape, **options):
     @tf.function(autograph=False)
     def trace(x):
-        trace.found = Reader([x], {}).of(function(x))
+        trace.found = Reader([x], {}, **options).of(function(x))
 
-    trace.get_concrete_function(tf.TensorSpec([None, *shape[1:]]))
+    trace.get_concrete_function(tf.TensorSpec(shape and [None, *shape[1:]]))
     return trace.found
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES)
+def test_rows_are_read(function, shape):
+    assert _read(function, shape) is ROWS
 
 
 @pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(("function", "shape"), CASES)
-def test_rows_are_read_and_are_apart(function, shape):
-    assert _read(function, shape) is ROWS
+def test_rows_are_apart(function, shape):
     x = tf.constant(RANDOM.uniform(0.1, 0.9, shape).astype("float32"))
     apart = tf.concat([function(x[:1]), function(x[1:])], 0)
     np.testing.assert_allclose(function(x), apart, rtol=1e-3, atol=1e-4)
@@ -175,6 +282,28 @@ def test_rows_are_read_and_are_apart(function, shape):
 @pytest.mark.parametrize(("function", "shape", "found"), OTHERS)
 def test_what_else_is_read(function, shape, found):
     assert _read(function, shape) is found
+
+
+@pytest.mark.parametrize(("function", "found"), BLOCKS)
+def test_rows_in_blocks(function, found):
+    assert _read(function, VECTORS, meets=lambda op: True) is found
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds", "packed", "found"),
+    [
+        ([None, 3], [ROWS, NONE], False, ROWS),
+        ([None, 3], [ROWS], True, PACKED),
+        ([None, 3], [ROWS, SUM], False, COUPLED),
+        ([None, 3], [ROWS, SHAPE], False, UNKNOWN),
+        ([], [ROWS], False, UNKNOWN),
+        ([5, 3], [ROWS], False, UNKNOWN),
+        # As long as the longest of them.
+        ([None, None], [PACKED], False, UNKNOWN),
+    ],
+)
+def test_what_a_layer_returns(shape, kinds, packed, found):
+    assert of_layer(tf.TensorSpec(shape), [], kinds, packed) is found
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def values(model):
     return [variable.numpy() for variable in model.variables]
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(("row", "tower"), [(1, 0), (6, 1)])
 def test_a_gradient_that_is_not_finite_is_not_applied(row, tower):
     parallel, model = clipped(check_numerics=True)

@@ -250,7 +250,6 @@ def _with_tables():
     return keras.Model(ids, keras.layers.Dense(3)(keras.layers.Dense(32)(x)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "axis"), [("rows", 0), ("columns", 1)])
 def test_tables_keep_their_own_shards(way, axis):
     model = _with_tables()

@@ -15,7 +15,7 @@ from tests import warm
 from towers import devices
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
-from towers.devices import listing
+from towers.devices import listing, threads
 from towers.machine import limits, nvml
 from towers.machine.limits import Processors
 from towers.machine.nvml import Gpu
@@ -609,6 +609,32 @@ def test_numbering(environ, variables, index, expected):
     environ.setattr(nvml, "gpus", lambda: GPUS)
     gpu = nvml.gpu(index, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables})
     assert (gpu.index if gpu else None) == expected
+
+
+def test_numbers_of_another_order_are_said(environ):
+    said = listing._numbering({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    assert "FASTEST_FIRST, so CUDA's numbers may differ from nvidia-smi's" in said
+
+
+def test_a_machine_that_does_not_tell_its_cpu(environ):
+    def unreadable(path):
+        raise PermissionError
+
+    environ.setattr(listing.Path, "read_text", unreadable)
+    environ.setattr(listing.platform, "processor", lambda: "")
+    environ.setattr(listing.platform, "machine", lambda: "riscv64")
+    assert listing._cpu_model() == "riscv64"
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "expected"), [(3, "7", 3), (0, "7", 7), (0, "x", 6), (0, "", 6)]
+)
+def test_operations_at_once(environ, found, asked, expected):
+    have_cpus(environ, 6)
+    threading_of = tf.config.threading
+    environ.setattr(threading_of, "get_inter_op_parallelism_threads", lambda: found)
+    environ.setenv("TF_NUM_INTEROP_THREADS", asked)
+    assert threads.inter_op() == expected
 
 
 def test_table_of_gpus(machine, environ):

@@ -157,6 +157,22 @@ def test_who_holds_a_gpu(answers, expected):
     assert nvml.Driver(Nvml(**answers)).holders("GPU-0") == expected
 
 
+def test_what_the_driver_raises_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        nvml._ask(lambda: 1 // 0, unknown=None)
+
+
+def test_who_keeps_others_waiting_is_named(tmp_path, monkeypatch):
+    def waited_for(path, seconds, message):
+        raise TimeoutError("process 7 holds it")
+
+    monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
+    monkeypatch.setattr(free.locks, "waited_for", waited_for)
+    said = "gpu_indices=free, but process 7 holds it; end that process, or expect numb"
+    with pytest.raises(ValueError, match=said), free.one_at_a_time():
+        pass
+
+
 def _choose(begun, go_on):
     with free.one_at_a_time():
         begun.set()

@@ -12,12 +12,14 @@ import threading
 import types
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import tensorflow as tf
 
 from tests.limits import HANG_S
+from tests.variants import slow
 from towers.cluster.launchers import tf_config
 from towers.doctor import __main__ as doctor
 from towers.doctor import (
@@ -264,11 +266,10 @@ def test_a_tensorflow_that_cannot_be_imported(tmp_path):
     assert "\nok     model_dir " in done.stdout
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("import threading; threading.Event().wait()", "gives nothing within 1 s"),
+        slow("import threading; threading.Event().wait()", "gives nothing within 1 s"),
         (
             "import os; os.kill(os.getpid(), 4)",
             "ends with SIGILL, as this CPU lacks",
@@ -284,6 +285,14 @@ def test_a_tensorflow_that_does_not_return(tmp_path, monkeypatch, text, fault):
     assert start.verdict == "wrong"
     assert fault in start.text
     assert devices.copies(found).verdict == "wrong"
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    no_room = mock.Mock(side_effect=OSError("no room for a process"))
+    monkeypatch.setattr(process, "run", no_room)
+    start = devices.start(devices.probe(2))
+    assert start.verdict == "wrong"
+    assert "cannot be started: no room for a process; see" in start.text
 
 
 def test_the_users_settings_of_keras(monkeypatch, tmp_path):
@@ -488,6 +497,24 @@ def test_look(machine):
     assert machine.cards[1] == gpus.Card(1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0")
     assert machine.holders == (("GPU-b", "process 4194305 (python)", 60000),)
     assert machine.fault == ""
+    # Of a TensorFlow without CUDA, nothing is asked of a driver.
+    without = Probe(build={}, gpus=0)
+    assert gpus.check_driver(machine, without) == ok(
+        *(machine.driver,),
+        **{"found": machine.driver, "cuda": "", "expected": None},
+    )
+    assert gpus.check_libraries(machine, without).text.endswith("without CUDA")
+
+
+def test_an_nvidia_smi_that_does_not_answer(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "run", lambda *_: ("", "", None))
+    assert gpus.look(tmp_path, {}).fault == "nvidia-smi gives nothing within 20 s"
+
+
+def test_holders_without_psutil(machine, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "towers.processes.described", None)
+    (holder,) = gpus.look(tmp_path, {}).holders
+    assert holder == ("GPU-b", "process 4194305 (python)", 60000)
 
 
 @pytest.mark.parametrize(
@@ -852,6 +879,7 @@ def test_a_data_dir_that_is_read_only(tmp_path):
 
 def test_a_remote_model_dir():
     assert host.model_dir("gs://bucket/run").verdict == "note"
+    assert host.data_dir("gs://bucket/data").verdict == "note"
 
 
 @pytest.mark.parametrize(
@@ -876,6 +904,11 @@ def test_a_low_limit_of_open_files(soft, verdict):
     assert finding.verdict == verdict
     assert finding.figures == {"soft": soft, "hard": before[1]}
     assert finding.text.startswith(f"at most {soft} open files (hard limit ")
+
+
+def test_a_low_hard_limit_of_open_files(monkeypatch):
+    monkeypatch.setattr(host.resource, "getrlimit", lambda _: (512, 2048))
+    assert "have the hard limit raised (limits.conf, doc" in host.open_files().text
 
 
 def write(folder, files):

@@ -256,6 +256,18 @@ def test_the_program_says_that_no_run_trains(tmp_path, capsys):
     )
 
 
+def test_the_program_says_what_the_run_answers(locked, capsys, monkeypatch):
+    monkeypatch.setattr(requests, "ask", lambda folder, asked, s: {"done": "It has."})
+    assert program.main([str(locked), "--num_gpus=2"]) == 0
+    assert capsys.readouterr().out == "It has.\n"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(requests, "ask", stopped)
+    assert program.main([str(locked), "--num_gpus=2"]) == 130
+
+
 def model_and_data():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
@@ -343,7 +355,6 @@ def test_the_callback_refuses(tmp_path):
     assert parallel.builder.plan.count == 2
 
 
-@pytest.mark.slow
 def test_only_other_ratios_are_told_as_that(tmp_path):
     fit(tmp_path, {2: {"num_gpus": 2, "split_ratios": (1, 3)}})
     assert answers(tmp_path)["done"].startswith(

@@ -112,7 +112,6 @@ def test_what_cannot_be_is_said_and_kept(tmp_path, capsys):
     assert said.count("The towers stay as they are: 1 is too few.") == 1
 
 
-@pytest.mark.slow
 def test_a_registry_that_cannot_be_used_changes_nothing(tmp_path, capsys):
     class Full(Registry):
         def look(self):

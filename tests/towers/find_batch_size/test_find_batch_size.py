@@ -11,20 +11,24 @@ import types
 from concurrent import futures
 from unittest import mock
 
+import keras
+import numpy as np
 import pytest
 from absl.testing import flagsaver
 
 from tests import warm
 from tests.limits import HANG_S
 from tests.variants import slow
+from towers.cluster.heartbeat import HostFailedError
 from towers.devices import Devices
+from towers.find_batch_size import __main__ as main
 from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
 from towers.find_batch_size.report import Report
 from towers.find_batch_size.search import Probe, search, unit
+from towers.input_pipeline.sources.targets import Target
 from towers.tower.errors import StageError
-
-pytestmark = pytest.mark.quick_one_in(2)
+from towers.train.parts.facts import DataFacts
 
 MODULE = "towers.find_batch_size"
 
@@ -67,7 +71,9 @@ def test_the_largest_is_found_to_within_the_grain(step, start):
 
 
 def test_halves_where_the_start_does_not_fit():
-    assert sizes(tried_by(6, start=64)) == [64, 32, 16, 8, 4, 6, 7, 2]
+    tried = tried_by(6, start=64)
+    assert sizes(tried) == [64, 32, 16, 8, 4, 6, 7, 2]
+    assert "Fastest: 4, 100.0 examples/sec.\n" in str(report(tried))
     # Never less than an example for each tower.
     assert sizes(tried_by(0, start=64, step=16)) == [64, 32, 16]
 
@@ -234,6 +240,59 @@ def test_fewer_calls_are_measured_where_they_take_long(monkeypatch, call_s, meas
     assert clock.measured_s() == pytest.approx([call_s] * measured)
 
 
+def test_a_probe_trains_within_what_memory_is_left(monkeypatch):
+    limits, told = [], {}
+    take = lambda kind, both: limits.append(both)  # noqa: E731
+    monkeypatch.setattr(probing.resource, "setrlimit", take)
+    monkeypatch.setattr(probing, "free_memory", lambda: 2**40)
+    taken = child.of_process_mb("VmData") * 2**20
+    settings = read("--batch_size=5", "--model=mlp", *FLAGS)
+    probing.probe(settings, lambda **facts: told.update(facts))
+    ((soft, hard),) = limits
+    # TensorFlow may reserve some before it is asked for how much there is.
+    assert soft == hard and taken - 1 < soft - 0.9 * 2**40 < taken + 2**36
+    assert (told["batch_size"], told["fits"], told["memory"]) == (4, True, "process")
+    assert told["examples_per_sec"] == pytest.approx(4000 / told["step_ms"])
+    assert 100 < told["peak_memory_mb"] <= child.of_process_mb("VmHWM")
+
+
+def tensor(*shape):
+    return keras.KerasTensor((None, *shape))
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "target", "y_shape", "y_type", "most", "options"),
+    [
+        ("image", tensor(4, 4, 1), Target("class", 3), (), "int64", 255, {}),
+        ("row", tensor(7), Target("numbers", 2), (2,), "float32", 1, {}),
+        (
+            *("tokens", tensor(None), Target("labels", 2), (2,), "float32", 8),
+            {"vocabulary_size": 9},
+        ),
+        (
+            *("columns", {"a": tensor()}, Target("class", 2), (), "int64", 4),
+            {"table_sizes": {"a": 5}},
+        ),
+    ],
+)
+def test_a_probe_has_random_batches_like_those_of_the_data(
+    kind, inputs, target, y_shape, y_type, most, options
+):
+    facts = DataFacts("x", kind, inputs, target, y_shape, **options)
+    about = types.SimpleNamespace(
+        settings=search_flags.Search(batch_size=70), facts=facts
+    )
+    x, y = next(iter(probing.batches(about)))
+    x = x["a"] if kind == "columns" else x
+    # As many different ones as `_POOL`, and then the first again.
+    assert (x.shape[0], y.shape) == (70, (70, *y_shape))
+    np.testing.assert_array_equal(x[64:], x[:6])
+    assert most / 2 < np.max(x) <= most and np.min(x) >= 0
+    assert y.dtype == y_type and 0 <= np.min(y) < np.max(y) < max(target.num_classes, 2)
+    if target.kind == "labels":
+        assert {*np.ravel(y)} == {0, 1}
+
+
 # The program, with real probes.
 
 MB = 512
@@ -359,6 +418,20 @@ def test_why_a_stage_failed_is_read_from_what_tensorflow_writes(monkeypatch, cap
     assert child.how_it_died(1, warned, limited=False)["fits"] is False
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (HostFailedError(1, "b"), 75, ""),
+        (MemoryError("no page"), 0, '{"fits": false, "why": "MemoryError: no page"}\n'),
+        (ValueError("a\n b"), 0, '{"error": "a b"}\n'),
+    ],
+)
+def test_a_probe_says_why_it_ends(monkeypatch, capsys, error, code, told):
+    monkeypatch.setattr(child.process_group, "together", contextlib.nullcontext)
+    assert child.answer(mock.Mock(side_effect=error)) == code
+    assert capsys.readouterr().out == told
+
+
 @pytest.mark.slow
 def test_memory_that_a_stage_lacks_does_not_end_the_search(tmp_path):
     model = write(tmp_path, LARGE)
@@ -391,6 +464,8 @@ def read(*given):
         ("--plot=chart.gif", "expected a PNG or SVG file"),
         ("--plot=/nowhere/chart.svg", "in a folder that exists"),
         ("more", "'more'; expected flags only"),
+        ("--num_gpus=auto", "auto, which only towers.train takes; expected a number"),
+        ("--batch_size_per_tower=8", "=8; expected --batch_size, the examples of all"),
     ],
 )
 def test_bad_flags(flag, expected):
@@ -416,6 +491,87 @@ def test_a_probe_reads_what_the_search_was_given(tmp_path):
     assert found == asked.but(batch_size=32)
 
 
+def stand_in(room):
+    """Makes what stands for the process of a probe, where so many examples fit."""
+
+    def launch(command, **options):
+        (size,) = (each for each in command if each.startswith("--batch_size="))
+        told = {"batch_size": int(size.partition("=")[2]), "memory": "process"}
+        towers = {"towers": ["a", "b"], "split_ratios": [1, 1], "note": ""}
+        lines = [told | towers]
+        if fits := told["batch_size"] <= room:
+            figures = {"examples_per_sec": 1250.0, "step_ms": 1.0}
+            lines.append({"fits": True, "peak_memory_mb": 70.0} | figures)
+        out = "\n".join(map(json.dumps, lines))
+        return subprocess.CompletedProcess(command, 0 if fits else -9, out, "")
+
+    return launch
+
+
+def search_here(monkeypatch, process, *flags):
+    """Runs the program in this process, with what stands for its probes."""
+    monkeypatch.setattr(child.subprocess, "run", process)
+    return main.find(read("--model=mlp", "--num_gpus=2", *flags))
+
+
+def test_what_is_tried_is_shown(monkeypatch, capsys, tmp_path):
+    flags = "--batch_size=4", "--max_batch_size=8"
+    chart = f"--plot={tmp_path / 'chart.svg'}"
+    assert search_here(monkeypatch, stand_in(6), *flags, chart) == 0
+    shown, said = capsys.readouterr()
+    killed = "killed, as the kernel does for want of memory"
+    assert f"Largest that fits: 6 (3 per tower); 8 does not ({killed}).\n" in shown
+    assert f"{MODULE}: batch 4: 1,250.0 examples/sec, 70 MB\n" in said
+    assert f"{MODULE}: batch 8: does not fit ({killed})\n" in said
+    assert (tmp_path / "chart.svg").exists()
+    search_here(monkeypatch, stand_in(6), *flags, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["largest"], found["too_large"]) == (6, 8)
+
+
+def test_a_search_that_is_stopped_shows_what_was_tried(monkeypatch, capsys):
+    launch = stand_in(6)
+
+    def stopped(command, **options):
+        if "--batch_size=4" in command:
+            raise KeyboardInterrupt
+        return launch(command)
+
+    assert search_here(monkeypatch, stopped, "--batch_size=2") == 130
+    shown, said = capsys.readouterr()
+    assert said.endswith(f"{MODULE}: Stopped by Ctrl-C.\n")
+    assert "Largest that fits: 2 (1 per tower); the search was stopped" in shown
+
+
+def ended(code, out):
+    return lambda command, **options: subprocess.CompletedProcess(
+        command, code, out, "the last line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("process", "flags", "expected"),
+    [
+        (stand_in(1), ["--batch_size=9"], r"No batch fits, not even 2 \(killed, as"),
+        (stand_in(9), ["--max_batch_size=1"], "at least 2, the .* among 2 towers.$"),
+        (
+            *(stand_in(9), ["--max_batch_size=7", "--micro_batches=4"]),
+            "at least 8, the .* among 2 towers of 4 micro-batches.$",
+        ),
+        (ended(0, '{"error": "a is b."}'), [], "^a is b.$"),
+        (ended(1, ""), [], "A probe ended with exit code 1: the last line"),
+        (ended(-9, ""), [], r"before it had any tower \(killed, as the kernel"),
+        (
+            mock.Mock(side_effect=subprocess.TimeoutExpired("a", 900)),
+            *(["--batch_size=9"], "A batch of 9 took longer than 900 s; expected less"),
+        ),
+    ],
+)
+def test_a_search_without_a_result(monkeypatch, process, flags, expected):
+    with pytest.raises(ValueError, match=expected):
+        search_here(monkeypatch, process, *flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
@@ -423,10 +579,6 @@ def test_a_probe_reads_what_the_search_was_given(tmp_path):
         (["--batch_size=0"], "Received --batch_size=0; expected at least 1."),
         # A probe's own.
         (["--dataset=folder:/nowhere"], "/nowhere"),
-        (
-            ["--max_batch_size=1", "--model=mlp"],
-            "expected at least 2, the fewest that can be divided exactly among 2",
-        ),
     ],
 )
 def test_wrong_usage_is_said_in_a_sentence(flags, expected):

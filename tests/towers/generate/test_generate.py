@@ -133,7 +133,6 @@ def model_dir(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_command_writes_a_text(model_dir):
     """In a process that has not built the model: its layers are found by name."""
     flags = "--prompt=def", "--max_tokens=5", "--seed=1"

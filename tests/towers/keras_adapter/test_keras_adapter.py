@@ -675,6 +675,32 @@ def _():
         assert any(slot.numpy().any() for slot in slots)
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 1), ({"use_ema": True}, 1), ({"gradient_accumulation_steps": 2}, 2)],
+)
+def test_what_an_optimizer_keeps_of_each_variable(options, steps):
+    optimizer = keras.optimizers.SGD(0.5, **options)
+    variable = _built(optimizer)
+    optimizer.apply([tf.fill([2], 3.0)], [variable])
+    kept, found = optimizers.accumulated(optimizer, variable)
+    assert found == steps and (kept is None) == (steps == 1)
+    if kept is not None:
+        np.testing.assert_array_equal(kept, [3.0, 3.0])
+    average = optimizers.average(optimizer, variable)
+    assert (average is None) == ("use_ema" not in options)
+    if average is not None:
+        assert average.shape == variable.shape and "one" in average.path
+
+
+def test_what_an_optimizer_divides_gradients_by():
+    plain = keras.optimizers.SGD()
+    assert optimizers.loss_scale(plain) is None
+    scaled = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0)
+    scaled.build([keras.Variable([1.0])])
+    assert float(optimizers.loss_scale(scaled)) == 8.0
+
+
 def test_each_optimizer_of_several_has_slots_of_its_own():
     several = getattr(keras.optimizers, "MultiOptimizer", None)
     if several is None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 
@@ -17,7 +18,7 @@ from tests.variants import slow
 from towers.cluster import addresses
 from towers.cluster.elastic import Over
 from towers.launch import arguments
-from towers.launch.elastic import Launcher, course, host_file, hosts, slot
+from towers.launch.elastic import Launcher, course, host_file, hosts, launcher, slot
 from towers.launch.elastic.ssh import __main__ as there
 from towers.launch.elastic.ssh import machines as listed
 from towers.launch.machine import Machine
@@ -645,6 +646,15 @@ class Process:
     def __init__(self, rank, code=None):
         self.rank, self.exit_code, self.signals = rank, code, []
         self.signal = self.signals.append
+
+
+def test_whether_anybody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        assert launcher._listens(where)
+    assert not launcher._listens(where)
+    # Of what cannot be reached, nobody knows.
+    assert launcher._listens("no-such.invalid:1")
 
 
 def test_who_leaves_and_who_starts():

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.terminal import read_all
 from tests.towers.launch.launching import ROOT, launch
 from tests.variants import slow
 from towers.launch import arguments, generation, gpus, supervisor
-from towers.launch.machine import Machine
+from towers.launch.machine import Machine, made_log_dir
 from towers.processes import child
 from towers.processes.strays import Strays
 from towers.program.ending import ANOTHER_FAILED
@@ -245,6 +246,22 @@ def test_these_ends_are_final(launched, end):
     assert (code, out) == (end, "0\n")
 
 
+def test_a_signal_forbids_a_restart():
+    events = queue.SimpleQueue()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        events.put(number)
+    assert supervisor.pause(events, 1, 3) == signal.SIGTERM
+
+
+def test_a_folder_of_logs_is_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = made_log_dir(None)
+    assert os.path.dirname(folder) == str(tmp_path) and os.path.isdir(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"Cannot write logs to .*/file \(File exists"):
+        made_log_dir(f"{tmp_path}/file")
+
+
 def test_another_machines_failure_starts_anew_and_is_not_blamed_on_this_one(launched):
     code, (out, err) = launched(
         RANK + f"print(rank); raise SystemExit({ANOTHER_FAILED})",
@@ -439,6 +456,7 @@ WRONG = {
     "--hosts=2 --fail_seconds=0": "Received --fail_seconds=0; expected a number of",
     "--hosts=2 --join_seconds=nan": "Received --join_seconds=nan; expected a number",
     "--hosts=2 --host_rank=2": "Received --host_rank=2 for 2 hosts; expected 0 to 1.",
+    "--hosts=2 --host_rank=x": "Received --host_rank=x; expected a number or auto.",
     "--hosts=2 --host_rank=1": "Received --coordinator=; expected where",
     "--hosts=2 --coordinator=a:1": "Received --coordinator without --host_rank",
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",

@@ -287,3 +287,8 @@ def test_who_has_replaced_the_update_knows_better(monkeypatch):
         _, kernels = _train(keras.optimizers.SGD(0.1, 0.9), list(_gradients()))
     assert seen and not kernels
     assert keras.optimizers.SGD.update_step(None) is None, "still theirs"
+
+
+def test_the_largest_of_integers_is_found_by_keras():
+    with fused.argmax():
+        assert int(keras.ops.argmax(tf.constant([1, 3, 2]))) == 1

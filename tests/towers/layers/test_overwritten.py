@@ -53,6 +53,17 @@ def test_the_largest_is_taken_for_each_use(towers):
         assert none is None
 
 
+def test_uses_are_told_apart_in_their_sum():
+    @tf.function(autograph=False)
+    def uses(*values):
+        first, *others = values
+        return overwritten.each_use(tf.add_n([*others, tf.identity(first)]) + first)
+
+    values = [tf.constant([float(k), 9.0]) for k in range(3)]
+    found = sorted(each.numpy().tolist() for each in uses(*values))
+    assert found == [[0.0, 9.0], [0.0, 9.0], [1.0, 9.0], [2.0, 9.0]]
+
+
 class Own(keras.layers.Layer):
     """A user's layer with such a variable."""
 

@@ -138,11 +138,12 @@ ARGUMENTS = [
     ({"recompute": True}, "Received recompute=True; expected one of ['none', 'stage'"),
     ({"placement": {".*": 0}}, "Received a placement with stages=1; expected stages=2"),
     ({"stages": 2, "split_ratios": (1, 1, 2)}, "for 2 towers; expected a positive"),
+    ({"split_ratios": 3}, "split_ratios=3 for 4 towers; expected a positive integer"),
+    ({"split_ratios": (1, 1, 1, 1.5)}, "1.5) for 4 towers; expected a positive integ"),
 ]
 ARGUMENTS += [({"stages": 2, "placement": each}, words) for each, words in PLACEMENTS]
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(("options", "words"), ARGUMENTS)
 def test_a_wrong_argument_is_a_sentence(options, words):
     with pytest.raises(ValueError) as caught:

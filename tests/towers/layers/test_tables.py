@@ -118,6 +118,33 @@ def _with_ids():
     return keras.Model(inputs, keras.layers.Dense(1)(mean))
 
 
+def test_look_ups_are_counted():
+    model = _with_ids()
+    x = {name: tf.zeros([6, n], tf.int32) for name, n in IDS.items()}
+    found = tables.look_ups(lambda: model(x))
+    expected = {id(v): 6 * IDS[v.path[0]] for v in model.trainable_variables[:4]}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("loads", "more", "expected"),
+    [([5, 1, 2], 3, 3.0), ([5, 1, 2], 100, 36.0), ([5, 1, 2], 0, 1.0), ([2], 1, 3.0)],
+)
+def test_the_level_of_what_is_filled_up(loads, more, expected):
+    assert tables.level(loads, more) == expected
+
+
+def test_what_is_said_of_many_tables(monkeypatch):
+    monkeypatch.setattr(tables, "_LISTED", 1)
+    model = _several()
+    model.get_layer("a").trainable = False
+    tables.put(tables.layout(model, DEVICES, "columns", lambda _: DEVICES[:1]), None)
+    why, where, held = tables.lines(model, lambda _: DEVICES[0], [])
+    assert why.endswith("CPU:0, whole: it is frozen, adapted or quantized.")
+    assert where.endswith("\n  and 1 other table") and where.count("\n") == 2
+    assert held.startswith("Variables and optimizer slots take: /device:CPU:0 ")
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_look_ups_are_balanced_as_far_as_bytes_leave_a_choice(counted, monkeypatch):
     if not counted:

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.oldest
         ({"save_minutes": "1"}, "save_minutes='1'; expected a number"),
         ({"background": 1}, "background=1; expected True, False or None"),
         ({"directory": None}, "directory=None; expected a path"),
+        ({"on_save_error": "go on"}, "on_save_error='go on'; expected 'stop' or"),
     ],
 )
 def test_arguments_are_checked(options, words):
@@ -514,6 +515,20 @@ class TestDamage:
         for a, b in zip(values(model), before, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not (tmp_path / "none").exists()
+
+
+def test_what_is_known_of_the_data_and_of_the_best(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(tmp_path, monitor="val_loss")
+    assert (checkpoint.batch_size, checkpoint.epochs_since_best) == (None, 0)
+    about = {"data": {"batch size": 8}}
+    checkpoint.run.known = store.Contents({}, about)
+    assert checkpoint.batch_size == 8
+    about["callbacks"] = [["BatchPerTower", {"size": 6}], ["BatchPerTower", {}]]
+    assert checkpoint.batch_size == 6
+    about["history"] = {"history": {"val_loss": [3.0, 1.0, float("nan"), 2.0]}}
+    monkeypatch.setattr(store, "load_about", lambda path: about)
+    checkpoint.run.checkpoints.latest = "ckpt-4-0"
+    assert checkpoint.epochs_since_best == 2
 
 
 def test_a_model_that_is_not_ready_is_refused(tmp_path):

@@ -209,6 +209,7 @@ class TestOtherData:
         halves |= {"batch size": 7, "batches": 5, "steps_per_epoch": 5}
         assert data_position.order(steps) == halves | {"shuffled by seed": 7}
 
+    @pytest.mark.quick_one_in(1)
     @pytest.mark.parametrize("known", [True, False])
     def test_of_too_few_batches(self, tmp_path, known):
         def first(batches):

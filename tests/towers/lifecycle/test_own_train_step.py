@@ -140,7 +140,6 @@ def test_steps_are_those_of_the_busiest_optimizer():
     assert [int(each.iterations) for each in made[0].of] == [STEPS + 1] * 2
 
 
-@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     fit(rivals(), Checkpoint(tmp_path), epochs=1)
     model, rows = rivals()

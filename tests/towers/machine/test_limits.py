@@ -80,6 +80,13 @@ def test_the_tightest_limit_counts(machine, tmp_path, files):
     assert limits.memory(root) == Memory(3 * GB, GB, limited=True)
 
 
+@pytest.mark.parametrize("share", ["half", "0", "1.5", "nan"])
+def test_a_share_of_the_memory_is_a_part(machine, tmp_path, monkeypatch, share):
+    monkeypatch.setenv(limits.MEMORY_SHARE, share)
+    with pytest.raises(ValueError, match=f"SHARE={share}; expected the part of the me"):
+        limits.memory(tmp_path)
+
+
 def test_without_limits(machine, tmp_path):
     found = limits.processors(tmp_path)
     assert found == Processors(8, 6, None)

@@ -13,7 +13,7 @@ from tests.variants import slow
 from towers.cluster import process_group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.keras_adapter.randomness import random_states
-from towers.model import rehearsal, tower_model
+from towers.model import fit_data, rehearsal, tower_model
 
 X = np.random.default_rng(0).normal(size=[50, 4]).astype("float32")
 Y = X[:, :2]
@@ -116,9 +116,67 @@ class Batches(keras.utils.PyDataset):
         raise AssertionError("Nobody may read it.")
 
 
+class Lists(keras.utils.PyDataset):
+    """Its batches may be read in any order."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[index : index + 5], Y[index : index + 5]
+
+
+@pytest.mark.parametrize(
+    ("x", "inputs", "size"),
+    [
+        (X, X[:1], 4),
+        ({"a": X}, {"a": X[:1]}, 4),
+        (Lists(), X[:5], None),
+        ((each for each in [X]), None, None),
+    ],
+)
+def test_what_data_tell_before_they_are_read(x, inputs, size):
+    options = {"x": x, "batch_size": 4, "steps_per_epoch": None}
+    options |= {"validation_split": 0.0, "validation_data": None}
+    found = fit_data.inputs(options)
+    tf.nest.map_structure(np.testing.assert_array_equal, found, inputs)
+    assert fit_data.batch_size(options) == size
+
+
+def test_what_data_sets_tell_before_they_are_read():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
+    assert fit_data.inputs({"x": data}) == data.element_spec[0]
+    assert fit_data.batch_size({"x": data}) == 4
+    assert fit_data.batch_size({"x": pipeline()}) == 16
+    apart = rehearsal._apart({"x": (ours := pipeline())})
+    assert apart is not ours
+    for one, other in zip(apart, ours, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+
+def test_data_that_cannot_be_copied_stay(monkeypatch):
+    def too_large(**_):
+        raise tf.errors.InvalidArgumentError(None, None, "It has more than 2 GB.")
+
+    data = tf.data.Dataset.from_tensor_slices(X).shuffle(9)
+    assert fit_data.unopened(data) is not data
+    monkeypatch.setattr(tf.raw_ops, "DatasetToGraphV2", too_large)
+    assert fit_data.unopened(data) is data
+
+
 def generator():
     raise AssertionError("Nobody may read it.")
     yield X, Y
+
+
+def test_a_model_is_built_if_the_data_tell_what_it_takes(rehearse):
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    parallel = on_towers(model)
+    rehearse(parallel, generator())
+    assert not model.built
+    rehearse(parallel, X, Y)
+    assert model.built and parallel.train_function is not None
 
 
 @pytest.mark.parametrize("data", [generator, Batches])

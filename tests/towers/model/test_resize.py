@@ -1,7 +1,9 @@
 """TowerModel.resize: other towers between two batches; see also the exact cases."""
 
+import dataclasses
 import gc
 import weakref
+from unittest import mock
 
 import keras
 import numpy as np
@@ -96,6 +98,15 @@ def test_devices_that_are_left_keep_no_copies():
     for copy, variable in zip(copies, model.trainable_variables, strict=False):
         np.testing.assert_array_equal(copy, variable)
     assert oracle.largest_difference(weights, model.get_weights()) > 0
+
+
+def test_one_of_several_hosts_is_not_resized():
+    model = parallel(2)
+    plan = model.builder.plan
+    hosts = mock.Mock(wraps=plan.hosts, count=3)
+    model.builder.plan = dataclasses.replace(plan, hosts=hosts)
+    with pytest.raises(ValueError, match=r"on one of 3 hosts; expected one host, so"):
+        model.resize(gpus=3)
 
 
 @pytest.mark.parametrize("update", ["replicated", slow("parameter_server")])

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import towers
+from tests.variants import slow
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -143,8 +144,7 @@ def _dense():
     return keras.Model(inputs, layers.Dense(1)(hidden))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("copied", [copy.copy, slow(copy.deepcopy)])
 def test_a_copy_is_another_model_on_the_same_towers(copied):
     parallel = towers.multi_gpu_model(_dense(), gpus=3, loss_placement="tower")
     parallel = _compiled(parallel)

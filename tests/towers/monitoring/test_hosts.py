@@ -63,7 +63,7 @@ def test_hosts_that_are_late_in_turn():
     assert hosts.sentence(times, HostTimes(Hosts(), 1.0).totals()) is None
 
 
-def test_lines_and_scalars_of_each_host():
+def test_lines_and_scalars_of_each_host(monkeypatch):
     times = heard([told(sum=2), told(sum=5), told(sum=5)])
     first, second, _ = hosts.lines(times, times.totals(), rate=1000.0)
     assert first.startswith("host 0: examples/sec: 250.0, waits for others 0.0 ms of a")
@@ -72,6 +72,12 @@ def test_lines_and_scalars_of_each_host():
     assert found["step_ms/host_1/waits_for_others"] == pytest.approx(3.0)
     assert found["step_ms/host_0/holds_up_others"] == pytest.approx(3.0)
     assert found["hosts/mb_per_sec"] == pytest.approx(1000.0)
+    # One that has told nothing yet has no line.
+    _, *others = times.totals()
+    silent = HostTotals(*[0.0] * len(PARTS))
+    assert len(hosts.lines(times, [silent, *others], rate=None)) == 2
+    monkeypatch.setattr(HostTimes, "latency_s", 0.0005)
+    assert "(1,000 MB/s; 16 bytes take 0.5)" in hosts.sentence(times, times.totals())
 
 
 def test_the_parts_of_a_step_with_hosts_add_up_to_it():

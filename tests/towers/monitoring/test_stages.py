@@ -8,7 +8,7 @@ from towers import multi_gpu_model
 from towers.layers.pipeline import Pipeline, Placement
 from towers.loop.timers import TurnsTaken
 from towers.monitoring.bottleneck import stages
-from towers.monitoring.step_time import StepTime
+from towers.monitoring.step_time import StepTime, check_towers
 
 
 def pipeline(*of_layers, width=4):
@@ -66,3 +66,11 @@ def test_each_stage_is_measured():
     assert all(0 < each <= 1 for each in busy)
     assert "stages at work" in times.text()
     assert {"stage_0/busy", "stage_1/busy"} <= times.measured().keys()
+
+
+def test_steps_without_towers_are_not_measured():
+    assert StepTime().split is None
+    with pytest.raises(
+        ValueError, match="'plain' without towers; expected one of multi"
+    ):
+        check_towers(keras.Sequential(name="plain"))

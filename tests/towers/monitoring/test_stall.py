@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -749,3 +750,20 @@ def test_hosts_that_are_waited_for(monkeypatch, told, said):
     assert hosts.waited_for(1.0) is None
     monkeypatch.setattr(process_group, "collective", lambda: "step 0")
     assert hosts.waited_for(1.0) == said
+    assert Stall(stall_seconds=9)._ask(testing=False) == said
+
+
+def test_what_other_hosts_are_told(monkeypatch):
+    stall, hosts_hear, over = Stall(stall_seconds=9), [], mock.Mock()
+    monkeypatch.setattr(process_group, "does_meanwhile", hosts_hear.append)
+    over.wait.return_value = True
+    stall._watch(over)
+    says, nothing = hosts_hear
+    assert nothing is None
+    stall._fit = mock.Mock()
+    for frames, said in (
+        (None, "has ended its training"),
+        ([sys._getframe()], "computes, or waits for its input"),
+    ):
+        stall._fit.frames.return_value = frames
+        assert says() == said

@@ -226,7 +226,6 @@ class TestWriting:
         )
         assert run.read().steps("train", "epoch_loss")[0] == 1
 
-    @pytest.mark.slow
     def test_where_nothing_can_be_written(self, run, capsys):
         (run.folder / "train").touch()
         run.train(build(), epochs=1, validated=True)

@@ -78,9 +78,9 @@ SENTENCE = (
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 1},
+        slow({"stage": 1}),
         slow({"stage": 0}),
-        slow({"stage": 0, "function": checked_on_the_way_back}),
+        {"stage": 0, "function": checked_on_the_way_back},
         slow({"stage": 1, "function": checked_on_the_way_back}),
         slow({"loss": loss_that_checks}),
         slow({"stage": 1, "steps_per_execution": 2}),
@@ -110,6 +110,29 @@ def test_training_says_how_a_stage_has_failed(monkeypatch, options):
             np.testing.assert_array_equal(one, other)
     # It goes on with what is fine.
     model.fit(X, X, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "fails"),
+    [
+        ("train", {}, False),
+        ("predict", {}, False),
+        *((step, {"stage": 1}, True) for step in ("train", "test", "predict")),
+        ("train", {"stage": 0, "function": checked_on_the_way_back}, True),
+        # Nothing goes back there.
+        ("test", {"stage": 0, "function": checked_on_the_way_back}, False),
+        ("test", {"loss": loss_that_checks}, True),
+        ("predict", {"loss": loss_that_checks}, False),
+    ],
+)
+def test_a_batch_is_computed_again_as_far_as_its_step_goes(step, options, fails):
+    builder = parallel(**options).builder
+    x = tf.constant(X * np.inf)
+    data = x if step == "predict" else (x, tf.constant(X))
+    builder.context.last_batch.take = lambda step: [data]
+    error = failed_stage.reason(builder, step)
+    assert ("It is not finite" in str(error)) == fails
+    assert (error is None) != fails
 
 
 @pytest.mark.slow

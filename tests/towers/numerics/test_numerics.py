@@ -20,8 +20,9 @@ from towers.callbacks import Checkpoint
 from towers.layers import variables
 from towers.lifecycle.checkpoints import store
 from towers.model.update import auto
-from towers.numerics import search
+from towers.numerics import recorded_step, search
 from towers.numerics.not_finite import NotFinite, NotFiniteStep
+from towers.numerics.recorded_step import RecordedStep
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -146,6 +147,105 @@ def test_names_what_was_not_finite_first(fault, watched, traced):
         np.testing.assert_array_equal(now.numpy(), then)
 
 
+class InGraph(layers.Layer):
+    """Calls a layer in a graph, where no value can be looked at."""
+
+    def build(self, shape):
+        self.root = Root()
+
+    def call(self, x):
+        return tf.function(self.root)(x)
+
+
+class RootOfItsOwn(keras.Model):
+    """Computes outside of its layers."""
+
+    def __init__(self, **options):
+        super().__init__(name="own")
+        self.dense = layers.Dense(1, kernel_initializer="ones", **options)
+
+    def call(self, x):
+        return tf.sqrt(self.dense(x))
+
+
+def gap(kernel):
+    """Is 0, with a gradient that is no number."""
+    return tf.sqrt(tf.reduce_sum(kernel - kernel))
+
+
+THREE = {"split_ratios": (1, 1, 1), "towers": 3}
+GATHERED = THREE | {"gathered": True}
+NOT_FINITE = "that is not finite on tower"
+REPEATED = {
+    "a tower": (
+        *(build, {"x_at": -1}, THREE),
+        "the output of layer 'root' is not finite on tower 1 of 3 (forward pass), "
+        "1 of 7 examples",
+    ),
+    "on gathered outputs": (
+        *(lambda: build(rate=0), {"x_at": 0}, GATHERED),
+        f"layer 'root' makes a gradient {NOT_FINITE} 1 of 3 (backward pass), 1 of 21",
+    ),
+    "a gathered loss": (
+        *(build, {"y_at": -1}, GATHERED),
+        "the loss is not finite, while the outputs are, (forward pass)",
+    ),
+    "a loss's gradient": (
+        *(build, {"y_at": 0}, THREE, "the loss has a gradient "),
+        f"{NOT_FINITE} 1 of 3 (backward pass), 1 of 7 examples",
+    ),
+    "nothing again": (
+        *(build, {"rows": 1}, THREE, "the loss or a gradient is not finite, but was "),
+        "when the step was computed once more, op by op",
+    ),
+    "in a graph": (
+        *(lambda: build(InGraph(), rate=0), {"x_at": 0}, {}),
+        f"layer 'in_graph' makes a gradient {NOT_FINITE} 0 of 1 (backward pass)",
+    ),
+    "outside": (
+        *(RootOfItsOwn, {"x_at": -1}, {}, "the output of model 'own' outside of its "),
+        "layers is not finite on tower 0 of 1 (forward pass), 1 of 21 examples",
+    ),
+    "a regularizer": (
+        *(lambda: RootOfItsOwn(kernel_regularizer=gap), {}, {}),
+        f"layer 'dense' makes a gradient {NOT_FINITE} 0 of 1 (backward pass)",
+    ),
+}
+
+
+@pytest.mark.quick_one_in(1)
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_a_repeated_step_shows(name):
+    """Without towers, which only decide what is repeated."""
+    make, at, options, *expected = REPEATED[name]
+    model = make()
+    model.compile("sgd", root_of_both)
+    at = {"rows": BATCH, "row": 9} | at
+    rows = at.pop("rows")
+    x, y = (tf.constant(each[:rows]) for each in data(**at))
+    model(x)
+    # Not 0, with which no gradient would come to the root.
+    model.layers[-1].bias.assign([0.5])
+    values = [variable.value for variable in search.variables_of(model)]
+    step = recorded_step.RecordedStep(2, (x, y, None), values, **options)
+    assert str(search.search(model, step)).startswith("".join(expected))
+
+
+def test_a_file_keeps_texts_and_16_bits(tmp_path):
+    texts, halves = tf.constant(["ä", ""]), tf.constant([1.5, 2.0], tf.bfloat16)
+    step = recorded_step.RecordedStep(1, ({"a": texts, "b": halves}, None, None), [])
+    file = str(tmp_path / "bad.npz")
+    recorded_step.write(file, step)
+    x, *others = recorded_step.read(file).data
+    assert others == [None, None]
+    for name, tensor in step.data[0].items():
+        assert x[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(x[name], tensor)
+    ragged = tf.ragged.constant([[1], [2, 3]])
+    with pytest.raises(ValueError, match="the batch has ragged or sparse tensors"):
+        recorded_step.write(file, step._replace(data=(ragged, None, None)))
+
+
 WAYS = {
     "replicated": {"variable_update": "replicated"},
     "steps in a loop": {"steps_per_execution": 3},
@@ -266,7 +366,6 @@ def test_towers_without_examples(watched):
     assert told(error.origin) == ("layer", "forward", "layer 'root'", 0)
 
 
-@pytest.mark.slow
 def test_synchronized_towers():
     model = build(layers.BatchNormalization(synchronized=True))
     error = stopped(on_towers(model), *data(x_at=0))
@@ -323,7 +422,6 @@ def test_a_variable_that_an_update_made_infinite(tmp_path):
     assert store.find(tmp_path) == [checkpoint.latest]
 
 
-@pytest.mark.slow
 def test_a_step_that_cannot_be_repeated():
     """A layer that is right when it is asked a second time."""
     calls = []
@@ -353,7 +451,6 @@ class Countdown(layers.Layer):
         return x * tf.sqrt(self.left)
 
 
-@pytest.mark.slow
 def test_trying_ways_to_update_is_not_stopped(monkeypatch):
     """It makes more steps, and undoes them."""
     monkeypatch.setattr(auto, "_ROUND_S", 0.0)
@@ -467,13 +564,25 @@ class TestInput:
         with pytest.raises(ValueError, match=r"expected the model that it was written"):
             search.locate(other, file)
 
-    @pytest.mark.slow
     def test_a_place_that_cannot_be_written_to(self, tmp_path):
         (tmp_path / "file").touch()
         file = tmp_path / "file" / "bad.npz"
         error = stopped(on_towers(build(), check_numerics=file), *data(x_at=-1))
         assert f"the batch cannot be written to {file}: " in str(error)
         assert error.file is None
+
+
+def test_a_step_is_written_whatever_its_types(tmp_path):
+    file = str(tmp_path / "step.npz")
+    x = {"text": tf.constant(["ab", "c"]), "half": tf.cast([1.5, 2.5], tf.bfloat16)}
+    recorded_step.write(file, RecordedStep(3, (x, tf.constant([1]), None), []))
+    found, y, _ = recorded_step.read(file).data
+    assert found["half"].dtype == tf.bfloat16 and y.numpy().tolist() == [1]
+    assert found["half"].numpy().tolist() == [1.5, 2.5]
+    assert found["text"].numpy().tolist() == [b"ab", b"c"]
+    for value in (tf.ragged.constant([[1], []]), tf.sparse.eye(2)):
+        with pytest.raises(ValueError, match="the batch has ragged or sparse tensors"):
+            recorded_step.write(file, RecordedStep(3, (value, None, None), []))
 
 
 def test_the_same_random_numbers_are_drawn_again():

@@ -15,19 +15,25 @@ from tests import warm
 from tests.towers.train.runs import read_settings
 from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
+from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import reduce
 from towers.layers import fused
 from towers.parity import __main__ as parity_program
-from towers.parity import check_flags, check_parity
+from towers.parity import causes, check, check_flags, check_parity
 from towers.parity.report import (
     DIFFERS,
     EQUAL,
     ROUNDING,
     Entry,
+    Parity,
+    Row,
     compare,
     difference,
     differences,
 )
+from towers.parity.trials import Setting
+from towers.plan import Pipeline
+from towers.program import ending
 from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -452,6 +458,124 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert "the first layers whose variables differ are first" in parity.reasons[0]
 
 
+# What is said of the cause, without training.
+
+ALIKE, SILENT, BOTH = Setting(True), Setting(silent=True), Setting(True, True)
+SAME, ROUNDED, OTHER = (
+    (Row("loss", "step 1", difference, rounding, verdict),)
+    for difference, rounding, verdict in (
+        *((1e-7, 0.0, EQUAL), (2e-4, 1e-4, ROUNDING), (0.5, 0.0, DIFFERS)),
+    )
+)
+BOTH_TRIED = "with synchronized=True on BatchNormalization and random layers silenced"
+
+
+@pytest.mark.quick_one_in(1)
+@pytest.mark.parametrize(
+    ("found", "towers", "parts", "said"),
+    [
+        (
+            *({BOTH: SAME, ALIKE: SAME}, 2, 1),
+            [
+                "Differs by design: BatchNormalization normalises each local batch by "
+                "itself (norm).",
+                "Tried with synchronized=True on BatchNormalization, all is equal (at ",
+            ],
+        ),
+        (
+            *({BOTH: ROUNDED, SILENT: ROUNDED}, 2, 2),
+            [
+                "Differs by design: random layers draw differently for each micro-b",
+                "Tried with random layers silenced, all is equal (1 of 1 values are se",
+            ],
+        ),
+        (
+            *({BOTH: SAME}, 4, 2),
+            [
+                "Differs by design: BatchNormalization normalises each micro-batch",
+                "Differs by design: random layers draw differently for each micro-b",
+                "Tried with BatchNormalization by its moving averages and random l",
+            ],
+        ),
+        (
+            *({BOTH: SAME, ALIKE: SAME}, 1, 1),
+            [
+                "Differs by rounding: a tower computes BatchNormalization by other ker",
+                "Tried with synchronized=True on BatchNormalization, all is equal (at ",
+            ],
+        ),
+        ({}, 2, 1, [f"Some of it remains {BOTH_TRIED}.", "Layer 'x' mixes."]),
+        (
+            *({BOTH: ModelError("No.")}, 2, 1),
+            [f"Could not try {BOTH_TRIED}: No.", "Layer 'x' mixes."],
+        ),
+    ],
+)
+def test_what_is_tried_is_what_is_said(monkeypatch, found, towers, parts, said):
+    def judge(trials, setting):
+        rows = found.get(setting, OTHER)
+        if isinstance(rows, ModelError):
+            raise rows
+        return rows
+
+    monkeypatch.setattr(causes, "judge", judge)
+    monkeypatch.setattr(causes, "_mixing", lambda trials: ["Layer 'x' mixes."])
+    norms = [layers.BatchNormalization(name="norm")]
+    trials = mock.Mock(batch_norms=norms, random_layers=[layers.Dropout(0.5)])
+    trials.plan.count = towers
+    trials.plan.pipeline = Pipeline(parts, micro_batches=parts)
+    reasons = [*causes.explain(trials, OTHER)]
+    for reason, start in zip(reasons, said, strict=True):
+        assert reason.startswith(start)
+
+
+def test_what_differs_beside_variables_that_are_equal():
+    model = compiled(noise := Noise(0.1, name="noise"))
+    trials = mock.Mock(model=model, random_layers=[noise])
+    rows = [Row("variable", v.path, 0.0, 0.0, EQUAL) for v in model.trainable_variables]
+    rows += [
+        Row("state", v.path, 0.0, 0.0, EQUAL) for v in model.non_trainable_variables
+    ]
+    unknown, stubborn = causes._unknown(trials, [*rows, *OTHER])
+    assert unknown.endswith("the variables are equal, but loss step 1 differ.")
+    assert stubborn.startswith("Random layers without a training argument (noise) can")
+
+
+def test_of_what_takes_no_other_size_nothing_is_said():
+    def of_four(x):
+        return tf.ensure_shape(x, [4, 2]) if len(x) == 4 else tf.reshape(x, [3])
+
+    x, bounds = tf.ones([4, 2]), [(0, 2), (2, 4)]
+    assert causes._difference_of_parts(of_four, ((x,), {}), x, bounds) == 0
+
+
+def test_a_refusal_stays_one():
+    refused = Parity(False, ("It is refused.",))
+    equal, other = (Parity(same, ("Why.",), OTHER, towers=2) for same in (True, False))
+    found = check._check_refused(refused, equal)
+    assert not found.equal and found.rows == OTHER
+    same = "Here the numbers are equal all the same, with strict=False."
+    assert found.reasons == ("It is refused.", same)
+    assert check._check_refused(refused, other).reasons == ("It is refused.", "Why.")
+    assert check._check_refused(refused, refused) is refused
+
+
+def test_what_is_remarked_of_models_that_are_equal():
+    trials = mock.Mock(changes_variables=True, predicts=False)
+    predicts, rounded = check._remarks(trials, [*SAME, *ROUNDED])
+    assert predicts.startswith("Predictions are not compared, as the model does not ")
+    assert rounded.startswith("1 of 2 are equal to rounding, which training amplifies")
+    assert "step 1 differs by 2.0e-04, where one device, rounded otherwise," in rounded
+
+
+def test_towers_of_stages_are_named():
+    parity = Parity(True, (), SAME, towers=2, stages=3, micro_batches=4)
+    assert str(parity).endswith(
+        "Equal: 2 towers of 3 stages, in 4 micro-batches, give the numbers of one dev"
+        "ice."
+    )
+
+
 # What cannot be a tower, and bad input.
 
 
@@ -475,6 +599,7 @@ def test_a_model_that_cannot_be_a_tower():
     assert isinstance(error.value, ModelError)
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -487,6 +612,10 @@ def test_a_model_that_cannot_be_a_tower():
         ({"gpus": 2, "stages": 3}, "stages=3 for 2 devices"),
         ({"gpus": 2, "parity_steps": 0}, "parity_steps=0; expected at least 1"),
         ({"gpus": 2, "variable_update": "none"}, "variable_update='none'"),
+        (
+            {"gpus": 2, "variable_update": "asynchronous"},
+            "'asynchronous', whose towers do not make one device's updates; expected",
+        ),
         ({"gpus": 2, "loss_placement": "home"}, "loss_placement='home'"),
     ],
 )
@@ -677,6 +806,15 @@ def test_what_the_command_compares(monkeypatch, capsys, equal, code):
     assert sizes[:-1] == [16, 16] and sizes[-1] < 16 and sizes[-1] % 3
     assert [*towers] == [f"/device:CPU:{i}" for i in range(3)]
     assert options["split_ratios"] == (2, 3, 3)
+
+
+def test_another_host_that_fails_is_said(monkeypatch, capsys):
+    def fails(settings):
+        raise HostFailedError("Host 1 has failed.")
+
+    monkeypatch.setattr(parity_program, "check", fails)
+    assert parity_program.main(read_settings("--model=mlp")) == ending.ANOTHER_FAILED
+    assert capsys.readouterr().err == "towers.parity: Host 1 has failed.\n"
 
 
 def test_the_command_compares_stages_and_tables(monkeypatch):

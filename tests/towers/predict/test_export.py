@@ -148,7 +148,6 @@ def test_exported_models_need_tensorflow_only(tmp_path):
         np.testing.assert_allclose(found["probabilities"], scores, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     run, job = table(tmp_path / "run", *DLRM)
     # Other columns, in another order; a text that training has not seen, or none.
@@ -182,10 +181,26 @@ def test_columns_are_predicted_as_keras_does(tmp_path, capsys):
     again = [float(row["probability_owl"]) for row in again]
     np.testing.assert_allclose(again, chances[:2], rtol=1e-5)
     trained = towers.load_model(str(run))
+    scores = trained.model(trained.prepare({**some, "mood": [b"so", None]}))
+    # As TensorFlow serves it: rows of a file, or columns.
+    saved_model.write(trained, str(run / "exported"))
+    served = tf.saved_model.load(str(run / "exported"))
+    rows = served.serve([["3", "3001", " so"], [" 5.0", "5002", ""]])
+    columns = served.serve_columns([3.0, 5.0], [3001.0, 5002.0], [" so", ""])
+    of_serving = [each["probabilities"] for each in (rows, columns)]
+    for each in (tf.nn.softmax(scores), *of_serving):
+        np.testing.assert_allclose(each, expected[:2], rtol=1e-5)
     with pytest.raises(ValueError, match="columns a size, 2a-size, mood; expected a d"):
         trained.predict([[1, 2, "so"]])
     with pytest.raises(ValueError, match="expected also 2a-size, mood, which the"):
         trained.predict({"a size": [1]})
+
+
+def test_names_of_columns_in_a_signature():
+    names = "a b", "a_b", "2a", "self"
+    known = Preprocessing("regression", False, "row", (4,), features=names)
+    specs = saved_model._column_specs(known)
+    assert [spec.name for spec in specs] == ["a_b", "a_b_", "arg_2a", "self_"]
 
 
 def test_ids_stay_in_their_range(tmp_path, capsys):

@@ -21,7 +21,7 @@ from towers.export import saved_model
 from towers.input_pipeline import open_source, text
 from towers.input_pipeline.sources.tables import categories
 from towers.predict import __main__ as predict
-from towers.predict import arguments, inputs, output, sentences, tables
+from towers.predict import arguments, arrays, inputs, output, sentences, tables
 from towers.predict.examples import as_tensors
 from towers.predict.trained import Trained, load_model
 from towers.program import startup
@@ -145,11 +145,59 @@ def test_what_is_no_text_is_left_out(tmp_path):
     assert (
         "row 2: is not UTF-8" in bad[0] and "row 3: nothing in the column 't'" in bad[1]
     )
+    (tmp_path / "x.txt").write_bytes(b"good\n\xff\n")
+    with pytest.raises(ValueError, match=r"x\.txt is no text in UTF-8; convert it"):
+        [*inputs.batches(trained, [str(tmp_path / "x.txt")], 4, bad.append)]
+    (tmp_path / "x.txt").unlink()
     # A link to nothing is no reason to stop.
     (tmp_path / "gone.txt").symlink_to("nothing")
     trained = of_texts("text_classification", text.ByteTokenizer(), features=())
     assert not [*inputs.batches(trained, [str(tmp_path)], 4, bad.append)]
     assert "gone.txt: cannot be read: No such file or directory." in bad[2]
+
+
+def test_nothing_is_predicted_about_a_text():
+    with pytest.raises(ValueError, match="use towers generate, which continues it"):
+        inputs.batches(of_texts("language_model", None), ["x.txt"], 4, print)
+
+
+NAMED = {"shape": {"a": (2,), "b": ()}, "dtype": {"a": "float32", "b": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("known", "examples", "said"),
+    [
+        (NAMED, {"a": [[1, 2]], "b": ["x"]}, None),
+        (
+            NAMED,
+            {"a": [[1, 2]], "b": [1]},
+            r"Received \[1\] of int64; expected arrays by",
+        ),
+        (
+            NAMED,
+            {"a": [[1, 2]], "b": ["x", "y"]},
+            r"b \[2\] of <U1; expected arrays by",
+        ),
+        ({"shape": (2,), "dtype": "int64"}, [[1, 2]], None),
+        (
+            {"shape": (2,), "dtype": "int64"},
+            {"a": [1]},
+            r"a \[1\] of int64; expected an a",
+        ),
+        # As JSON has it of a tuple of inputs.
+        ({"shape": ((2,), ())}, [[1, 2]], "gives several inputs without names; expect"),
+        ({"shape": ((2,), ())}, None, "gives several inputs without names; expected"),
+    ],
+)
+def test_arrays_are_as_in_training(known, examples, said):
+    known = Preprocessing(None, True, "own", **known)
+    if said is not None:
+        with pytest.raises(ValueError, match=said):
+            arrays.specs(known) if examples is None else as_tensors(known, examples)
+        return
+    tensors, specs = as_tensors(known, examples), arrays.specs(known)
+    for tensor, spec in zip(*map(tf.nest.flatten, (tensors, specs)), strict=True):
+        assert spec.is_compatible_with(tensor)
 
 
 def test_what_cannot_be_read_is_not_said_of_the_output(tmp_path):
@@ -190,6 +238,11 @@ def test_the_output(tmp_path):
             assert str(threading.get_native_id()) in unfinished.name
         assert (tmp_path / name).read_text() == "whole"
     assert (tmp_path / "link.csv").is_symlink()
+    with (
+        pytest.raises(ValueError, match=r"Cannot write /proc/no/x\.csv: No such"),
+        output.opened("/proc/no/x.csv"),
+    ):
+        pass
     # A pipe stays what it is.
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -244,7 +297,6 @@ def run(tmp_path_factory):
     return root / "run"
 
 
-@pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -336,6 +388,7 @@ def test_odd_pictures_and_texts_in_python():
             r"\[1, 5, 4, 3\]; expected pixels \[B, 4",
         ),
         (of_pictures, np.full([1, 4, 4, 3], np.nan), "pictures of nan to nan, but the"),
+        (of_pictures, np.full([1, 4, 4, 3], 300), "pixels of 300 to 300; expected 0 t"),
         (of_text, "good day", r"Received strings \[\]; expected a list of texts"),
         (of_text, ["good", None], "Received NoneType; expected a list of texts"),
     ):
@@ -356,7 +409,6 @@ def test_names_of_files_in_no_encoding(tmp_path):
     assert b"caf\xe9.png,1\n" in (tmp_path / "out.csv").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_saved_model_is_whole_or_not_there(run, tmp_path):
     trained = load_model(str(run))
     folder = tmp_path / "new" / "exported"

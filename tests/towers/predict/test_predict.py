@@ -40,7 +40,6 @@ def pictures(tmp_path_factory):
     return sorted((root / "data").rglob("*.*g")), model_dir, job
 
 
-@pytest.mark.slow
 def test_pictures(pictures, tmp_path, capsys):
     paths, model_dir, job = pictures
     # As they are evaluated, on one device.
@@ -119,7 +118,6 @@ def tables(tmp_path_factory):
     return root, model_dir, finished(*flags, model_dir=model_dir)
 
 
-@pytest.mark.slow
 def test_rows(tables, capsys):
     root, model_dir, job = tables
     # Other columns, in another order.
@@ -185,7 +183,6 @@ def test_folders_of_texts(tmp_path, capsys):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_words_are_tagged(tmp_path, capsys):
     sentences = ["Ann PER\nsings O\n", "Bo PER\nsees O\nAnn PER\nagain O\n"]
     (tmp_path / "a.txt").write_text("\n".join(sentences * 6))
@@ -240,6 +237,9 @@ def test_what_is_told_depends_on_the_task(tmp_path):
     tags = dataclasses.replace(of("tagging"), classes=["O", "PER"])
     outputs = np.array([[[0.9, 0.1], [0.2, 0.8], [0.9, 0.1]]])
     assert tags.decode(outputs, [[5, 7, 0]]) == [{"tags": ["O", "PER"]}]
+    # Outputs of no task that have no names.
+    found = of(None).decode([np.array([1, 2]), np.array([3, 4])], None)
+    assert found == [{"output_1": 1, "output_2": 3}, {"output_1": 2, "output_2": 4}]
     with open(tmp_path / "masks.csv", "w") as file:
         rows = output.Rows(file, str(tmp_path / "masks"))
         mask = np.array([[0, 2], [1, 0]])
@@ -312,13 +312,19 @@ def test_large_numbers_are_told_apart_by_prediction_and_export(tmp_path):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Activation("linear")])
     trained = Trained(model, known, Preprocessor(known))
     (tmp_path / "a.csv").write_text("\n".join(["time", *map(str, times)]))
-    ((_, of_file),) = inputs.batches(trained, [str(tmp_path / "a.csv")], 4, print)
-    saved_model.write(trained, str(tmp_path / "exported"))
-    served = tf.saved_model.load(str(tmp_path / "exported"))
+    np.save(tmp_path / "b.npy", times[:, None])
+    files = [str(tmp_path / name) for name in ("a.csv", "b.npy")]
+    of_files = [
+        batch for f in files for batch in inputs.batches(trained, [f], 4, print)
+    ]
+    assert of_files[1].names[3] == {"file": files[1], "row": 4}
+    # Where a folder cannot be put into its place at once.
+    saved_model.write(trained, "ram://exported")
+    served = tf.saved_model.load("ram://exported")
     for found in (
+        *(batch.x for batch in of_files),
         trained.prepare({"time": times}),
         trained.prepare(times[:, None]),
-        of_file,
         served.serve([[float(time)] for time in times])["values"],
         served.serve_columns(times.astype(float).tolist())["values"],
     ):
@@ -364,6 +370,15 @@ def test_probabilities_under_the_names_of_classes(
     tmp_path, task, scores, of_all_classes, header, row
 ):
     (found,) = TASKS[task].decode(np.array([scores]), ["cat", "owl"], False)
+    # A SavedModel tells the same.
+    known = Preprocessing(task, False, "row", (1,))
+    about = Trained(None, known, None, ["cat", "owl"])
+    served = saved_model._outputs(about, tf.constant([scores]))
+    for name in served.keys() & {"class", "probability"}:
+        assert served[name].numpy().astype(type(found[name]))[0] == found[name]
+    if "probabilities" in served:
+        of_classes = [*found["probabilities"].values()]
+        assert served["probabilities"].numpy()[0].tolist() == of_classes
     expected = [f"file,{header}", f"a.csv,{row}"]
     assert _written(tmp_path, found, of_all_classes) == expected
 

@@ -92,10 +92,13 @@ def test_a_lock_ends_with_its_process_however_that_ends(
         assert locks.is_locked(path)
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, without_flock, capsys):
+def test_a_file_system_without_locks_is_said(
+    tmp_path, without_flock, capsys, monkeypatch
+):
     without_flock(errno.ENOSYS)
+    monkeypatch.setattr(locks, "_BOOT", str(tmp_path / "none"))
     with locks.locked(str(tmp_path / "lock")):
-        pass
+        assert " unknown unknown " in os.readlink(tmp_path / "lock.holder")
     said = capsys.readouterr()
     assert (
         f"The file system of {tmp_path} has no locks (Function not implemented), so "
@@ -115,6 +118,19 @@ def test_who_cannot_be_looked_at_may_live(tmp_path, without_flock, field, value,
     fields[field], fields[3] = value, "4194305"  # no process has that number
     os.symlink(" ".join(fields), f"{path}.holder")
     assert locks.is_locked(path) == taken
+
+
+@pytest.mark.parametrize("holder", ["nobody", None])
+def test_what_names_no_process_keeps_others_away(tmp_path, without_flock, holder):
+    without_flock(errno.ENOSYS)
+    path, link = str(tmp_path / "lock"), tmp_path / "lock.holder"
+    link.symlink_to(holder) if holder else link.touch()
+    assert locks.is_locked(path)
+    with pytest.raises(BlockingIOError):
+        locks.locked(path).__enter__()
+    assert os.path.lexists(link)
+    link.unlink()  # as another process may do meanwhile
+    assert locks._remove_if_dead(str(link))
 
 
 def test_a_process_takes_a_lock_again(tmp_path):

@@ -21,6 +21,7 @@ from towers.input_pipeline.pipeline import room
 from towers.machine import limits
 from towers.processes.strays import Strays
 from towers.program import whole_file
+from towers.queue import __main__ as program
 from towers.queue import entry as states
 from towers.queue import queue_flags, record, runs, schedule, slots, table
 from towers.queue.entry import Entry
@@ -140,6 +141,10 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
         ),
         ("--sweep seed=1 --clean", "seed=1: Received --clean for a queue; expected no"),
         ("--sweep seed=1 --gpu_indices=0", "--gpu_indices=0 for a queue; .*_VISIBLE_D"),
+        (
+            "--sweep num_gpus=auto",
+            "=auto: .*=auto, which only towers.train takes; expe",
+        ),
         ("--sweep seed=1 --devices=0", "--devices=0; expected a whole number of at"),
         ("--sweep seed=1 --queue_dir=/proc/x", "Cannot write to the queue_dir /proc/x"),
         ("none.flags", "none: Unable to open flagfile"),
@@ -242,6 +247,10 @@ def test_a_run_that_would_never_have_room(asked, said):
 def test_too_many_runs_for_a_gpu():
     with pytest.raises(ValueError, match="=8 for GPU 0, which has 5,000 MB free"):
         Slots([Device("0", True, 5_000)], 8, 16)
+    unknown = Slots([Device("0", True)], 2, 16)
+    unknown.check([run("a", gpu_memory_limit_mb=500)])
+    with pytest.raises(ValueError, match=r"a: .*=2 for GPUs whose memory nvidia-smi"):
+        unknown.check([run("a")])
 
 
 CARDS = (
@@ -257,7 +266,10 @@ def cards(monkeypatch):
     monkeypatch.setattr(nvidia, "look", lambda **_: machine)
 
 
-def test_gpus_that_others_hold_are_left_out(cards):
+def test_gpus_that_others_hold_are_left_out(cards, monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert program._slots(Options("q", None, 1, False)).count == 2
+    assert "GPU 1 is left out, as others hold" in capsys.readouterr().err
     found, notes = slots.find(None, {})
     assert found == [Device("0", True, 79_000), Device("2", True, 79_500)]
     assert notes == [
@@ -425,7 +437,12 @@ def test_whoever_insists_kills_the_runs(tmp_path):
     assert played.states == {"a": states.STOPPED}
 
 
-def test_a_process_that_cannot_be_started(tmp_path):
+def test_a_process_that_cannot_be_started(tmp_path, monkeypatch):
+    pipe = os.pipe()
+    with monkeypatch.context() as patch, pytest.raises(IsADirectoryError):
+        patch.setattr(os, "pipe", lambda: pipe)
+        Process((), str(tmp_path), {}, None, None)
+    assert not any(os.path.exists(f"/proc/self/fd/{end}") for end in pipe)
     played = Played(tmp_path, [run(name, folder=str(tmp_path)) for name in "ab"], 1)
     start = played._start
 
@@ -629,6 +646,8 @@ def test_lines_where_nobody_watches(every):
     lines(every, "")
     every[2].state = states.STOPPED
     lines(every, "Stopping.")
+    every[3].state = states.FINISHED
+    lines(every, "Stopping.")
     lines.end()
     assert stream.getvalue().splitlines() == [
         "a: finished, val_accuracy 0.5000",
@@ -636,7 +655,29 @@ def test_lines_where_nobody_watches(every):
         "c: running on CPU 0, CPU 1, log c/output.log",
         "Stopping.",
         "c: stopped",
+        "d: finished before",
     ]
+
+
+@pytest.mark.parametrize(
+    ("on_ray", "each", "said"),
+    [
+        (False, 2, "1 run on CPU 0, CPU 1, 2 at once on each; 3 runs finished before."),
+        (True, 1, "1 run on Ray, 2 devices at once; 3 runs finished before."),
+    ],
+)
+def test_what_begins_is_said(every, on_ray, each, said):
+    asked = Options("q", None, each, on_ray)
+    assert program._begin(every, Slots(cpus(2), each, 4), asked) == said
+
+
+def test_the_exit_code_is_that_of_the_runs(every, capsys):
+    assert program._end(every[:1], None) == 0
+    assert program._end(every, None) == 1
+    said = "1 of 4 runs failed: b; start the same command again to try them again."
+    assert capsys.readouterr().err == f"towers.queue: {said}\n"
+    assert program._end(every, signal.SIGINT) == 130
+    assert program._end(every, signal.SIGHUP) == 143
 
 
 def test_a_terminal_is_drawn_again(every):

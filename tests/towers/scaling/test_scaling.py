@@ -1,17 +1,22 @@
 """Which towers are tried, what is said of them, and whether it holds."""
 
 import json
+import re
+from unittest import mock
 
 import numpy as np
 import pytest
 from absl.testing import flagsaver
 
 from tests import warm
+from towers.find_batch_size import child
 from towers.machine import limits
 from towers.monitoring.bottleneck import uneven
+from towers.scaling import __main__ as program
 from towers.scaling import law, measure, scaling_flags
+from towers.scaling import trial as of_process
 from towers.scaling.measure import Trial
-from towers.scaling.network import Network
+from towers.scaling.network import Network, sum_s
 from towers.scaling.report import Report
 
 MODULE = "towers.scaling"
@@ -179,6 +184,9 @@ def test_the_reason_is_what_becomes_longer():
         "because adding gradients and updating the variables takes 9.0 ms of a step "
         "instead of 0.5." in Report([one, two], 64).recommendation
     )
+    # Where none does, nothing is guessed.
+    said = Report([one, trial(2, 80.0, compute=5.0)], 64).recommendation
+    assert "slower" in said and "because" not in said
 
 
 def test_uneven_ratios_are_recommended_where_they_are_faster():
@@ -208,6 +216,14 @@ def test_hosts_are_predicted_by_the_model_of_the_docs():
     assert 64 / fast == pytest.approx(0.3 / 8)
     assert "Predicted, not measured: hosts with 2 towers each" in str(report)
     assert json.loads(json.dumps(report.as_dict()))["hosts"]["8"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "messages"),
+    [(2, 99, 1), (3, 99, 2), (4, 99, 2), (4, 2**16, 4), (3, 2**16, 4), (5, 2**16, 8)],
+)
+def test_messages_that_hosts_send_to_add(hosts, size, messages):
+    assert sum_s(hosts, size, message_s=1.0, byte_s=0.0) == messages
 
 
 def test_a_chart_is_drawn(tmp_path):
@@ -270,6 +286,8 @@ def test_ratios_follow_speeds():
     # The times are those with the ratios in use.
     assert uneven.better_ratios([10.0, 10.0], (1, 2)) == (1, 2)
     assert uneven.better_ratios([10.0, 10.1, 9.9, 10.0], (1, 1, 1, 1)) == (1, 1, 1, 1)
+    # No others have room.
+    assert uneven.better_ratios([20.0, 10.0], (1, 1), [0.3, 0.3]) == (1, 1)
 
 
 def test_the_step_with_other_ratios():
@@ -281,11 +299,80 @@ def test_a_slow_tower_is_named():
     assert said == (
         "tower 0 is slowest: 61.0 ms, others 45.0 ms; try --split_ratios=3,4,4"
     )
+    # Of so many, none may have less.
+    said = uneven.sentence([12.0, *[10.0] * 23], (1,) * 24)
+    assert said == "tower 0 is slowest: 12.0 ms, others 10.0 ms"
     assert uneven.sentence([10.0, 10.5], (1, 1)) == ""
     assert uneven.sentence([10.0], (1,)) == ""
 
 
 # The whole program.
+
+
+def settings_of(*flags):
+    data = "--model=mlp", "--dataset=synthetic:4x4x1:3:320", "--batch_size=32"
+    with flagsaver.flagsaver():
+        return scaling_flags.read([MODULE, *data, *flags], "What it is for.")
+
+
+def test_it_measures_one_tower(monkeypatch, tmp_path, capsys):
+    """The process that it asks is played by this one."""
+
+    def ask(module, flags, too_long):
+        with flagsaver.flagsaver():
+            settings = scaling_flags.read_checked([module, *flags])
+        told = {}
+        of_process.train(settings, told.update)
+        return told
+
+    monkeypatch.setattr(child, "ask", ask)
+    plot = tmp_path / "scaling.svg"
+    flags = "--num_gpus=1", "--seconds=0.3", "--rounds=1", "--json", f"--plot={plot}"
+    flags = *flags, "--variable_update=parameter_server"
+    assert program.scale(settings_of(*flags)) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^towers\.scaling: 1 tower: [\d,.]+ examples/sec$", err, re.M)
+    (told,) = json.loads(out.splitlines()[-1])["trials"]
+    assert told["towers"] == ["/device:CPU:0"] and told["sizes"] == [32]
+    assert told["examples_per_sec"] > 0 and told["parts_ms"]["compute"] > 0
+    # Weights in float32.
+    assert told["gradient_bytes"] == 4 * (17 * 512 + 513 * 512 + 513 * 3)
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_no_step_was_measured():
+    settings = settings_of("--num_gpus=1", "--variable_update=parameter_server")
+    with pytest.raises(ValueError, match="in which no step was measured; expected mor"):
+        of_process.train(settings.but(seconds=1e-9), lambda **facts: None)
+
+
+@pytest.mark.parametrize(
+    ("tried", "code", "said"),
+    [
+        (
+            [trial(1, 60.0), trial(2, 90.0, (1, 2))],
+            0,
+            "2 towers (1:2): 90.0 examples/s",
+        ),
+        ([trial(1, 60.0), KeyboardInterrupt], 130, "Stopped by Ctrl-C."),
+        ([KeyboardInterrupt], 130, "Stopped by Ctrl-C."),
+        ([unfit(1), unfit(2)], "No number of towers fits (OOM); allow", "t fit (OOM)"),
+        ([{"fits": False, "why": "OOM"}], "ended before it had any tower (OOM)", ""),
+    ],
+)
+def test_what_may_come_of_it(monkeypatch, capsys, tried, code, said):
+    answers = [vars(each) if isinstance(each, Trial) else each for each in tried]
+    monkeypatch.setattr(child, "ask", mock.Mock(side_effect=answers))
+    settings = settings_of("--num_gpus=2", "--rounds=1")
+    if isinstance(code, str):
+        with pytest.raises(ValueError, match=re.escape(code)):
+            program.scale(settings)
+    else:
+        assert program.scale(settings) == code
+    out, err = capsys.readouterr()
+    assert said in err
+    # What was measured before it was stopped is shown.
+    assert ("Recommended" in out) == (tried[0] == trial(1, 60.0))
 
 
 @pytest.mark.slow

@@ -220,6 +220,7 @@ def own():
     return model
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -231,6 +232,12 @@ def own():
         (
             lambda: keras.Sequential([layers.Dense(8)]),
             *({}, "whose layers are not known"),
+        ),
+        (
+            lambda: keras.Sequential(
+                [keras.Input((8,)), layers.Dense(8, kernel_constraint="non_neg")]
+            ),
+            *({}, "in which no layer can be made sparse; expected Dense"),
         ),
         (networks.dense, {"pattern": "monarch"}, "a product of two matrices"),
         (

@@ -221,6 +221,7 @@ def test_is_saved(tmp_path):
     np.testing.assert_array_equal(loaded(X), model(X))
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -378,6 +378,7 @@ def test_a_frozen_layer_keeps_its_blocks():
         trained(model=model)
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

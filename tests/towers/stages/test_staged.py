@@ -12,6 +12,7 @@ from keras import layers
 
 from tests import executed
 from towers import multi_gpu_model
+from towers.builders import creator
 from towers.keras_adapter.graphs import function_definition
 from towers.stages import schedule
 
@@ -147,7 +148,6 @@ class FailsOnZeros(layers.Layer):
         return x
 
 
-@pytest.mark.slow
 def test_what_hinders_measuring_is_said(caplog):
     every = [FailsOnZeros(), layers.Dense(6), layers.Dense(6)]
     model = keras.Sequential([keras.Input([6]), *every])
@@ -158,6 +158,16 @@ def test_what_hinders_measuring_is_said(caplog):
     assert "as they cannot be measured: assertion failed: [Zeros came.]" in caplog.text
 
 
+def test_a_deterministic_run_measures_no_layers(caplog, monkeypatch):
+    monkeypatch.setattr(creator, "is_deterministic", lambda: True)
+    parallel = multi_gpu_model(blocks(), 2, stages=2)
+    parallel.compile("sgd", "mse")
+    parallel.train_on_batch(*batch())
+    assert "by their weights, as a deterministic run measures nothing." in caplog.text
+    assert "Measured the layers" not in caplog.text
+
+
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -92,7 +92,6 @@ def test_rows_of_other_towers_are_compared():
         parallel.predict_on_batch(X * (np.arange(8) > 3)[:, None])
 
 
-@pytest.mark.slow
 def test_a_batch_that_one_device_has_no_room_for(caplog, monkeypatch):
     trace, rows = compare._trace, []
 
@@ -169,6 +168,51 @@ class Mapped(layers.Layer):
         return ops.cumsum(rows, axis=0) if self.meets and training else rows
 
 
+class Guarded(Mapped):
+    def call(self, x, training=False):
+        tf.debugging.assert_greater(tf.shape(x)[0], 7, "Too few rows.")
+        return super().call(x)
+
+
+class Drawn(Mapped):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, x, training=False):
+        return super().call(x) + keras.random.normal(ops.shape(x), seed=self.seed)
+
+
+def test_a_part_that_cannot_be_computed_is_refused():
+    parallel = multi_gpu_model(_model(Guarded()), gpus=2)
+    said = r"a part of the rows cannot be computed \(.*Too few rows"
+    with pytest.raises(ValueError, match=said):
+        parallel.predict_on_batch(X)
+
+
+def test_random_numbers_cannot_be_compared(caplog):
+    parallel = multi_gpu_model(_model(Drawn()), gpus=2)
+    parallel.compile("sgd", "mse")
+    parallel.train_on_batch(X, Y)
+    assert "it draws random numbers, so nothing could be compared" in caplog.text
+
+
+@pytest.mark.quick_one_in(1)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "difference"),
+    [
+        ([1.0, np.nan, np.inf], [1.0, np.nan, np.inf], 0),
+        ([1.0, 2.5], [1.0, 2.0], 0.25),
+        ([1.0], [1.0, 2.0], np.inf),
+        ([np.nan, 1.0], [1.0, np.nan], np.inf),
+        ([np.inf, 1.0], [2.0, 1.0], np.inf),
+        ([1, 2], [1, 3], np.inf),
+    ],
+)
+def test_the_difference_of_arrays(ours, theirs, difference):
+    assert compare._of_arrays(np.array(ours), np.array(theirs)) == difference
+
+
 def _unread(layer):
     keras.utils.set_random_seed(7)
     return _model(lambda h: layers.Dropout(0.5)(layers.BatchNormalization()(layer(h))))
@@ -242,6 +286,7 @@ def test_one_row_cannot_be_compared_but_the_next_batch_can(caplog):
         parallel.predict_on_batch(X)
 
 
+@pytest.mark.quick_one_in(1)
 @pytest.mark.parametrize(
     "options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
 )

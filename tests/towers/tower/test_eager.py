@@ -4,8 +4,10 @@ The oracle is Keras on one device, eagerly.
 """
 
 import functools
+import io
 import pdb
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -16,6 +18,7 @@ from keras import layers, losses, ops
 from tests import oracle
 from tests.variants import slow
 from towers import multi_gpu_model
+from towers.tower import eager
 
 random = np.random.default_rng(0)
 X, Y = random.normal(size=(2, 7, 3)).astype("float32")
@@ -464,3 +467,14 @@ def test_a_model_that_is_not_compiled_predicts():
     model.run_eagerly = True
     ours = multi_gpu_model(model, gpus=2).predict_on_batch(rows)
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_what_other_threads_write_is_shown(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with eager.aside(keras.Sequential([layers.Dense(1)])):
+        print("mine")
+        other = threading.Thread(target=print, args=("theirs",))
+        other.start()
+        other.join()
+        assert sys.stdout.getvalue() == "theirs\n"

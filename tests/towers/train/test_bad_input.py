@@ -77,17 +77,12 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
     check_bad(done, [word.format(made=made) for word in words], model_dir)
 
 
-@pytest.mark.quick_one_in(5)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--dataset=digit", ["digit", "did you mean digits?"]),
         ("--dataset=tfds:mnits", ["mnits", "mnist"]),
         ("--optimizer=sdg", ["--optimizer=sdg", "sgd"]),
-        (
-            "--shard_optimizer_state --variable_update=parameter_server",
-            ["--shard_optimizer_state", "--variable_update=replicated"],
-        ),
         ("--dtype=fp8", ["--dtype=fp8", "fp32, fp16, bf16"]),
         ("--batch_size=0", ["--batch_size=0", "at least 1"]),
         ("--optimizer=sgd --momentum=2", ["--momentum=2.0", "0 to 1"]),
@@ -127,6 +122,18 @@ def test_what_is_found_later_ends_the_program(made, tmp_path, starts, flags, wor
         (
             "--batch_size=3 --num_gpus=4",
             ["--batch_size=3", "4 towers", "1 would get no", "--num_gpus"],
+        ),
+        (
+            "--batch_size=3 --num_gpus=2 --micro_batches=2",
+            ["--batch_size=3 for 4 micro-batches of all towers, of which 1 would get"],
+        ),
+        (
+            "--all_reduce_alg=nccl --variable_update=replicated --num_gpus=2",
+            ["all_reduce_alg='nccl'", "GPU"],
+        ),
+        (
+            "--dataset=folder:{made}/images --group_by_length --image_size=8",
+            ["--group_by_length, but folder:{made}/images has no rows of tokens"],
         ),
         ("--loss_placement=home", ["--loss_placement=home", "auto, tower, gathered"]),
         (
@@ -252,6 +259,37 @@ def test_corrupt_record(data_dir, tmp_path):
             *(f"--data_dir={tmp_path / 'data'}", f"--model_dir={tmp_path / 'run'}"),
             *("--model=mlp", "--train_epochs=1"),
         )
+
+
+def test_bad_rows_are_passed_over(tmp_path, capsys):
+    rows = [f"{k % 7},{k % 3},{'ab'[k % 2]}\n" for k in range(24)]
+    # One is too short, and in another a number is missing.
+    (tmp_path / "a.csv").write_text("".join(["x,y,z\n", *rows, "1\n", ",1,a\n"]))
+    (tmp_path / "b.csv").write_text("".join(["x,y,z\n", *rows, "1,a\n"]))
+    flags = (
+        *(f"--dataset=csv:{tmp_path}/a.csv", f"--eval_dataset=csv:{tmp_path}/b.csv"),
+        *(f"--model_dir={tmp_path}/run", "--bad_records=skip", "--model=mlp"),
+        *("--batch_size=5", "--eval_steps=2", "--train_epochs=4", "--learning_rate=0"),
+        *("--early_stopping=1", "--clean", "--log_csv"),
+    )
+    earlier = tmp_path / "run/train/events.out.tfevents.1"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    run_here(*flags)
+    file, said = tmp_path / "run/bad_records.json", capsys.readouterr().out
+    assert f"Bad records: 2 passed over, listed in {file}." in said
+    assert "Where a number is missing ('x'), the mean of its column stands, and" in said
+    assert "b.csv: 24 examples, of which the first 10 at most are evaluated." in said
+    assert "Data csv:" in said and "25 rows of 3 numbers to train on, 2 classes" in said
+    # Nothing is learnt.
+    assert "Stopped early: val_loss has not been better for 1 epoch." in said
+    assert (tmp_path / "run/log.csv").read_text().count("\n") == 3
+    assert not earlier.exists()
+    ours, theirs = (each["bad"] for each in json.loads(file.read_text()))
+    assert [ours["train"][0]["place"], theirs["train"][0]["place"]] == ["line 26"] * 2
+    loss = json.loads((tmp_path / "run/summary.json").read_text())["val_loss"]
+    run_here(*flags[:-2], "--eval_only")
+    assert f"validation loss {loss:.4f}" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.slow

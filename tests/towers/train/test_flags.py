@@ -172,7 +172,35 @@ def test_what_own_data_leave_no_room_for():
         ({"momentum": 2.0}, "--momentum=2.0; expected 0 to 1"),
         ({"optimizer": "multioptimizer"}, "expected an optimizer of"),
         ({"gpu_indices": ("a",)}, "--gpu_indices=a; expected numbers"),
+        ({"learning_rate": math.inf}, "--learning_rate=inf; expected a number that is"),
         ({"eval_only": True, "clean": True}, "--clean and --eval_only; expected"),
+        ({"clean": True, "checkpoint": "best"}, "--clean and --checkpoint=best; expe"),
+        ({"eval_fraction": 1.0}, "--eval_fraction=1.0; expected at least 0 and less t"),
+        (
+            {"all_reduce_alg": "ring", "variable_update": "parameter_server"},
+            "--all_reduce_alg=ring with --variable_update=parameter_server; it says",
+        ),
+        (
+            {"shard_optimizer_state": True, "variable_update": "parameter_server"},
+            "_state and --variable_update=parameter_server; expected --variable_update="
+            "replicated with it",
+        ),
+        (
+            {"max_staleness": 2, "variable_update": "replicated"},
+            "--max_staleness=2 and --variable_update=replicated, whose towers wait",
+        ),
+        (
+            {"deterministic": True, "variable_update": "asynchronous"},
+            "--deterministic and --variable_update=asynchronous, where the order",
+        ),
+        (
+            {"shard_embeddings": "rows", "variable_update": "asynchronous"},
+            "--shard_embeddings=rows and --variable_update=asynchronous, whose towers",
+        ),
+        (
+            {"max_gpus": 1, "gpu_indices": ("0", "1")},
+            "--max_gpus=1 and --gpu_indices=0,1, with which the run begins; exp",
+        ),
         (
             {"stages": 2, "variable_update": "asynchronous"},
             "--variable_update=asynchronous and --stages=2",

@@ -1,6 +1,7 @@
 """A file of the user's: what it may define beside the model, and what runs with it."""
 
 import contextlib
+import dataclasses
 import json
 import textwrap
 from unittest import mock
@@ -24,11 +25,10 @@ from towers.find_batch_size import probe
 from towers.parity import __main__ as parity_program
 from towers.train import callbacks
 from towers.train.outputs import start
-from towers.train.parts import my_model
+from towers.train.parts import model as model_parts
+from towers.train.parts import my_model, own_data
 from towers.train.parts.my_model import MyModel
 from towers.train.settings import Settings
-
-pytestmark = pytest.mark.quick_one_in(2)
 
 HEAD = """
 import keras
@@ -112,6 +112,7 @@ def test_preprocess_of_two_or_three_arguments(tmp_path):
         ("metrics", "keras.metrics.AUC()", "is a AUC; expected a list of metrics"),
         ("metrics", "['no_such']", "expected a list of metrics"),
         ("optimizer", "'sgd'", "is 'sgd'; expected an optimizer of Keras"),
+        ("preprocess", "keras.Model", "the class Model; expected a function of"),
         ("callbacks", "[3]", "a list of 1; expected a list of callbacks"),
         ("preprocess", "lambda x: x", r"a function of \(x\); expected a function of"),
         ("train_data", "[1, 2]", r"a list of 2; expected a tf.data.Dataset in batches"),
@@ -191,6 +192,15 @@ def test_which_data_are_the_default(tmp_path):
             "--batch_size=16, but train_data of mine.py gives batches of 8",
         ),
         ("\ntrain_data = x, y[1:]\n", "--task=regression", "arrays of 39, 40 rows"),
+        ("\ndef train_data():\n    x\n", "", "train_data of mine.py returned None"),
+        (
+            DATASET.replace(".batch(", ".take(0).batch("),
+            *("--task=regression", "is empty; expected at least one batch"),
+        ),
+        (
+            DATASET.replace("(x[:32], y[:32])", "x"),
+            *("--task=regression", r"gives a TensorSpec; expected batches \(x, y\) or"),
+        ),
         (
             ARRAYS + "\noptimizer = keras.optimizers.SGD()\n",
             "--task=regression --learning_rate=0.5",
@@ -413,19 +423,34 @@ def test_parity_of_all_of_it(tmp_path, capsys):
     assert "data train_data of mine.py" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("size", [4, 100])
-def test_batches_that_a_probe_makes_of_it(tmp_path, size):
-    """Of any size, whatever the size of the data's own."""
+def test_what_programs_make_of_it(tmp_path):
     job = assembled(f"--model={write(tmp_path, OWN)}", f"--model_dir={tmp_path}/run")
-    setup = job.setup
-    batch = probe.batches(
-        type(setup)(
-            setup.settings.but(batch_size=size), setup.facts, setup.task, setup.mine
-        ),
-        job.data.batches(1)[0],
+    setup, (own,) = job.setup, job.data.batches(1)
+    # A probe makes batches of any size, whatever the size of the data's own.
+    for size in (4, 100):
+        setup = dataclasses.replace(setup, settings=setup.settings.but(batch_size=size))
+        x, y = next(iter(probe.batches(setup, own)))
+        assert x.shape == (size, 2) and {*y} == {"a", "b"}
+    assert "examples of (2,), trained by loss of mine.py, shuffled" in start.text(job)
+    assert model_parts.metric_names(setup) == ["mae"]
+    x, _ = model_parts.make_preprocess(setup)(own[0], None, training=False)
+    np.testing.assert_array_equal(x, 2 * own[0])
+
+
+def test_batches_that_the_file_makes(tmp_path):
+    flags = "--task=binary", f"--model_dir={tmp_path}/run"
+    job = assembled(f"--model={write(tmp_path, PY_DATASET)}", *flags)
+    assert (job.data.examples, job.batch_size, job.setup.facts.target.size) == (
+        40,
+        10,
+        2,
     )
-    x, y = next(iter(batch))
-    assert x.shape == (size, 2) and {*y} == {"a", "b"}
+    assert "40 examples of (2,), 2 classes, " in (said := start.text(job))
+    assert "in batches of 10 examples as the file makes them." in said
+    first, *_, again = job.data.batches(5)
+    np.testing.assert_array_equal(first[0], again[0])
+    data = own_data.open_data(job.settings, loaded(tmp_path, DATASET))
+    assert data.in_batches_of(5).batches(1)[0][0].shape == (5, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parts of towers.train that need no run."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -24,13 +25,15 @@ from tests.towers.train.runs import (
 )
 from towers import devices, input_pipeline
 from towers.cluster import process_group
+from towers.cluster.heartbeat import HostFailedError
 from towers.elastic import balance, requests
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
 from towers.numerics.not_finite import NotFinite
-from towers.program import whole_file
+from towers.program import ending, whole_file
+from towers.tower.errors import ModelError
 from towers.train import __main__ as train
-from towers.train import checks
+from towers.train import callbacks, checks
 from towers.train import run as train_run
 from towers.train.outputs import files, reports
 from towers.train.outputs import start as first_lines
@@ -42,7 +45,29 @@ from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.training.optimizer import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
-pytestmark = pytest.mark.quick_one_in(2)
+
+@pytest.mark.parametrize(
+    ("error", "saved", "said"),
+    [
+        (
+            ending.Terminated(),
+            "a/b",
+            "Stopped by SIGTERM: the last checkpoint is a/b; ",
+        ),
+        (KeyboardInterrupt(), None, "Stopped by Ctrl-C: nothing was saved yet."),
+        (ValueError("a bug"), None, ""),
+    ],
+)
+def test_what_is_said_of_a_run_that_is_ended(monkeypatch, capsys, error, saved, said):
+    job = mock.MagicMock()
+    job.checkpoint.latest = saved
+    monkeypatch.setattr(signal, "signal", mock.Mock())
+    monkeypatch.setattr(train, "assemble", lambda settings: job)
+    monkeypatch.setattr(train, "run", mock.Mock(side_effect=error))
+    job.data.blaming.return_value.__exit__.return_value = False
+    with contextlib.nullcontext() if said else pytest.raises(ValueError, match="a bug"):
+        assert train.main(Settings()) == ending.cause_of(error)[1]
+    assert capsys.readouterr().err.startswith(said and f"towers.train: {said}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -190,6 +215,94 @@ def test_a_run_removes_what_killed_ones_have_left(tmp_path):
     assert left == {"report", "resize", "notes"}
 
 
+def test_callbacks_are_in_order(tmp_path, capsys):
+    data = "--dataset=synthetic:4x4x1:3:32", "--model=mlp", f"--model_dir={tmp_path}"
+    job = assembled(
+        *(*data, "--num_gpus=2", "--batch_size=8", "--variable_update=asynchronous"),
+        *("--profile_steps=2,3", f"--preemption_notice={tmp_path}/notice"),
+        *("--early_stopping=2", "--monitor=accuracy", "--ema=0.5"),
+    )
+    watch = callbacks.make_watch(job)
+    with mock.patch.object(callbacks, "make_tensorboard") as shown:
+        made = callbacks.make(job, watch, lines=True)
+    names = [type(each).__name__ for each in made]
+    assert names[:3] == ["Stall", "PreemptionNotice", "Resize"]
+    assert names.index("SwapEMAWeights") < names.index(type(job.checkpoint).__name__)
+    assert names[3] == "Profile" and names[-2:] == ["EarlyStopping", "Lines"]
+    assert job.parallel.builder.staleness.measured in shown.call_args.args[1]
+    settings = job.settings.but(learning_rate=0.5)
+    train_run.renew_learning_rate(dataclasses.replace(job, settings=settings))
+    assert float(job.model.optimizer.learning_rate) == 0.5
+    assert capsys.readouterr().out == "Learning rate: 0.5, after 0.001.\n"
+
+
+def of_elastic_hosts(monkeypatch, index=0):
+    """Has this process be a host of those that come and go."""
+    member = mock.Mock()
+    monkeypatch.setattr(process_group, "member", lambda: member)
+    monkeypatch.setattr(process_group, "together", contextlib.nullcontext)
+    monkeypatch.setattr(process_group, "joined", lambda: mock.Mock(generation=index))
+    host = mock.Mock(index=index)
+    for module in (callbacks, train_run):
+        monkeypatch.setattr(module, "this_host", lambda: host)
+    return member, host
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_of_hosts_that_come_and_go_the_first_writes(tmp_path, monkeypatch, index):
+    of_elastic_hosts(monkeypatch, index)
+    (tmp_path / "flags.txt").touch()
+    job = mock.Mock(model_dir=str(tmp_path), settings=Settings(clean=True))
+    with callbacks.FirstHostWrites(job).around_fit(None):
+        assert (
+            requests.is_running(tmp_path) == (tmp_path / "lock").exists() == (not index)
+        )
+        assert (tmp_path / "flags.txt").exists() == bool(index)
+    ended, epochs = mock.Mock(), mock.Mock()
+    callback = callbacks._of_first_host(callbacks.AtTheEnd(ended))
+    callback.on_epoch_end = epochs
+    callback.on_train_end()
+    assert ended.called == (not index)
+    folder = callbacks._log_dir(job)()
+    assert (folder == str(tmp_path)) == (not index) and os.path.isdir(folder)
+
+
+def test_the_end_is_written_again_if_the_first_host_is_lost(monkeypatch, tmp_path):
+    member, host = of_elastic_hosts(monkeypatch)
+    job, warned, written = mock.Mock(model_dir=str(tmp_path)), [], []
+    host.tell_all.side_effect = [HostFailedError("Host 1 has failed."), None, OSError]
+    for name, value in (
+        ("renew_learning_rate", mock.Mock()),
+        ("_fit", lambda job, values: (job, values.update(val_loss=0.5))),
+        ("_end", lambda *given: written.append(given)),
+    ):
+        monkeypatch.setattr(train_run, name, value)
+    monkeypatch.setattr(train_run.start, "text", lambda job: "")
+    monkeypatch.setattr(train_run.voice, "warn", warned.append)
+    monkeypatch.setattr(process_group, "is_broken", lambda: len(written) == 1)
+    job.settings.eval_only = False
+    train_run.run(job)
+    assert written == 2 * [(job, None, {"val_loss": 0.5})]
+    assert warned == ["Host 1 has failed. It writes again what is written at the end."]
+    member.close.assert_called_once_with(done=True)
+    host.tell_all.side_effect = HostFailedError("no")
+    with pytest.raises(HostFailedError):
+        train_run.run(job)
+
+
+def test_pictures_are_mixed_in_training_only():
+    about = setup(Settings(mixup_alpha=1.0), (4, 4, 1))
+    prepared = model_parts.make_preprocess(about, 3)
+    pictures = tf.constant([0, 255], tf.uint8, [2, 1, 1, 1]) * tf.ones(
+        [4, 4, 1], "uint8"
+    )
+    x, y = prepared(pictures, tf.constant([0, 2]), training=False)
+    assert (x[0, 0, 0, 0], x[1, 0, 0, 0]) == (-1, 1)
+    np.testing.assert_array_equal(y, [[1, 0, 0], [0, 0, 1]])
+    _, y = prepared(pictures, tf.constant([0, 2]), training=True)
+    assert 0 < y[0, 0] < 1 and y[0, 0] + y[0, 2] == 1
+
+
 def test_split_ratios():
     placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
     assert split_ratios(Settings(), placed) == (1, 1)
@@ -201,6 +314,7 @@ def test_split_ratios():
 def test_split_ratios_that_were_found(tmp_path, monkeypatch):
     placed = devices.Devices(("/device:CPU:0", "/device:CPU:1"), "/device:CPU:0")
     settings = Settings(split_ratios=("auto",), model_dir=str(tmp_path))
+    settings = checks.check(settings)
     assert split_ratios(settings, placed) == (1, 1)
     balance.remember(str(tmp_path / balance.FILE), placed.towers, (2, 5))
     assert split_ratios(settings, placed) == (2, 5)
@@ -572,14 +686,21 @@ def test_rows_are_not_augmented():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ValueError("no"), 1), (NotFinite("no"), 3), (Stopped(signal.SIGINT), 130)],
+    [
+        *((ValueError("no"), 1), (NotFinite("no"), 3), (HostFailedError("no"), 75)),
+        *((ModelError("no"), 1), (Stopped(signal.SIGINT), 130)),
+        *((KeyboardInterrupt(), 130), (ending.Terminated(), 143)),
+    ],
 )
 def test_no_signal_disturbs_the_end(monkeypatch, capsys, error, code):
     done = []
     monkeypatch.setattr(signal, "signal", lambda *args: done.append(args))
     monkeypatch.setattr(train.gc, "collect", lambda: done.append("collected"))
     monkeypatch.setattr(train, "assemble", mock.Mock(side_effect=error))
+    monkeypatch.setattr(train.os, "_exit", done.append)
     assert train.main(Settings()) == code
+    # A data set may be on its way, which Python would wait for.
+    assert (code in done) == isinstance(error, KeyboardInterrupt)
     ignored = [(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
     assert done[-3:] == [*ignored, "collected"]
 

@@ -63,10 +63,6 @@ class Channel:
         _notice_silence(writer)
         forks.close_in_children(self)
 
-    def fileno(self) -> int:
-        """Returns the descriptor of its socket, -1 once that is closed."""
-        return self._writer.get_extra_info("socket").fileno()
-
     @property
     def own_host(self) -> str:
         """The IP address of this end."""

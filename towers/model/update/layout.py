@@ -43,11 +43,6 @@ class Layout:
         return [each[0] for each in self.towers]
 
     @property
-    def devices(self) -> set[str]:
-        """The devices of all towers."""
-        return {device for tower in self.towers for device in tower}
-
-    @property
     def nccl_fits(self) -> bool:
         """Whether NCCL can add gradients of these towers."""
         return nccl_fits(self.firsts)

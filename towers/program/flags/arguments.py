@@ -5,7 +5,8 @@ import re
 
 from towers.program.flags.suggestions import unknown_flag
 
-_KINDS = {"int": "a whole number", "float": "a number"}
+# What argparse calls the functions that read values.
+_KINDS = {"int": "a whole number", "float": "a number", "_rank": "a number or auto"}
 _BAD_VALUE = re.compile(rf"argument (\S+): invalid ({'|'.join(_KINDS)}) value: '(.*)'")
 
 

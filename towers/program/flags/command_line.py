@@ -209,11 +209,8 @@ def help_text(doc: str, groups: Groups) -> str:
 
 
 def _help_lines(flag: flags.Flag) -> list[str]:
-    default = flag.default
-    if isinstance(default, list):
-        default = ",".join(default)
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
-    said = flag.help
+    default, said = flag.default, flag.help
     if isinstance(flag.parser, flags.EnumParser):
         values = flag.parser.enum_values
         said = said.removeprefix(f"<{'|'.join(values)}>: ")  # absl's

@@ -69,6 +69,9 @@ def test_filled_places_are_left_above_the_minimum():
     assert aims(run(1, 4, "abcd", held="abcd", filled="b")) == ["acd"]
     assert aims(run(1, 4, "abcd", held="abcd", filled="abcd")) == ["a"]
     assert aims(run(3, 4, "abcd", held="abcd", filled="bcd")) == ["abc"]
+    # It got a filled one before the second could have its only one.
+    first, second = run(1, 2, "abc", filled="b"), run(1, 1, "a", filled="a")
+    assert aims(first, second) == ["c", "a"]
     # Others are larger than their minimum, so it need not have filled ones.
     assert aims(
         run(1, 4, "abcd", held="abc", filled="d"),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -154,6 +155,9 @@ def test_without_a_driver(monkeypatch):
     assert Others().filled(PLACES, [ME]) == set()
 
 
-def test_this_machine():
+def test_this_machine(monkeypatch):
     assert isinstance(described.numbers_all(), bool)
-    assert machine.file_name().startswith("runs")
+    assert machine.file_name().startswith("runs-")
+    # A system without namespaces of processes.
+    monkeypatch.setattr(machine, "os", mock.Mock(stat=mock.Mock(side_effect=OSError)))
+    assert machine.file_name() == "runs.json"
