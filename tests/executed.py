@@ -155,7 +155,10 @@ def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
     for op in [*graph.get_operations(), *(traced.get_operations() if traced else ())]:
         for i, output in enumerate(op.outputs):
             if (count := output.shape.num_elements()) is not None:
-                found[f"{op.name}:{i}" if i else op.name] = count * output.dtype.size
+                size = count * output.dtype.size
+                found[f"{op.name}:{i}" if i else op.name] = size
+                # What a function that was called in place returns.
+                found.setdefault(f"{op.name}/Identity{f'_{i}' if i else ''}", size)
     return found
 
 

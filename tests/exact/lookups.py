@@ -64,6 +64,17 @@ def _few_rows(ids):
     return layers.Dense(OUTPUTS)(layers.GlobalAveragePooling1D()(rows))
 
 
+class Positions(layers.Layer):
+    """Looks up the same rows for each example, as a transformer does for positions."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = _embedding(STEPS)
+
+    def call(self, rows):
+        return rows + self.table(ops.arange(ops.shape(rows)[1]))
+
+
 class Picks(layers.Layer):
     """Picks the next table's rows by the rows of the one before."""
 
@@ -199,6 +210,10 @@ MODELS = {
     },
     "rows choose rows": {
         "make": cases._functional(_rows_choose_rows, (STEPS,), dtype="int32"),
+        "optimizer": _OPTIMIZER("Adam"),
+    },
+    "positions": {
+        "make": _mean(_embedding, Positions),
         "optimizer": _OPTIMIZER("Adam"),
     },
     "mixed_float16": {"make": _PLAIN, "policy": "mixed_float16"},

@@ -601,9 +601,9 @@ def is_for_hosts(case):
     """Tells whether a case runs on hosts: the quick ones, and a third of all others.
 
     Hosts add up what their towers have added up, whatever it is. They refuse ragged
-    batches of which each has its own rows, as these cannot be sent.
+    and sparse batches of which each has its own rows, as these cannot be sent.
     """
-    if "ragged" in case.name:
+    if "ragged" in case.name or "sparse inputs" in case.name:
         return False
     if case.group == combinations.GROUP:
         return case in OF_A_KIND.values()

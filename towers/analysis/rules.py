@@ -232,6 +232,19 @@ class Rules:
             raise GraphWanted("a sum that is added without a graph")
         return linear.weighted(value, self._weights[name], fraction)
 
+    def rows_alike(self, name: str, numbers: Sequence[tf.Tensor]) -> bool:
+        """Tells whether all towers look up the same rows of a table, as of positions.
+
+        Args:
+            name: A name to know that by.
+            numbers: The numbers of the rows that were looked up.
+        """
+        if self._reader is not None:
+            kinds = {*map(self._reader.of, numbers)}
+            alike = bool(kinds) and kinds <= {Dependence.NONE}
+            self._found[name] = Dependence.NONE if alike else Dependence.ROWS
+        return self._found.get(name) is Dependence.NONE
+
     def look_at(self, outputs: Any) -> None:
         """Looks whether outputs depend on several examples: `coupling`, `unread`."""
         if self._reader is None:

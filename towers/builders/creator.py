@@ -147,6 +147,21 @@ class VariableCreator:
         with placed, self.copies.creating(), tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
+    def create_apart(self, data: Any) -> None:
+        """Creates the layers' and the optimizer's variables, and cuts what is cut.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
+        model = self.context.model
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        self.build_layers(x)
+        with self._tables_placed(data):
+            if model.compiled and model.optimizer is not None:
+                self.build_optimizer()
+        self.copies.create()
+        self._say_where_tables_lie()
+
     def create_for_prediction(self, x: Any) -> None:
         """Creates what prediction needs; `x` are the inputs of a batch."""
         with self._tables_placed((x, None, None)):

@@ -82,12 +82,13 @@ class Guard:
         gradients: Sequence[Sequence[reduce.Gradient]],
         optimizer: keras.optimizers.Optimizer | None,
         packed: Sequence[reduce.Packed] = (),
-        to_blame: int = 0,
+        of_towers: Sequence[Sequence[reduce.Gradient | None]] = (),
         done: tf.Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[tf.Tensor]:
         """Inside, nothing happens in a step that is stopped.
 
-        What computes the step raises a `tf.errors.OutOfRangeError` then.
+        What computes the step raises a `tf.errors.OutOfRangeError` then. Yields a
+        boolean that is computed only if the step is not stopped.
 
         Args:
             data: Returns the whole batch: a nest of tensors.
@@ -96,8 +97,8 @@ class Guard:
                 is on one device, which together have all.
             optimizer: What is to apply them.
             packed: How they have travelled, where that is what to look at.
-            to_blame: How many of the lists of `gradients`, the first ones, are each a
-                tower's, of which those that are not finite are named.
+            of_towers: The gradients of each tower, of which those that are not finite
+                are named.
             done: How many steps were done before this one. By default the optimizer
                 tells.
         """
@@ -111,13 +112,17 @@ class Guard:
             with tf.device(HOST):
                 good = finite_loss = tf.math.is_finite(loss)
             for joined in map(_joined, filter(None, others)):
-                good &= sum_is_finite(joined)
+                of_device = sum_is_finite(joined)
+                with tf.device(HOST):
+                    good &= of_device
                 parts += joined
             for towers in (buffers for each in packed for buffers in each.parts):
-                good &= sums_are_finite(towers)
+                of_buffers = sums_are_finite(towers)
+                with tf.device(HOST):
+                    good &= of_buffers
             parts += [total for each in packed for total in each.sums]
             skips = finite_loss & _may_overflow(optimizer)
-            blamed = others[:to_blame]
+            blamed = [[g for g in mine if g is not None] for mine in of_towers]
             stop = functools.partial(self._stop, skips, data, optimizer, done, blamed)
 
             def look_closer():
@@ -126,7 +131,7 @@ class Guard:
             with tf.device(HOST):
                 checked = tf.cond(good, lambda: tf.constant(True), look_closer)
         with tf.control_dependencies([checked]):
-            yield
+            yield checked
 
     def on_tower(self, tower: int, values: Any) -> None:
         """Is told on which tower a step was stopped, and what it had computed with."""

@@ -64,7 +64,7 @@ class OptimizerShards:
 
     Attributes:
         hosts: The hosts among whose towers it is divided.
-        with_gradients: Which trainable variables have a gradient, on any tower; known
+        with_gradients: Which of `sharded.targets` have a gradient, on any tower; known
             once the gradients of several hosts are added.
     """
 

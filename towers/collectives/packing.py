@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.devices import HOST, is_gpu
+
 # As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
 # network, small enough to begin while the rest of the gradients are computed.
 BUCKET_BYTES = 25 * 2**20
+# The only type of whole numbers that TensorFlow splits for a GPU.
+INTEGER = tf.int32
 # TensorFlow copies a slice of a tensor unless it begins and ends at such a place.
 _ALIGNED_BYTES = 64
 
@@ -39,11 +43,11 @@ def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
 def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
     """Joins tensors into one flat buffer for each type.
 
-    Each tensor begins at a multiple of 64 bytes, with zeros before it.
+    Each tensor begins at a multiple of 64 bytes, with zeros before it, but for int32.
 
     Args:
-        tensors: Tensors of any shapes and types. What is not dense, or not of a
-            floating type, or `None`, is passed over.
+        tensors: Tensors of any shapes and types. What is not dense, or neither of a
+            floating type nor in int32, or `None`, is passed over.
 
     Returns:
         Buffers of rank 1, in the order in which their types come first.
@@ -84,30 +88,41 @@ def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
 def send(tensors: Sequence[Any], source: str, target: str) -> list[Any]:
     """Moves tensors from one device to another, those that `pack` takes in one piece.
 
-    A device "" is that of the scope.
+    A device "" is that of the scope. A GPU sends what it has in the host's memory from
+    there: whole numbers, such as seeds.
     """
-    with tf.device(source):
-        buffers = pack(tensors)
-    with tf.device(target):
-        return unpack(buffers, tensors)
+    whole = [getattr(tensor, "dtype", None) == INTEGER for tensor in tensors]
+    sent = [*tensors]
+    for kind, device in (False, source), (True, HOST if is_gpu(source) else source):
+        places = [i for i, each in enumerate(whole) if each == kind]
+        with tf.device(device):
+            buffers = pack([tensors[i] for i in places])
+        with tf.device(target):
+            received = unpack(buffers, [tensors[i] for i in places])
+        for i, value in zip(places, received, strict=True):
+            sent[i] = value
+    return sent
 
 
 def fits(tensor: tf.Tensor) -> bool:
-    """Tells whether a tensor can be packed: of a floating type, and a known shape."""
-    return tensor.dtype.is_floating and tensor.shape.is_fully_defined()
+    """Tells whether a tensor can be packed: its type and shape are such."""
+    return _travels(tensor.dtype) and tensor.shape.is_fully_defined()
 
 
 def aligned(dtype: tf.DType) -> int:
     """Returns how many numbers of a type are between two places where tensors begin."""
-    return _ALIGNED_BYTES // dtype.size
+    return 1 if dtype == INTEGER else _ALIGNED_BYTES // dtype.size
+
+
+def _travels(dtype):
+    return dtype.is_floating or dtype == INTEGER
 
 
 def _places(tensors):
     """For each type, where dense tensors of it are."""
     by_type = {}
     for i, tensor in enumerate(tensors):
-        # A GPU cannot split whole numbers, of which a model has few.
-        if isinstance(tensor, tf.Tensor | tf.TensorSpec) and tensor.dtype.is_floating:
+        if isinstance(tensor, tf.Tensor | tf.TensorSpec) and _travels(tensor.dtype):
             by_type.setdefault(tensor.dtype, []).append(i)
     return list(by_type.values())
 

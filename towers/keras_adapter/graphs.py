@@ -1,5 +1,6 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
+import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "DEPENDENT_VARIABLES",
     "FUNCTION_CALL",
     "GRADIENT",
+    "GRADIENT_SCOPE",
     "FunctionDef",
     "GraphDef",
     "NodeDef",
@@ -35,6 +37,7 @@ __all__ = [
     "is_placed",
     "is_stateful",
     "keep_functions",
+    "made_in",
     "may_change",
     "operation_definition",
     "run_in_place",
@@ -54,8 +57,19 @@ GRADIENT = Target(tf.GradientTape, "gradient")
 STOP_RECORDING = Target(tf.GradientTape, "stop_recording")
 """`GradientTape.stop_recording()`."""
 
+GRADIENT_SCOPE = "gradient_tape/"
+"""Where a tape names the gradient of an operation, before the scope of that."""
+
 FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
 """`__call__` of what `tf.function` returns."""
+
+
+@contextlib.contextmanager
+def made_in(graph: tf.Graph) -> Iterator[list[tf.Operation]]:
+    """Fills in the operations of a graph that are made inside."""
+    before, made = len(graph.get_operations()), []
+    yield made
+    made.extend(graph.get_operations()[before:])
 
 
 def is_stateful(operation: tf.Operation) -> bool:
@@ -244,10 +258,16 @@ def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:
             yield from (function.name for function in attribute.list.func)
 
 
-def traced(function: Callable[..., Any], *specs: tf.TypeSpec) -> Callable[..., Any]:
-    """Traces a function, whose operations are on no device but the caller's."""
+def traced(
+    function: Callable[..., Any], *specs: tf.TypeSpec, xla: bool = False
+) -> Callable[..., Any]:
+    """Traces a function, whose operations are on no device but the caller's.
+
+    `xla` tells whether XLA compiles it, anew for each device and each size.
+    """
     with tf.device(None):
-        return tf.function(function, autograph=False).get_concrete_function(*specs)
+        function = tf.function(function, autograph=False, jit_compile=xla or None)
+        return function.get_concrete_function(*specs)
 
 
 def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:

@@ -124,6 +124,26 @@ def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
     return Trainer._aggregate_additional_loss(model, loss)
 
 
+@contextlib.contextmanager
+def measuring(model: keras.Model, inputs: Any, targets: Any) -> Iterator[None]:
+    """Inside, a model's metrics are computed of other inputs and targets."""
+    compute_metrics = model.compute_metrics
+    own = vars(model).get("compute_metrics")
+
+    def measure(x, y, y_pred, sample_weight=None):
+        del x, y
+        return compute_metrics(inputs, targets, y_pred, sample_weight)
+
+    # Not by the model's `__setattr__`, which looks for layers.
+    vars(model)["compute_metrics"] = measure
+    try:
+        yield
+    finally:
+        del vars(model)["compute_metrics"]
+        if own is not None:
+            vars(model)["compute_metrics"] = own
+
+
 def symbolic_build(model: keras.Model, data: Any) -> None:
     """Creates the variables of layers, losses, metrics and optimizer.
 

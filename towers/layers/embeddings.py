@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from towers.devices import is_gpu
+from towers.keras_adapter.graphs import made_in
 from towers.keras_adapter.layers import (
     EMBEDDING_CALL,
     embedding_table,
@@ -53,19 +54,31 @@ def at_home(on_gpu: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_variables() -> Iterator[None]:
-    """Inside, Embedding layers look up rows in the variable, and do not read it."""
-    with patched(EMBEDDING_CALL, _look_up):
-        yield
+def in_variables() -> Iterator[dict[str, tf.Variable]]:
+    """Inside, Embedding layers look up rows in the variable, and do not read it.
+
+    Yields the table of each operation of the graph that looks up rows, or computes
+    their numbers, by its name. Look-ups in shards are not in it.
+    """
+    lookups, graph = {}, tf.compat.v1.get_default_graph()
+    with patched(EMBEDDING_CALL, functools.partial(_look_up, graph, lookups)):
+        yield lookups
 
 
-def _look_up(keras_call, layer, inputs):
+def _look_up(graph, lookups, keras_call, layer, inputs):
     # In a stateless scope, the variable has a value that is not its own.
     own_value = stateless_scope_here() is None
     if not (own_value and _is_plain(layer) and isinstance(inputs, tf.Tensor)):
         return keras_call(layer, inputs)
     table = value_behind(embedding_table(layer))
-    rows = tf.gather(table, not_negative(inputs, table))
+    if (cut := sharded.of(embedding_table(layer))) is not None:
+        flat = tf.reshape(not_negative(inputs, table), [-1])
+        found = cut.join(flat, [rows for rows, _ in cut.look_up(flat)])
+        shape = [*keras.ops.shape(inputs), table.shape[1]]
+        return keras.ops.cast(tf.reshape(found, shape), layer.compute_dtype)
+    with made_in(graph) as made:
+        rows = tf.gather(table, not_negative(inputs, table))
+    lookups.update((op.name, table) for op in made)
     return keras.ops.cast(rows, layer.compute_dtype)
 
 

@@ -1,17 +1,20 @@
 """Which part of a model each operation of a traced tower was made for.
 
 An operation that a layer makes belongs to the layer's part, and the operations of its
-gradient do, too. All others, such as an addition between two layers or the loss, belong
-to the last of the parts that they take something from; see `phases.py`.
+gradient do, too. TensorFlow notes what they are the gradient of; those of a tape are
+named for it. All others, such as an addition between two layers or the loss, belong to
+the last of the parts that they take something from; see `phases.py`.
 """
 
+import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from towers.keras_adapter.graphs import GRADIENT_SCOPE
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 
@@ -22,6 +25,8 @@ class Labels:
     Attributes:
         parts: The part of each operation that a layer of one has made, by name.
         backward: The names of the operations of the gradient.
+        beside: For each of them, the names of operations that it is the gradient of, as
+            far as it is known.
         enclosed: The names of layers that are called inside of an operation, such as a
             loop or a branch.
     """
@@ -30,6 +35,7 @@ class Labels:
         """Notes nothing yet; `layers` has the part of each layer, by its `id`."""
         self.parts: dict[str, int] = {}
         self.backward: set[str] = set()
+        self.beside: dict[str, list[str]] = {}
         self.enclosed: dict[str, None] = {}
         self._layers = layers
         self._within = False
@@ -62,16 +68,40 @@ class Labels:
         finally:
             _here.labels = before
 
+    def forget(self) -> None:
+        """Forgets what was noted, as the tower is traced once more."""
+        for noted in (self.parts, self.backward, self.beside, self.enclosed):
+            noted.clear()
+
+    def _of_scope(self, name, scopes):
+        """The operations of the scope that one of a tape's gradient is named for.
+
+        There are none if these are of several parts.
+        """
+        _, tape, name = name.rpartition(GRADIENT_SCOPE)
+        of_scopes = (scopes[each] for each in _scopes(name) if each in scopes)
+        found = next(of_scopes, []) if tape else []
+        return found if len({self.parts[each] for each in found}) == 1 else []
+
     @contextlib.contextmanager
     def noting_gradients(self) -> Iterator[None]:
         """Inside, gradients are computed."""
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
         with _made() as made:
             yield
+        self.note_gradients(made)
+
+    def note_gradients(self, made: Sequence[tf.Operation]) -> None:
+        """Notes the operations of a gradient, the last ones of their graph."""
         self.backward.update(op.name for op in made)
+        scopes = collections.defaultdict(list)
+        for name in self.parts:
+            for scope in _scopes(name):
+                scopes[scope].append(name)
+        for op in made:
+            self.beside[op.name] = _colocated(op) or self._of_scope(op.name, scopes)
         # A loop is given the lists that it is to keep its values in for its gradient.
-        waiting = [*graph.get_operations()[:before]]
+        every = made[0].graph.get_operations() if made else []
+        waiting = every[: len(every) - len(made)]
         while waiting:
             for tensor in waiting.pop().inputs:
                 if tensor.op.name in self.backward:
@@ -88,6 +118,21 @@ def _made() -> Iterator[list[tf.Operation]]:
         yield made
     finally:
         made.extend(graph.get_operations()[before:])
+
+
+def _colocated(op):
+    try:
+        groups = op.get_attr("_class")
+    except ValueError:
+        return []
+    return [group.decode().removeprefix("loc:@") for group in groups]
+
+
+def _scopes(name):
+    """The scopes that an operation is in, the innermost first."""
+    while "/" in name:
+        name, _, _ = name.rpartition("/")
+        yield name
 
 
 class _Here(threading.local):

@@ -190,6 +190,54 @@ def whole(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list
     return found
 
 
+def gradient(
+    taken: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    *others: Any,
+    **options: Any,
+) -> Any:
+    """Takes a gradient for variables of which some are cut, by `taken`.
+
+    Args:
+        taken: Takes it for variables that are not.
+        tape: The tape.
+        target: What to differentiate.
+        sources: For what: a nest of variables and tensors.
+        *others: As `taken` has them.
+        **options: The same.
+    """
+    flat = tf.nest.flatten(sources)
+    cuts = [*map(_cut_of, flat)]
+    if not any(cuts):
+        return taken(tape, target, sources, *others, **options)
+    parts = [
+        [source] if cut is None else [*cut.shards]
+        for source, cut in zip(flat, cuts, strict=True)
+    ]
+    found = taken(tape, target, parts, *others, **options)
+    joined = [
+        mine[0] if cut is None else None if None in mine else cut.whole_gradient(mine)
+        for mine, cut in zip(found, cuts, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(sources, joined)
+
+
+def _cut_of(source):
+    if isinstance(source, ShardedVariable):
+        # What stands behind a variable, which a user may ask for by its `value`.
+        return source
+    return of(source) if isinstance(source, keras.Variable) else None
+
+
+def sources_of(sources: Sequence[Any]) -> Iterator[Any]:
+    """Yields what a gradient is taken for: variables' shards, and all else as it is."""
+    for source in sources:
+        cut = _cut_of(source)
+        yield from [source] if cut is None else cut.shards
+
+
 def norm(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
     """Returns what stands in for a shard's gradient elsewhere: its norm, a scalar.
 

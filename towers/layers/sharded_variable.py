@@ -14,6 +14,9 @@ import tensorflow as tf
 from towers.devices import HOST
 from towers.keras_adapter.variables import take_identity
 
+# The scope of what puts a whole value together in a graph.
+WHOLE_SCOPE = "whole_of_shards"
+
 
 class ShardedVariable:
     """What stands behind a `keras.Variable`: its value in shards, on several devices.
@@ -184,7 +187,7 @@ class ShardedVariable:
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         # The whole value may not fit where it is wanted.
-        with tf.device(HOST):
+        with tf.device(HOST), tf.name_scope(WHOLE_SCOPE):
             whole = tf.concat([*self.shards], axis=self.axis or 0)
             return tf.cast(tf.reshape(whole, self.shape), dtype or self.dtype)
 

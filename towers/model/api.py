@@ -199,12 +199,13 @@ def multi_gpu_model(
         # Others may come.
         arguments.check_hosts(2, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
+    several = hosts.count > 1 or process_group.member() is not None
     arguments.check_own_steps(
         *(model, loss_placement),
         {
             "stages": (stages, 1),
-            "recompute": (recompute, "none"),
-            "shard_embeddings": (shard_embeddings, "none"),
+            # Of a table that hosts divide, a step cannot look up rows as it stands.
+            **({"shard_embeddings": (shard_embeddings, "none")} if several else {}),
         },
     )
     if shard_optimizer_state:

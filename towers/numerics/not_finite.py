@@ -107,7 +107,7 @@ def _explain_own_step(builder, stopped, raw, given, place, file):
         origin, row = _trace_to_row(origin, raw, given)
     text = (
         f"{_sentence(stopped, place, origin, row)}; the optimizer did not apply this "
-        "gradient, but may have counted the step"
+        "gradient; what the step did before it stays"
     )
     if file is not None:
         text += (

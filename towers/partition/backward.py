@@ -9,6 +9,7 @@ from towers.analysis.kinds import MEAN, NONE, SUM, Dependence, Edge, Total
 from towers.analysis.layer_calls import key
 from towers.analysis.operations import BLOCK_PRODUCTS
 from towers.keras_adapter.graphs import gradient_module
+from towers.layers import sharded
 
 # Their gradients do not take what they have taken.
 _PASS_ON = set(
@@ -40,7 +41,7 @@ def meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
 
 def starts(graph: tf.Graph, sources: Any) -> set[Any]:
     """Returns the keys of what stands for variables and tensors in a graph."""
-    sources = tf.nest.flatten(sources)
+    sources = [*sharded.sources_of(tf.nest.flatten(sources))]
     handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
     found = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
     return found | {
@@ -92,6 +93,15 @@ def hindering(
     if totals(targets, is_total, known) is None:
         return {*found}
     return {name for name, tensor in found.items() if meets([tensor], begin)}
+
+
+def joined(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what a tensor was joined from, in order; itself if from nothing."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type != "ConcatV2":
+        return [tensor]
+    return [part for each in tensor.op.inputs[:-1] for part in joined(each)]
 
 
 def is_custom(op: tf.Operation) -> bool:

@@ -1,6 +1,8 @@
 """Puts together what the towers of all hosts have of a tensor."""
 
+import collections
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -17,14 +19,31 @@ from towers.analysis.kinds import (
     SIZE,
     SUM,
 )
+from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
 from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
 from towers.plan import Plan
 
 
+class Travelled(NamedTuple):
+    """Tensors that towers have sent in one piece, to be added.
+
+    Attributes:
+        names: The keys of the tensors of the traced function.
+        packed: How they have travelled; `places` are those among `names`.
+    """
+
+    names: Sequence[Any]
+    packed: reduce.Packed
+
+
 class Combination:
-    """Makes the whole batch's values of what the towers have, where it is called."""
+    """Makes the whole batch's values of what the towers have, where it is called.
+
+    Attributes:
+        travelled: What has come in one piece.
+    """
 
     def __init__(
         self,
@@ -44,6 +63,7 @@ class Combination:
         self._plan, self._hosts, self._placement = plan, plan.hosts, placement
         self._sizes, self._fractions = sizes, fractions
         self._calls = 0
+        self.travelled: list[Travelled] = []
 
     def __call__(
         self, tensors: Sequence[tf.Tensor], parts: Sequence[Sequence[tf.Tensor]]
@@ -74,11 +94,21 @@ class Combination:
             if any(map(plan.packs, plan.devices)) and self._is_packed(tensor)
         }
         # What is added in turn has a part for each device, all else for each tower.
-        for towers in {len(parts): parts for parts in packed.values()}:
-            mine = {i: each for i, each in packed.items() if len(each) == towers}
+        # Gradients travel by themselves, so that the guard may look at what is sent.
+        groups = collections.defaultdict(dict)
+        for i, of_towers in packed.items():
+            group = len(of_towers), self._placement.is_gradient(tensors[i])
+            groups[group][i] = of_towers
+        for (towers, _), mine in groups.items():
+            names = [key(tensors[i]) for i in mine]
             sources = plan.devices[:: len(plan.devices) // towers]
             of_towers = [*zip(*mine.values(), strict=True)]
-            found = reduce.sum_packed(of_towers, sources, plan.merge, plan.home)
+            found = reduce.sum_packed(
+                *(of_towers, sources, plan.merge, plan.home),
+                seen=lambda each, names=names: self.travelled.append(
+                    Travelled(names, each)
+                ),
+            )
             sums |= zip(mine, found, strict=True)
         return [
             sums[i] if i in sums else self._of_host(tensor, parts[i])
@@ -87,7 +117,8 @@ class Combination:
 
     def _is_packed(self, tensor):
         kind = self._placement.kind(tensor)
-        return packing.fits(tensor) and kind in (MEAN, SIZE, SUM)
+        floating = tensor.dtype.is_floating
+        return floating and packing.fits(tensor) and kind in (MEAN, SIZE, SUM)
 
     def _to_add(self, tensor, parts):
         """The towers' parts of a tensor of known shape, which add up to the batch's."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -11,7 +11,8 @@ from towers.analysis.axes.own import Decided
 from towers.analysis.kinds import ROWS, SUM
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
-from towers.partition.combined import Combination
+from towers.devices import HOST, is_gpu
+from towers.partition.combined import Combination, Travelled
 from towers.partition.errors import PartitionError, where
 from towers.partition.phases import Phase, phases
 from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
@@ -28,11 +29,29 @@ class Observer(NamedTuple):
     Attributes:
         computed: Is told what towers have computed last: a list for each device.
         gradients: Makes the context in which gradients of variables are used. It takes
-            each tower's parts of them, a list for each tower, and their sums.
+            each tower's parts of them, a list for each tower; their sums; and which of
+            these have travelled packed. It yields what has to be there before.
     """
 
     computed: Callable[[Sequence[Sequence[tf.Tensor]]], None]
     gradients: Callable[..., AbstractContextManager]
+
+
+class Execution(NamedTuple):
+    """How a call of a partitioned function is executed.
+
+    Attributes:
+        usual_rows: Number of examples of most batches, if that is known.
+        towers_by_xla: Whether XLA compiles what towers compute.
+        updates_by_xla: Whether it compiles what optimizers do.
+    """
+
+    usual_rows: int | None = None
+    towers_by_xla: bool = False
+    updates_by_xla: bool = False
+
+
+PLAINLY = Execution()
 
 
 class Copied(NamedTuple):
@@ -78,6 +97,8 @@ def judge(
     copied: Callable[[Trace], Copied | None] = lambda trace: None,
     loss_placement: str = "auto",
     updates_apart: bool = False,
+    home: str = HOST,
+    recomputed: Mapping[int, int] | None = None,
 ) -> Verdict:
     """Traces a function of a batch, and decides what becomes of its operations.
 
@@ -88,23 +109,29 @@ def judge(
         loss_placement: Where examples meet: "auto" is at home, on the rows of all
             towers. "tower" is on each tower, which takes its rows for the batch.
         updates_apart: Whether `copied` returns what applies optimizers.
+        home: The device of home.
+        recomputed: The part of the model that each layer is in, by its `id`, if a part
+            computes again for its gradient what it has computed; see `Labels`.
     """
     own = Decided() if loss_placement == "tower" else None
-    trace = functools.partial(Trace, function, spec, updates_apart=updates_apart)
-    verdict = _settled(functools.partial(trace, True), copied, own)
+    trace = functools.partial(
+        *(Trace, function, spec), updates_apart=updates_apart, parts=recomputed
+    )
+    settled = functools.partial(_settled, copied=copied, decided=own, home=home)
+    verdict = settled(functools.partial(trace, True))
     if verdict.refused is None:
         return verdict
     # Operations within a layer are needed outside: all are read one by one.
-    return _settled(functools.partial(trace, False), copied, own)
+    return settled(functools.partial(trace, False))
 
 
-def _settled(trace, copied, decided):
+def _settled(trace, copied, decided, home):
     """Traces and places, again where one trace decides for the next."""
     for _ in range(_TRACES):
         traced = trace(decided=decided)
         copies = copied(traced)
         known = {} if copies is None else copies.handles[-1]
-        placement = Placement(traced, lambda each, known=known: id(each) in known)
+        placement = Placement(traced, lambda each, known=known: id(each) in known, home)
         verdict = Verdict(traced, placement, copies)
         before, decided = decided, traced.decide()
         if before == decided:
@@ -150,6 +177,28 @@ class Partitioned:
         """Says what the function, of some name, cannot compute on towers."""
         return [*self.placement.lines(name), *self.compiled(name)]
 
+    def by_xla(self, name: str) -> Sequence[str]:
+        """Says what the function, of some name, does otherwise if XLA compiles it."""
+        lines = []
+        phases = [each for each, *_ in self.phases if each.place.on_towers]
+        on_device = [phase for phase in phases if phase.place.on_device]
+        if self.copied is None and any(phase.captured for phase in on_device):
+            lines.append(
+                f"{name} uses variables in a loop, in a branch, or with indices, so "
+                "that XLA does not compile it on devices that read them elsewhere."
+            )
+        if any(phase.hands_on_lists for phase in on_device):
+            lines.append(
+                f"{name} needs something of the whole batch between a loop and its "
+                "gradient, so that XLA compiles neither."
+            )
+        if any(phase.draws for phase in phases):
+            lines.append(
+                f"{name} draws random numbers by XLA on each tower, which are others "
+                "than those of one device."
+            )
+        return lines
+
     def compiled(self, name: str) -> Sequence[str]:
         """Says what the function, of some name, does without XLA."""
         if not self.trace.compiled:
@@ -171,6 +220,7 @@ class Partitioned:
         size: int | tf.Tensor,
         observer: Observer | None = None,
         whole: Any = None,
+        execution: Execution = PLAINLY,
     ) -> Any:
         """Adds a call to the graph being built.
 
@@ -180,11 +230,13 @@ class Partitioned:
             size: Number of examples of the batch.
             observer: What looks at it, if anything does.
             whole: The batch, if all of it is there.
+            execution: How it is executed.
 
         Returns:
             What the function returns for the whole batch, at home.
         """
-        return self.on_copies(plan, local_batches, size, observer, whole)[0]
+        found = self.on_copies(plan, local_batches, size, observer, whole, execution)
+        return found[0]
 
     def on_copies(
         self,
@@ -193,6 +245,7 @@ class Partitioned:
         size: int | tf.Tensor,
         observer: Observer | None = None,
         whole: Any = None,
+        execution: Execution = PLAINLY,
     ) -> list[Any]:
         """Adds a call to the graph being built; see `__call__`.
 
@@ -201,7 +254,7 @@ class Partitioned:
             copy has, in the same structure: sums that were all-reduced, `None` for all
             else.
         """
-        call = _Call(self, plan, local_batches, size, observer, whole)
+        call = _Call(self, plan, local_batches, size, observer, whole, execution)
         for phase in self.phases:
             call.run(phase)
         if observer is not None and call.computed:
@@ -217,8 +270,13 @@ class _Call:
         computed: What the towers of each device have made in their last phase.
     """
 
-    def __init__(self, partitioned, plan, local_batches, size, observer, whole):
+    def __init__(
+        self, partitioned, plan, local_batches, size, observer, whole, execution
+    ):
         self._partitioned, self._plan, self._observer = partitioned, plan, observer
+        self._execution = execution
+        # What has to be there before home changes anything, once there is something.
+        self._gate: tf.Tensor | None = None
         self.computed: list[list[tf.Tensor]] = []
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
@@ -252,7 +310,7 @@ class _Call:
 
     def run(self, of_copies):
         """Runs a phase, which is given for each copy: at home, or wherever it runs."""
-        phase, plan = of_copies[0], self._plan
+        phase = of_copies[0]
         if phase.place.on_towers:
             self._run_on_towers(of_copies)
             return
@@ -262,7 +320,7 @@ class _Call:
                 self._apply(trace.updates[name], self._partitioned.copied.apply)
             return
         takes = [taken.tensor for taken in phase.takes]
-        with tf.device(plan.home), tf.name_scope("home"):
+        with tf.device(self._device(phase)), tf.name_scope("home"):
             if phase.place.on_copies:
                 self._all_reduce(takes)
             self.at_home(takes)
@@ -288,11 +346,15 @@ class _Call:
                 of_device.append(part)
         apply(update, parts, whole, functools.partial(self._observes, parts))
 
-    def _observes(self, parts, sums):
-        """The context in which gradients are used."""
+    @contextmanager
+    def _observes(self, parts, sums, packed=()):
+        """Inside, gradients are used. What comes later in the step waits, too."""
         if self._observer is None:
-            return nullcontext()
-        return self._observer.gradients(parts, sums)
+            yield
+            return
+        with self._observer.gradients(parts, sums, packed) as gate:
+            self._gate = self._gate if gate is None else gate
+            yield
 
     def _is_in_parts(self, gradient):
         """Whether towers have parts of a gradient: of each number, or of its rows."""
@@ -328,10 +390,17 @@ class _Call:
         others = [[mine.get(key(t)) for t in tensors] for mine in self._copies[1:]]
         return [self.at_home(tensors), *others]
 
+    def _device(self, phase):
+        """The device of a phase that does not run on towers."""
+        return self._plan.home if phase.place.on_device else HOST
+
     def _run_on_copies(self, of_copies):
         for k, phase in enumerate(of_copies):
-            with tf.device(self._plan.replicas[k].device if k else self._plan.home):
-                made = phase([self._of_copy(k, taken.tensor) for taken in phase.takes])
+            device = self._plan.replicas[k].device if k else self._device(phase)
+            with tf.device(device):
+                values = [self._of_copy(k, taken.tensor) for taken in phase.takes]
+                xla = self._compiles_update(phase, device)
+                made = phase(values, xla, self._gate)
             self._copies[k].update(zip(map(key, phase.makes), made, strict=True))
 
     def _run_on_towers(self, of_copies):
@@ -342,25 +411,43 @@ class _Call:
         for k, tower in enumerate(self._plan.towers):
             phase = of_copies[self._copy_of(k)]
             before = made[:1] if k % self._in_turn else []
-            # The first of all towers always has an example, unless there is none.
-            known = isinstance(self._sizes[k], int) and self._sizes[k] > 0
-            guard = None if known or tower.index == 0 else self._sizes[k]
             with (
-                tf.device(tower.device),
+                tf.device(tower.device if phase.place.on_device else self._plan.home),
                 tf.name_scope(self._scope(k)),
                 tf.control_dependencies(before),
             ):
                 self._send(k, phase.takes)
-                values = [self._on_tower(k, *taken) for taken in phase.takes]
+                values = [
+                    self._on_tower(k, taken.tensor, taken.whole)
+                    for taken in phase.takes
+                ]
                 if phase.draws:
                     rows = [self._bounds[k][0], self._sizes[k]]
-                    values.append(tf.cast(tf.stack(rows), tf.int64))
-                if guard is not None:
-                    guard = tf.convert_to_tensor(guard)
-                made = phase(values, guard)
+                    values.append(tf.cast(tf.stack(rows), tf.int32))
+                made = self._made(k, phase, values)
                 self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
                 self._add(k, phase.makes)
             self.computed[k // self._in_turn] += made
+
+    def _compiles_update(self, phase, device):
+        """Whether XLA compiles a phase; anew for each number of rows it would not."""
+        wanted = self._execution.updates_by_xla and phase.place.updates
+        known = all(taken.tensor.shape.is_fully_defined() for taken in phase.takes)
+        return wanted and known and phase.compiles_on(device)
+
+    def _made(self, k, phase, values):
+        """What a tower makes of values in a phase."""
+        size, usual = self._sizes[k], None
+        xla = self._execution.towers_by_xla
+        xla = xla and phase.compiles_on(self._plan.towers[k].device)
+        if isinstance(size, int) and size > 0:
+            return phase(values, xla)
+        if self._execution.usual_rows and (self._plan.on_gpus or xla):
+            # On a GPU, the host would wait for shapes.
+            usual = self._plan.sizes(self._execution.usual_rows)[k] or None
+        # The first of all towers always has an example, unless there is none.
+        idle = self._plan.towers[k].index > 0
+        return phase.of_rows(values, size, idle, usual, xla)
 
     def _copy_of(self, k):
         """Which of the copies of variables a tower computes with."""
@@ -409,7 +496,10 @@ class _Call:
         keys = [*map(key, gradients)]
         parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
         algorithm = self._partitioned.copied.all_reduce_alg
-        sums = reduce.all_reduce(parts, devices, devices, algorithm)
+        sums = reduce.all_reduce(
+            *(parts, devices, devices, algorithm),
+            seen=lambda each: self._combined.travelled.append(Travelled(keys, each)),
+        )
         for mine, each in zip(self._copies, sums, strict=True):
             mine.update(zip(keys, each, strict=True))
 
@@ -422,12 +512,25 @@ class _Call:
 
     def _observed(self, phase):
         """The context of a phase at home, in which it takes gradients of towers."""
-        wanted = self._partitioned.trace.gradients
-        found = {key(t): t for t, _ in phase.takes if key(t) in wanted}
+        wanted = self._partitioned.trace.gradients_of(phase.operations)
+        found = {key(t): t for t, *_ in phase.takes if key(t) in wanted}
         if not found:
             return nullcontext()
-        parts = [[made[each] for each in found] for made in self._towers]
-        return self._observes(parts, self.at_home([*found.values()]))
+        parts = [[made[n] for n in found if n in made] for made in self._towers]
+        sums = self.at_home([*found.values()])
+        return self._observes(parts, sums, self._packed_among([*found]))
+
+    def _packed_among(self, names):
+        """What of some tensors has travelled packed, if one look at that is enough."""
+        plan = self._plan
+        if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
+            return []
+        places = {name: i for i, name in enumerate(names)}
+        return [
+            packed._replace(places=[places[each[i]] for i in packed.places])
+            for each, packed in self._combined.travelled
+            if {*each} <= places.keys()
+        ]
 
     def at_home(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the whole batch's values of tensors, at home."""
@@ -452,23 +555,33 @@ class _Call:
 
     def _send(self, k, takes):
         """Sends a tower in one piece, where that pays, what home has of the batch."""
-        if len(self._copies) > 1 or not self._plan.packs(self._plan.towers[k].device):
-            return
-        sent = self._sent[k // self._in_turn]
+        plan, device = self._plan, self._plan.towers[k].device
+        sent, copy = self._sent[k // self._in_turn], self._copies[self._copy_of(k)]
         wanted = {
             key(tensor): self._home[key(tensor)]
-            for tensor, whole in takes
+            for tensor, whole, _ in takes
             if key(tensor) not in sent
+            and (copy is self._home or key(tensor) not in copy)
             and (whole or key(tensor) not in self._towers[k])
             and (whole or self._placement.kind(tensor) is not ROWS)
             and packing.fits(self._home[key(tensor)])
         }
-        values = [*wanted.values()]
-        if (names := tuple(wanted)) not in self._buffers:
-            with tf.device(self._plan.home):
-                self._buffers[names] = packing.pack(values)
-        values = packing.unpack(self._buffers[names], values)
-        sent.update(zip(names, values, strict=True))
+        numbers = {n: v for n, v in wanted.items() if v.dtype == packing.INTEGER}
+        others = {n: v for n, v in wanted.items() if n not in numbers}
+        if plan.packs(device):
+            sent.update(self._received(others, plan.home))
+        if is_gpu(device):
+            # GPUs have whole numbers, such as seeds, in the host's memory.
+            source = HOST if is_gpu(plan.home) else plan.home
+            sent.update(self._received(numbers, source))
+
+    def _received(self, values, source):
+        """Values by their names, as they come from a device in one piece."""
+        if (names := tuple(values)) not in self._buffers:
+            with tf.device(source):
+                self._buffers[names] = packing.pack([*values.values()])
+        received = packing.unpack(self._buffers[names], [*values.values()])
+        return dict(zip(names, received, strict=True))
 
     def _on_tower(self, k, tensor, whole):
         """A tensor as a tower takes it: its own, or what home sends."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import (
     GraphDef,
@@ -16,10 +17,12 @@ from towers.keras_adapter.graphs import (
     keep_functions,
     traced,
 )
+from towers.layers.labels import Labels
 from towers.partition.placement import draws
 from towers.partition.placement.late import Group, as_placed
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
+from towers.stages.phases import recomputing
 from towers.tower.traced import nothing_like
 
 _FEED = "towers_feed_"
@@ -32,10 +35,12 @@ class Taken(NamedTuple):
     Attributes:
         tensor: A tensor of the traced function.
         whole: Whether it is the whole batch's, where towers have parts.
+        rows: Whether it has a tower's rows, one an example.
     """
 
     tensor: tf.Tensor
     whole: bool
+    rows: bool
 
 
 class _Part:
@@ -75,6 +80,12 @@ class _Part:
         else:
             add_copy(self.graph, op, inputs + waits).device = ""
 
+    def _has_rows(self, tensor, whole):
+        rows = self._place.on_towers and not whole and tensor.shape.rank
+        if not rows or self._placement.kind(tensor) is not ROWS:
+            return False
+        return self._placement.blocks(tensor) is None
+
     def _name(self, op, i):
         """The name of an input of an operation, as the phase has it."""
         tensor, placement = op.inputs[i], self._placement
@@ -90,7 +101,7 @@ class _Part:
             if placement.is_captured(tensor):
                 self.captured[feed] = placement.outside(tensor)
             else:
-                self.takes.append(Taken(tensor, whole))
+                self.takes.append(Taken(tensor, whole, self._has_rows(tensor, whole)))
                 self.feeds.append(feed)
         return self._names[named]
 
@@ -105,6 +116,8 @@ class Phase:
         makes: The tensors that it returns.
         captured: What it takes from outside of the function, by the names of that.
         operations: The names of its operations.
+        labels: The parts of the model that compute again what they have not kept.
+        function: What takes its values, and makes tensors of them.
     """
 
     place: Place
@@ -112,6 +125,7 @@ class Phase:
     makes: list[tf.Tensor]
     captured: dict[str, tf.Tensor]
     operations: Sequence[str] = ()
+    labels: Labels | None = None
 
     @classmethod
     def of(
@@ -121,6 +135,7 @@ class Phase:
         operations: Sequence[tf.Operation],
         wanted: set[Any],
         exported: set[str],
+        labels: Labels | None = None,
     ) -> "Phase":
         """Makes a phase of some operations.
 
@@ -130,6 +145,7 @@ class Phase:
             operations: In an order in which they may run.
             wanted: The keys of what is needed of all operations.
             exported: The names of those from which others take it here.
+            labels: See the attributes.
         """
         part = _Part(placement, place, operations)
         makes = [
@@ -139,11 +155,15 @@ class Phase:
             if op.name in exported and key(tensor) in wanted
         ]
         names = [op.name for op in operations]
-        return cls(place, part, makes, part.captured, names)
+        labels = labels if place.on_towers and place.on_device else None
+        return cls(place, part, makes, part.captured, names, labels)
 
     def __post_init__(self):
         """Traces a function of the operations."""
-        self._function = traced(self._run, *self._specs)
+        self.function = traced(self._run, *self._specs)
+        if self.labels is not None:
+            self.function = recomputing(self.function, self.labels)
+        self._of_rows: dict[tuple[bool, int | None, bool], Any] = {}
 
     @property
     def takes(self) -> list[Taken]:
@@ -177,43 +197,135 @@ class Phase:
             tf.TensorSpec(taken.tensor.shape, taken.tensor.dtype)
             for taken in self.takes
         ]
-        return [*specs, *([tf.TensorSpec([2], tf.int64)] if self.draws else [])]
+        return [*specs, *([tf.TensorSpec([2], tf.int32)] if self.draws else [])]
+
+    @functools.cached_property
+    def _gated(self):
+        def gated(gate, *values):
+            # TensorFlow copies a function into the step's graph. There, what takes a
+            # variable alone would not wait for what the call waits for. A wait for an
+            # argument itself is dropped, so this one is for a copy of it.
+            with tf.control_dependencies([tf.identity(gate)]):
+                captured = [*map(tf.identity, map(_captured, self.captured.values()))]
+            return self._imported(values, captured)
+
+        return traced(gated, tf.TensorSpec([], tf.bool), *self._specs)
 
     def _run(self, *values):
-        graph = tf.compat.v1.get_default_graph()
+        return self._imported(values, [*map(_captured, self.captured.values())])
+
+    def _imported(self, values, captured):
         fed = dict(zip(self.part.feeds, values, strict=True))
-        fed |= {feed: graph.capture(each) for feed, each in self.captured.items()}
+        fed.update(zip(self.captured, captured, strict=True))
         names = [tensor.name for tensor in self.makes]
         found = tf.graph_util.import_graph_def(self.part.graph, fed, names, name="")
         for tensor, like in zip(found, self.makes, strict=True):
             tensor.set_shape(like.shape)
         return found
 
+    def compiles_on(self, device: str | None) -> bool:
+        """Tells whether XLA can compile it: if all that it takes is on that device.
+
+        `device` is `None` if it is not known.
+        """
+        captured = {_end_of(each.device) for each in self.captured.values()}
+        here = self.place.on_device and captured <= {device}
+        return here and not self.hands_on_lists
+
+    @property
+    def hands_on_lists(self) -> bool:
+        """Whether it takes or makes lists, as a loop does for its gradient."""
+        tensors = [*self.makes, *(taken.tensor for taken in self.takes)]
+        return any(each.dtype == tf.variant for each in tensors)
+
+    @functools.cached_property
+    def _compiled(self):
+        return traced(self._run, *self._specs, xla=True)
+
     def __call__(
-        self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
+        self,
+        values: Sequence[tf.Tensor],
+        xla: bool = False,
+        gate: tf.Tensor | None = None,
     ) -> Sequence[tf.Tensor]:
         """Adds a call to the graph being built, on the device of the scope.
 
         Args:
             values: What it takes.
-            size: Number of rows, if there may be none, for which nothing is computed.
+            xla: Whether XLA compiles it.
+            gate: What has to be there before it does anything: a boolean scalar.
 
         Returns:
             What it makes.
         """
-        if size is None:
-            return self._function(*values)
-        return self._guarded(size, *values)
+        if xla:
+            with tf.control_dependencies([] if gate is None else [gate]):
+                return self._compiled(*values)
+        return self.function(*values) if gate is None else self._gated(gate, *values)
 
-    @functools.cached_property
-    def _guarded(self):
-        def guarded(size, *values):
-            def nothing():
-                return [nothing_like(like, size) for like in self.makes]
+    def of_rows(
+        self,
+        values: Sequence[tf.Tensor],
+        size: tf.Tensor,
+        idle: bool,
+        usual: int | None,
+        xla: bool = False,
+    ) -> Sequence[tf.Tensor]:
+        """Adds a call for a number of rows that the graph finds out; see `__call__`.
 
-            return tf.cond(size > 0, lambda: self._function(*values), nothing)
+        Args:
+            values: What it takes.
+            size: The number of rows, a scalar.
+            idle: Whether there may be none, for which nothing is computed.
+            usual: The usual number of rows, for which shapes are known in advance;
+                `None` to treat all numbers alike.
+            xla: Whether XLA compiles it for the usual number.
+        """
+        if not idle and usual is None:
+            return self(values)
+        if (idle, usual, xla) not in self._of_rows:
+            choose = functools.partial(self._choose, idle, usual, xla)
+            spec = tf.TensorSpec([], tf.int32)
+            self._of_rows[idle, usual, xla] = traced(choose, spec, *self._specs)
+        return self._of_rows[idle, usual, xla](tf.convert_to_tensor(size), *values)
 
-        return traced(guarded, tf.TensorSpec([], tf.int32), *self._specs)
+    def _choose(self, idle, usual, xla, size, *values):
+        def nothing():
+            return [nothing_like(like, size) for like in self.makes]
+
+        def some():
+            if not idle:
+                return self(values)
+            return tf.cond(size > 0, lambda: self(values), nothing)
+
+        if usual is None:
+            return some()
+
+        def as_usual():
+            return self(self._shaped(values, usual), xla)
+
+        return tf.cond(size == usual, as_usual, some)
+
+    def _shaped(self, values, rows):
+        """Values, with the number of rows in the shape of those that are rows."""
+        shaped = [*values]
+        for i, taken in enumerate(self.takes):
+            if taken.rows:
+                value = values[i]
+                # All of it. `ensure_shape` would be checked in the other branch, too.
+                shape = [rows, *(-1 if n is None else n for n in value.shape[1:])]
+                shaped[i] = tf.slice(value, [0] * len(shape), shape)
+        return shaped
+
+
+def _captured(tensor):
+    """Returns what stands, in the graph being built, for a tensor from outside."""
+    return tf.compat.v1.get_default_graph().capture(tensor)
+
+
+def _end_of(device):
+    """The end of a device's name, as Towers names devices."""
+    return device[device.rfind("/device") :]
 
 
 def phases(
@@ -236,6 +348,6 @@ def phases(
     for tensor in trace.returned:
         wanted.add(key(tensor))
     return [
-        Phase.of(placement, place, operations, wanted, exported)
+        Phase.of(placement, place, operations, wanted, exported, trace.labels)
         for place, operations, exported in groups
     ]

@@ -11,7 +11,7 @@ that are called are traced in place, so that all operations are in one graph.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -39,13 +39,16 @@ from towers.keras_adapter.graphs import (
     STOP_RECORDING,
     calls_functions,
     is_compiled,
+    made_in,
     run_in_place,
 )
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.optimizers import APPLY, all_variables, known_variables
 from towers.keras_adapter.patching import patched
-from towers.layers import embeddings, fused, overwritten, sharded
+from towers.layers import embeddings, fused, overwritten, recurrent, sharded
+from towers.layers.labels import Labels
 from towers.partition import backward
+from towers.tower.errors import ModelError
 
 
 class Region(NamedTuple):
@@ -90,6 +93,8 @@ class Trace:
         indices: The keys of the numbers of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
+        labels: The part of the model that each operation was made for, if it was asked.
+        lookups: The table of each operation that looks up rows, by its name.
         updates: What optimizers do, by the name of the operation that does it.
         updates_apart: Whether somebody else does it.
         regions: By the name of an operation, the outermost region that it is in.
@@ -103,6 +108,7 @@ class Trace:
         knows_regions: bool = True,
         updates_apart: bool = False,
         decided: Decided | None = None,
+        parts: Mapping[int, int] | None = None,
     ):
         """Traces a function.
 
@@ -115,7 +121,9 @@ class Trace:
                 not called, and it is only noted which variables change.
             decided: What is known by now of tensors that are each tower's own; `None`
                 if none is to be.
+            parts: See `Labels`; `None` if nobody wants to know them.
         """
+        self.labels = None if parts is None else Labels(parts)
         self._knows_regions, self._decided = knows_regions, decided
         self.updates_apart = updates_apart
         self.updates: dict[str, OptimizerCall] = {}
@@ -135,17 +143,23 @@ class Trace:
             self.gradients.clear()
             self.indices.clear()
             self.updates.clear()
+            if self.labels is not None:
+                self.labels.forget()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._reading(batch))
                 stack.enter_context(self._in_one_graph())
-                stack.enter_context(embeddings.in_variables())
+                self.lookups = stack.enter_context(embeddings.in_variables())
+                stack.enter_context(fused.argmax())
                 stack.enter_context(fused.batch_normalization())
                 stack.enter_context(fused.updates())
                 for apply in APPLY:
                     stack.enter_context(patched(apply, self._apply))
                 return function(batch)
 
-        with tf.device(None):
+        noting = contextlib.nullcontext()
+        if self.labels is not None:
+            noting = self.labels.noting_layers()
+        with tf.device(None), noting:
             traced = tf.function(step, autograph=False)
             self.concrete = traced.get_concrete_function(
                 spec, tf.TensorSpec([], FRACTION)
@@ -158,6 +172,17 @@ class Trace:
         What lacks a component, such as its indices, is `None`.
         """
         return _packed(self.concrete.structured_outputs, iter(values))
+
+    def gradients_of(self, operations: Iterable[str]) -> set[Any]:
+        """Returns the keys of gradients that operations of some names may take.
+
+        They are those that a tape gives, and those that an optimizer gets, which a user
+        may have changed before.
+        """
+        updates = (self.graph.get_operation_by_name(n) for n in operations)
+        updates = (op for op in updates if op.name in self.updates)
+        given = {key(t) for op in updates for t in op.inputs if t.dtype.is_floating}
+        return self.gradients | given
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
@@ -211,12 +236,16 @@ class Trace:
             variables = known_variables(optimizer)
         else:
             variables = [*trainable_variables]
+        if any(map(sharded.of, variables)):
+            _check_cut(optimizer)
         if not optimizer.built:
-            optimizer.build(variables)
+            with sharded.slots_like_variables():
+                optimizer.build(variables)
 
         def apply(gradients):
             if not self.updates_apart:
-                return original(optimizer, gradients, variables)
+                gradients = sharded.expand(variables, gradients)
+                return original(optimizer, gradients, sharded.targets(variables))
             for variable in [*variables, *all_variables(optimizer)]:
                 for place in sharded.places(variable):
                     place.assign(place)
@@ -229,7 +258,7 @@ class Trace:
         if effects.changed(called.graph) - known:
             # It does more than optimizers do, and not all of that for each copy.
             return original(optimizer, grads, trainable_variables)
-        with self._made() as made:
+        with made_in(self.graph) as made:
             called(gradients)
         update = OptimizerCall(optimizer, variables, gradients)
         self.updates |= {op.name: update for op in made if calls_functions(op)}
@@ -239,20 +268,13 @@ class Trace:
         """Tells whether what an operation does counts, as it is in no region."""
         return op.name not in self.regions
 
-    @contextlib.contextmanager
-    def _made(self) -> Iterator[list[tf.Operation]]:
-        """Fills in the operations that are made inside."""
-        before, made = len(self.graph.get_operations()), []
-        yield made
-        made.extend(self.graph.get_operations()[before:])
-
     def _here(self):
         return tf.compat.v1.get_default_graph() is self.graph
 
     def _call(self, original, layer, *args, **kwargs):
         if not self._here():
             return original(layer, *args, **kwargs)
-        with self._made() as made:
+        with made_in(self.graph) as made, recurrent.read_before(layer):
             outputs = original(layer, *args, **kwargs)
         keys = [
             key(t)
@@ -275,7 +297,8 @@ class Trace:
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
         """Takes a gradient of each tower's part of the target, where it has one."""
-        flat = tf.nest.flatten(target)
+        original = functools.partial(sharded.gradient, original)
+        flat, flat_sources = tf.nest.flatten(target), tf.nest.flatten(sources)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
         given = [None] * len(flat)
         if output_gradients is not None:
@@ -286,14 +309,14 @@ class Trace:
         kinds = [self.reader.of(each) for each in flat] if symbolic else []
         of_sources = [
             self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
-            for each in (tf.nest.flatten(sources) if self._here() else ())
+            for each in (flat_sources if self._here() else ())
         ]
         if (
             not self._here()
             or not {*of_sources} <= {NONE, ROWS}
             or not {*kinds} & {MEAN, ROWS, SUM}
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
-            or self._crosses(flat, tf.nest.flatten(sources))
+            or self._crosses(flat, flat_sources)
             or not all(map(self._fits, flat, kinds, given))
             or any(map(backward.is_custom, backward.behind(flat)))
             or (totals := backward.totals(flat, self.is_total, self.reader.totals))
@@ -310,13 +333,15 @@ class Trace:
                 *(original, tape, target, sources),
                 *(output_gradients, unconnected_gradients),
             )
-        with self._made() as made:
+        with made_in(self.graph) as made:
             seeds = [*map(functools.partial(_seed, self.fraction), flat, kinds, given)]
             found = original(tape, flat, sources, seeds, unconnected_gradients)
-            found = tf.nest.map_structure(self._kept, found)
-            gradients = tf.nest.flatten(found)
-            uses = [*map(_each_use, gradients, tf.nest.flatten(sources))]
-        known = self._known(flat, gradients, tf.nest.flatten(sources), of_sources)
+            gradients = [*map(self._kept, tf.nest.flatten(found), flat_sources)]
+            found = tf.nest.pack_sequence_as(found, gradients)
+            uses = [*map(_each_use, gradients, flat_sources)]
+        if self.labels is not None:
+            self.labels.note_gradients(made)
+        known = self._known(flat, gradients, flat_sources, of_sources)
         self.reader.know(known)
         region = Region([*known])
         self.regions.update((op.name, region) for op in made)
@@ -335,10 +360,15 @@ class Trace:
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
         """Takes a gradient of which each operation is read by itself."""
         own = self.reader.own
-        if own is None or not self._here():
+        original = functools.partial(sharded.gradient, original)
+        if (own is None and self.labels is None) or not self._here():
             return original(tape, target, sources, *args, **kwargs)
-        with self._made() as made:
+        with made_in(self.graph) as made:
             found = original(tape, target, sources, *args, **kwargs)
+        if self.labels is not None:
+            self.labels.note_gradients(made)
+        if own is None:
+            return found
         own.by_hand.update(op.name for op in made)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
         for tensor in [t for op in backward.behind(targets) for t in op.outputs]:
@@ -365,19 +395,54 @@ class Trace:
             return False
         return self.reader.of(given) in ({NONE, ROWS} if kind is ROWS else {NONE})
 
-    def _kept(self, gradient):
+    def _kept(self, gradient, source):
         """A gradient as it is, or of all rows if a total of the batch tells which."""
-        if isinstance(gradient, tf.IndexedSlices) and self._rows_of(gradient) not in (
-            *(NONE, ROWS),
-        ):
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        if sparse and self._rows_of(gradient, source) not in (NONE, ROWS):
             dense = tf.convert_to_tensor(gradient)
             rows = tf.range(tf.shape(dense)[0])
             return tf.IndexedSlices(dense, rows, tf.shape(dense))
-        return None if gradient is None else tf.identity(gradient)
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = self._of_lookups(gradient)
+        elif hasattr(source, "handle"):
+            # TensorFlow does not know it of each product, and home packs what it knows.
+            gradient.set_shape(source.shape)
+        with made_in(self.graph) as made:
+            kept = tf.identity(gradient)
+        for op in made:
+            if (table := self.lookups.get(op.inputs[0].op.name)) is not None:
+                self.lookups[op.name] = table
+        return kept
 
-    def _rows_of(self, slices):
+    def _of_lookups(self, gradient):
+        """A sparse gradient, with its rows' numbers where they were looked up.
+
+        TensorFlow's own numbers depend on the shape of the values, which the tower has.
+        """
+        numbers = backward.joined(gradient.indices)
+        values = backward.joined(gradient.values)
+        ids = [each.op.inputs[0] for each in numbers if each.op.type == "Reshape"]
+        known = all(each.op.name in self.lookups for each in ids)
+        shaped = all(each.op.type == "Reshape" for each in values)
+        if not (known and shaped and len(ids) == len(values) == len(numbers)):
+            return gradient
+        table = self.lookups[ids[0].op.name]
+        with made_in(self.graph) as made:
+            indices = tf.concat([tf.reshape(each, [-1]) for each in ids], axis=0)
+        self.lookups.update((op.name, table) for op in made)
+        shape = [-1, *table.shape[1:]]
+        values = [tf.reshape(each.op.inputs[0], shape) for each in values]
+        values = tf.concat(values, axis=0)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    def _rows_of(self, slices, source):
         """How the rows that a sparse gradient has depend on the examples."""
-        return self._apart.of(slices.indices)
+        kind = self._apart.of(slices.indices)
+        cut = next(sharded.sources_of([source])) is not source
+        # They were looked up, each in its shard.
+        return ROWS if cut and kind is not NONE else kind
 
     def _known(self, targets, gradients, sources, kinds):
         """How gradients depend on the examples, by their keys."""
@@ -385,7 +450,7 @@ class Trace:
         mine = own is not None and any(target in own for target in targets)
         for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
             sparse = isinstance(gradient, tf.IndexedSlices)
-            if sparse and self._rows_of(gradient) is NONE:
+            if sparse and self._rows_of(gradient, source) is NONE:
                 # The same rows on each tower, as of a table of positions.
                 self.added[key(gradient.values)] = SUM
                 self.gradients.add(key(gradient.values))
@@ -425,6 +490,15 @@ class Trace:
             return True
         # Within a gradient of a gradient, each tower has its own part.
         return key(tensor) in self.added and not self._in_gradient(op)
+
+
+def _check_cut(optimizer):
+    if (why := sharded.refuse_others(optimizer)) is not None:
+        raise ModelError(
+            f"Received shard_embeddings with a step that applies {why}, to a table; "
+            "expected an optimizer that updates each number by itself, such as Adagrad "
+            "or Adam, or shard_embeddings='none'."
+        )
 
 
 def _as_gradient(gradient):

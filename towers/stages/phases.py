@@ -21,6 +21,7 @@ from towers.keras_adapter.graphs import (
     calls_functions,
     is_placed,
     keep_functions,
+    traced,
 )
 from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
@@ -172,6 +173,38 @@ def cut(
     return [parts.phase(place, members[place], places) for place in sorted(members)]
 
 
+def recomputing(
+    function: tf.types.experimental.ConcreteFunction, labels: Labels
+) -> tf.types.experimental.ConcreteFunction:
+    """Returns what computes the same as a function, and keeps less for its gradient.
+
+    Each part of a model computes again, on the way back, what it has made on the way
+    forward; see `cut`.
+
+    Args:
+        function: Takes and returns tensors; nothing in it is on a device.
+        labels: What its operations were made for.
+    """
+    graph = function.graph
+    captured = {key(inside): outside for outside, inside in graph.captures}
+    takes = [*map(key, graph.inputs[: len(graph.inputs) - len(captured)])]
+    returns, given = [*map(key, graph.outputs)], dict.fromkeys(takes)
+    phases = cut(graph, graph.outputs, labels, given, captured, recompute=True)
+    if not any(phase.place.backward for phase in phases):
+        return function
+
+    def run(*values):
+        made = dict(zip(takes, values, strict=True))
+        for phase in phases:
+            found, _ = phase([made[each] for each in phase.takes])
+            made.update(zip(phase.makes, found, strict=True))
+        return [made[each] for each in returns]
+
+    return traced(
+        run, *(tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[: len(takes)])
+    )
+
+
 def _deferred(order, places, recompute):
     """The places of operations, with those apart that no other part waits for.
 
@@ -288,7 +321,7 @@ class _Places:
         taken = self._taken(op)
         # A sum stands where the last gradient comes from; TensorFlow puts it with any.
         is_sum = op.type == "AddN" and taken and max(taken).backward
-        for name in () if is_sum else _colocated(op):
+        for name in () if is_sum else self._labels.beside.get(op.name, ()):
             place = self.places.get(name)
             if place is not None and not place.backward:
                 return place.part, 2 * self._deepest + 1 - place.level
@@ -314,14 +347,6 @@ class _Places:
             if place := self.places.get(op.name):
                 for tensor in op.inputs:
                     needed[tensor.op.name].add(place)
-
-
-def _colocated(op):
-    try:
-        groups = op.get_attr("_class")
-    except ValueError:
-        return []
-    return [g.decode().removeprefix("loc:@") for g in groups]
 
 
 @dataclasses.dataclass

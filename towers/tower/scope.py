@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers.analysis import effects
@@ -61,6 +62,10 @@ class TowerScope(keras.StatelessScope):
         self._paths = {}
         self._assigned = collections.defaultdict(list)
         self._looked_up = collections.defaultdict(list)
+        # Tables of which all towers look up the same rows, each once.
+        self._alike: set[int] = set()
+        # For each table, whether a look-up is of rows that differ.
+        self._once = collections.defaultdict(list)
         # What each use of a variable got that is to be overwritten with its gradient.
         self._used = collections.defaultdict(list)
 
@@ -88,6 +93,7 @@ class TowerScope(keras.StatelessScope):
         if self._tape is not None:
             self._tape.watch([rows for rows, _ in found])
         self._looked_up[id(variable)].append(found)
+        self._once[id(variable)].append(_differ(ids))
         if cut is None:
             return found[0][0]
         rows = [rows for rows, _ in found]
@@ -175,6 +181,9 @@ class TowerScope(keras.StatelessScope):
                     for mine, shards in zip(of_rows[i], looked_up[i], strict=True)
                 ]
                 parts[k] = _shaped(reduce.add([of_place, *tables]), place)
+                if id(variable) in self._alike and not (elsewhere or parts[k] is None):
+                    # Else an optimizer would square each tower's part by itself.
+                    parts[k] = tf.convert_to_tensor(parts[k])
             gradients += sharded.expand([variable], parts) if elsewhere else parts
         return gradients
 
@@ -197,6 +206,13 @@ class TowerScope(keras.StatelessScope):
         """
         self._refuse_others()
         model = self._model
+        for i, variable in enumerate(model.trainable_variables):
+            found = self._looked_up[id(variable)]
+            numbers = [ids for shards in found for _, ids in shards]
+            alike = rules.rows_alike(f"rows {i}", numbers)
+            # One device squares each use of a row by itself.
+            if alike and self._once.get(id(variable)) == [True]:
+                self._alike.add(id(variable))
         normalized = {
             id(variable)
             for layer in layers_of(model)
@@ -318,6 +334,17 @@ def _fetched(fetched, ids, variable):
     numbers, rows = fetched
     places = tf.searchsorted(numbers, tf.cast(ids, numbers.dtype))
     return tf.gather(rows, places), ids
+
+
+def _differ(ids):
+    """Tells whether numbers of rows, as of positions, are known to differ."""
+    known = tf.get_static_value(ids) if tf.is_symbolic_tensor(ids) else ids.numpy()
+    if known is not None:
+        return len(np.unique(known)) == known.size
+    op = ids.op
+    while op.type in ("Cast", "Identity"):
+        op = op.inputs[0].op
+    return op.type == "Range"
 
 
 def _of_table(table, gradient, ids):

@@ -1,7 +1,9 @@
 """What the house does for models that define a `train_step` themselves."""
 
 import collections
+import functools
 import json
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,8 +11,11 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, hosts
+from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
+from towers.partition import phases
+from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -147,6 +152,30 @@ def test_gradients_that_are_not_checked_are_said(caplog):
     assert "gradients that check_numerics does not see" in caplog.text
 
 
+@pytest.mark.parametrize("way", ["parameter_server", slow("replicated")])
+def test_what_an_optimizer_takes_is_looked_at(way):
+    """It once was what a tape gives, and a step was stopped one too late."""
+
+    class Spoilt(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            bad = tf.where(self.optimizer.iterations == 1, np.nan, 0.0)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients = [gradient + bad for gradient in gradients]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = keras.Input([4])
+    model = Spoilt(inputs, keras.layers.Dense(1)(inputs))
+    parallel = multi_gpu_model(model, 2, variable_update=way, check_numerics=True)
+    parallel.compile("sgd")
+    with pytest.raises(NotFiniteStep, match=r"^Step 2 "):
+        parallel.fit(X, Y, batch_size=2, verbose=0)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
 @pytest.mark.slow
 def test_finite_steps_are_those_without_a_check():
     found = []
@@ -167,7 +196,7 @@ def test_auto_is_what_such_a_model_needs(caplog):
 
 
 class Compiled(Clipped):
-    """Asks for XLA, in one of two ways."""
+    """Asks for XLA where towers do not hear it."""
 
     @tf.function(jit_compile=True)
     def train_step(self, data):
@@ -179,12 +208,65 @@ class Compiled(Clipped):
 def test_what_runs_without_xla_is_said(caplog):
     inputs = keras.Input([4])
     outputs = keras.layers.Dense(1)(inputs)
-    for kind, options in ((Compiled, {}), (Clipped, {"jit_compile": True})):
-        parallel = multi_gpu_model(kind(inputs, outputs, name="model"), gpus=2)
-        parallel.compile("sgd", **options)
-        caplog.clear()
-        parallel.fit(X, Y, verbose=0)
-        assert "without XLA" in caplog.text
+    parallel = multi_gpu_model(Compiled(inputs, outputs, name="model"), gpus=2)
+    parallel.compile("sgd")
+    parallel.fit(X, Y, verbose=0)
+    assert "without XLA" in caplog.text
+
+
+def compiled_by_xla(nodes):
+    """The parts of a step that XLA compiles, as their names begin, by device."""
+    return {
+        (device[-5:], node.name.partition("/")[0].rstrip("_0123456789"))
+        for device, each in nodes.items()
+        for node in each
+        if node.attr["_XlaMustCompile"].b
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "updates"),
+    [
+        ("parameter_server", {("CPU:0", "home")}),
+        slow("replicated", {("CPU:0", "home"), ("CPU:1", "home")}),
+    ],
+)
+def test_xla_compiles_what_towers_and_optimizers_do(way, updates):
+    """It once compiled nothing of a step that a model defines itself."""
+    found = {}
+    # The last batch is smaller, and takes no XLA.
+    fit = {"batch_size": 6, "epochs": 2, "shuffle": False, "verbose": 0}
+    for xla in (False, True):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input([4])
+        hidden = keras.layers.Dense(4, "tanh", name="of_xla")(inputs)
+        model = Clipped(inputs, keras.layers.Dense(1)(hidden))
+        parallel = multi_gpu_model(model, gpus=2, variable_update=way)
+        parallel.compile(keras.optimizers.Adam(0.1), jit_compile=xla)
+        nodes = executed.run(functools.partial(parallel.fit, X, Y, **fit), "of_xla")
+        found[xla] = values(model)
+        towers = {("CPU:0", "tower"), ("CPU:1", "tower")}
+        assert compiled_by_xla(nodes) == (towers | updates if xla else set())
+    for mine, other in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+class AsKeras(keras.Model):
+    """Defines the step that Keras has."""
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        return super().train_step(data)
+
+
+@pytest.mark.slow
+def test_what_xla_draws_is_said(caplog):
+    inputs = keras.Input([4])
+    model = AsKeras(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.5)(inputs)))
+    parallel = multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "mse", jit_compile=True)
+    parallel.fit(X, Y, verbose=0)
+    assert "draws random numbers by XLA" in caplog.text
 
 
 class Branches(Clipped):
@@ -349,6 +431,24 @@ def test_a_gradient_that_is_not_finite_reaches_no_copy(row, tower):
     _assert_copies_are_equal(parallel)
 
 
+@pytest.mark.parametrize("way", ["parameter_server", slow("replicated")])
+def test_all_that_an_optimizer_changes_waits_for_the_check(way):
+    """A copy had counted a step that was stopped, now and then."""
+    parallel, _ = clipped(check_numerics=True, variable_update=way)
+    fit = functools.partial(parallel.fit, X, Y, batch_size=8, verbose=0)
+    nodes = executed.run(fit, "home_")
+    changes = [
+        node
+        for each in nodes.values()
+        for node in each
+        if node.op.startswith("Assign") and node.name.startswith("home")
+    ]
+    assert len(changes) == (3 if way == "parameter_server" else 6)
+    for node in changes:
+        before = executed.behind(nodes, node)
+        assert any("check_numerics" in name for name in before), node.name
+
+
 def test_a_branch_that_changes_other_variables_has_copies_of_those():
     """As `examples/steps/accumulate.py`, but of what the model does not list."""
 
@@ -371,15 +471,19 @@ def test_a_branch_that_changes_other_variables_has_copies_of_those():
         parallel.fit(X, Y, verbose=0)
 
 
-def test_what_copies_cannot_have_is_refused():
-    inputs = keras.Input([4])
-    model = Clipped(inputs, keras.layers.Dense(1)(inputs))
-    for option in (
+@pytest.mark.parametrize(
+    "option",
+    [
         {"variable_update": "asynchronous", "loss_placement": "gathered"},
-        {"variable_update": "replicated", "shard_embeddings": "rows"},
-    ):
-        with pytest.raises(ValueError, match="Clipped, which defines its own step"):
-            multi_gpu_model(model, 2, **option)
+        {"stages": 2},
+    ],
+)
+def test_what_such_a_step_cannot_have_is_refused(option):
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(4)(inputs)
+    model = Clipped(inputs, keras.layers.Dense(1)(hidden))
+    with pytest.raises(ValueError, match="Clipped, which defines its own step"):
+        multi_gpu_model(model, 2, **option)
 
 
 class Plain(keras.Model):
@@ -403,3 +507,194 @@ def test_sparse_gradients_are_no_news(caplog):
     parallel.compile("adam", jit_compile=False)
     parallel.fit(np.abs(X).astype("int32"), Y, verbose=0)
     assert "one device" not in caplog.text
+
+
+class Tied(keras.Model):
+    """Looks up rows of a table twice, and multiplies by all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 4)
+        self.dense = keras.layers.Dense(4, "tanh")
+
+    def call(self, x):
+        """Computes scores of all rows."""
+        rows = self.embedding(x) + self.embedding((x * 7) % 9)
+        hidden = keras.ops.mean(self.dense(rows), axis=1)
+        return hidden @ keras.ops.transpose(self.embedding.embeddings)
+
+    def train_step(self, data):
+        """Trains on x and y."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            scores = self(x)
+            loss = keras.losses.sparse_categorical_crossentropy(y, scores, True)
+            loss = tf.reduce_mean(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = [*map(tf.convert_to_tensor, gradients)]
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def looks_up():
+    """A model with a table of which rows are looked up, and nothing else."""
+    inputs = keras.Input([5], dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(inputs))
+    return AsKeras(inputs, keras.layers.Dense(9)(rows))
+
+
+class Positions(keras.layers.Layer):
+    """Adds rows that are the same for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(5, 4)
+
+    def call(self, rows):
+        """Adds a row to each of an example's."""
+        return rows + self.table(keras.ops.arange(5))
+
+
+def looks_up_positions():
+    """A model with a second table, of positions."""
+    inputs = keras.Input([5], dtype="int32")
+    rows = Positions()(keras.layers.Embedding(9, 4)(inputs))
+    return AsKeras(inputs, keras.layers.Dense(9)(keras.layers.Flatten()(rows)))
+
+
+REPLICATED = {"variable_update": "replicated"}
+IN_PARTS = {
+    "parameter_server": {},
+    "replicated": REPLICATED,
+    "columns": {"shard_embeddings": "columns"},
+    "auto": {"shard_embeddings": "auto"},
+    "more towers than a table has columns": {"gpus": 4, "shard_embeddings": "columns"},
+    "state in parts": {**REPLICATED, "shard_optimizer_state": True},
+    "micro-batches": {"micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("make", [looks_up, looks_up_positions, Tied])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=() if not k else pytest.mark.slow, id=name)
+        for k, (name, options) in enumerate(IN_PARTS.items())
+    ],
+)
+def test_tables_in_parts(make, options):
+    random = np.random.default_rng(1)
+    x = random.integers(-2, 9, [13, 5]).astype("int32")
+    y = random.integers(0, 9, [13]).astype("int32")
+
+    def trained(wrap):
+        keras.utils.set_random_seed(3)
+        model = make()
+        parallel = wrap(model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        parallel.compile(keras.optimizers.Adam(0.1, epsilon=1e-4), loss)
+        if make is not Tied:
+            parallel.evaluate(x, y, batch_size=4, verbose=0)
+        parallel.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        weights = model.get_weights()
+        return [*weights, parallel.predict(x, batch_size=4, verbose=0)]
+
+    def wrap(model):
+        options_of_all = {"gpus": 2, "shard_embeddings": "rows", **options}
+        return multi_gpu_model(model, **options_of_all)
+
+    for mine, other in zip(trained(wrap), trained(lambda model: model), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "options", "said"),
+    [
+        ("nadam", {}, "Nadam, which counts how often it is applied.*'none'"),
+        (None, REPLICATED, "an optimizer of its own.*shard_embeddings='none'"),
+    ],
+)
+def test_what_cannot_update_a_table_in_parts(optimizer, options, said):
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - tf.cast(y, "float32")))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.own.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = keras.Input([5], dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(inputs))
+    model = Own(inputs, keras.layers.Dense(1)(rows))
+    model.own = keras.optimizers.get(optimizer or "sgd")
+    parallel = multi_gpu_model(model, gpus=2, shard_embeddings="rows", **options)
+    parallel.compile("sgd")
+    with pytest.raises(ModelError, match=said):
+        parallel.fit(np.zeros([4, 5], "int32"), np.zeros([4, 1]), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "layer"},
+        slow({"recompute": "layer", "micro_batches": 2, **REPLICATED}),
+        slow({"recompute": "layer", **REPLICATED, "shard_optimizer_state": True}),
+        slow({"recompute": "layer", "shard_embeddings": "rows"}),
+        slow({"recompute": "stage", "check_numerics": True}),
+    ],
+    ids=str,
+)
+def test_layers_are_computed_again(options, monkeypatch):
+    x = np.random.default_rng(1).integers(0, 9, [13, 5]).astype("int32")
+    recomputing = mock.Mock(wraps=phases.recomputing)
+    monkeypatch.setattr(phases, "recomputing", recomputing)
+
+    def trained(wrap):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input([5], dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(inputs))
+        for _ in range(2):
+            hidden = keras.layers.Dense(4, "tanh")(keras.layers.Dropout(0.2)(hidden))
+        model = AsKeras(inputs, keras.layers.Dense(1)(hidden))
+        parallel = wrap(model)
+        parallel.compile(keras.optimizers.Adam(0.1, epsilon=1e-4), "mse")
+        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        parallel.fit(x, x[:, :1] / 9, **how)
+        return model.get_weights()
+
+    def wrap(model):
+        return multi_gpu_model(model, **{"gpus": 2, **options})
+
+    for mine, other in zip(trained(wrap), trained(lambda model: model), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+    assert recomputing.called
+
+
+@pytest.mark.slow
+def test_rows_are_not_taken_of_the_whole_of_a_table_in_parts():
+    """One device has a gradient of these rows, and an optimizer squares each."""
+
+    class Takes(keras.Model):
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                norm = tf.norm(self.layers[1].embeddings)
+                table = tf.convert_to_tensor(self.layers[1].embeddings)
+                loss = (
+                    0 * norm
+                    + tf.reduce_mean(tf.gather(table, x))
+                    + tf.reduce_mean(self(x))
+                )
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = keras.Input([5], dtype="int32")
+    model = Takes(inputs, keras.layers.Embedding(9, 4)(inputs))
+    parallel = multi_gpu_model(model, gpus=2, shard_embeddings="rows")
+    parallel.compile("adam")
+    with pytest.raises(ModelError, match=r"in the whole value of a table.*call of the"):
+        parallel.fit(np.zeros([4, 5], "int32"), np.zeros([4, 1]), verbose=0)

@@ -8,6 +8,7 @@ import collections
 import functools
 import importlib
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -95,11 +96,16 @@ WAYS = {
 }
 
 
-def _model(kind, depth, name):
+class _OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def _model(kind, depth, name, model=keras.Model):
     body, (shape, dtype) = (MODELS | _STEADY)[kind]
     inputs = keras.Input(shape, dtype=dtype)
     outputs = _L.Dense(3, dtype="float32")(body(inputs, depth))
-    return keras.Model(inputs, outputs, name=name)
+    return model(inputs, outputs, name=name)
 
 
 def _data(kind, batches, known):
@@ -109,14 +115,15 @@ def _data(kind, batches, known):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=known)
 
 
-def _ran(kind, depth=1, steps=1, known=True, **options):
+def _ran(kind, depth=1, steps=1, known=True, model=keras.Model, **options):
     """What ran in a `fit` of two steps, and the graph that it was made of."""
     name = f"model_{next(_numbers)}"
     _, _, policy = kind.partition(", mixed")
     keras.config.set_dtype_policy(f"mixed{policy}" if policy else "float32")
     with as_on_gpu.made_up_gpus(*GPUS):
         options = {"check_numerics": True, "prefetch": 0, **options}
-        parallel = multi_gpu_model(_model(kind, depth, name), GPUS, **options)
+        model = _model(kind, depth, name, model)
+        parallel = multi_gpu_model(model, GPUS, **options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         how = {"steps_per_execution": steps, "jit_compile": False}
         parallel.compile("adam", loss, metrics=["accuracy"], **how)
@@ -127,7 +134,9 @@ def _ran(kind, depth=1, steps=1, known=True, **options):
 
 def _in_towers(names):
     """What belongs to a tower, traced for the size that its share usually has."""
-    return [name for name in names if "tower_" in name and "/cond/else/" not in name]
+    # What a branch takes, such as the guard's, is named by who has made it.
+    own = {name: re.sub(r"/Func/\S*", "", name) for name in names}
+    return [k for k, v in own.items() if "tower_" in v and "/cond/else/" not in v]
 
 
 def _sends(nodes):
@@ -191,6 +200,22 @@ def test_towers_of_each_kind(kind):
 @pytest.mark.parametrize("way", [*WAYS])
 def test_each_way_to_update(kind, way, steps):
     _assert_ready([_ran(kind, depth, steps, **WAYS[way])[0] for depth in (1, 2)])
+
+
+@pytest.mark.parametrize(
+    "kind", ["mlp, dropout", slow("cnn"), slow("transformer"), slow("embedding")]
+)
+@pytest.mark.parametrize("way", [*WAYS])
+def test_a_step_of_the_models_own(kind, way):
+    """It once had the host wait for seeds and labels, and sent each by itself."""
+    options = {"model": _OwnStep, **WAYS[way]}
+    _assert_ready([_ran(kind, depth, **options)[0] for depth in (1, 2)])
+
+
+@pytest.mark.slow
+def test_a_step_of_the_models_own_on_batches_of_unknown_size():
+    options = {"model": _OwnStep, "known": False}
+    _assert_ready([_ran("cnn", depth, **options)[0] for depth in (1, 2)])
 
 
 @pytest.mark.parametrize("way", [*WAYS][:1] + [*map(slow, [*WAYS][1:])])

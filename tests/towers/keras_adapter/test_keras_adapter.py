@@ -948,6 +948,26 @@ def _():
 
 
 @contract(
+    "gradient_tape/",
+    "GRADIENT_SCOPE",
+    "is what a tape puts before the scope of an operation, for its gradient's",
+)
+def _():
+    variable = tf.Variable(tf.ones([3, 3]))
+
+    @tf.function(autograph=False)
+    def gradient():
+        with tf.GradientTape() as tape:
+            with tf.name_scope("layer"):
+                product = tf.tanh(variable @ variable)
+        return tape.gradient(product, variable)
+
+    graph = gradient.get_concrete_function().graph
+    kinds = {op.type: op.name for op in graph.get_operations()}
+    assert kinds["TanhGrad"].startswith(f"{graphs.GRADIENT_SCOPE}layer/")
+
+
+@contract(
     "_read_only_resource_inputs",
     "may_change",
     "tells of a call which variables its function only reads",

@@ -1,5 +1,9 @@
 """What a whole step of training becomes: decided before it runs, and in few pieces."""
 
+import collections
+import functools
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -64,8 +68,27 @@ def test_an_optimizer_is_one_operation_whatever_it_updates():
 
 def test_a_step_of_kerass_is_on_the_towers_once():
     made = Partitioned(judge(words().train_step, SPEC))
-    on_towers = [phase for (phase,) in made.phases if phase.place.on_towers]
-    assert len(on_towers) == 1
+    on_towers = [phase.place for (phase,) in made.phases if phase.place.on_towers]
+    # Rows are looked up where the table is.
+    assert [place.on_device for place in on_towers] == [False, True]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_part_computes_again_what_it_has_not_kept(recomputes):
+    inputs = keras.Input([4])
+    layers = [keras.layers.Dense(4, "tanh") for _ in range(3)]
+    hidden = functools.reduce(lambda h, layer: layer(h), layers, inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("sgd", "mse")
+    spec = tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])
+    parts = {id(layer): k for k, layer in enumerate(layers)} if recomputes else None
+    made = Partitioned(judge(model.train_step, spec, recomputed=parts))
+    (phase,) = [phase for (phase,) in made.phases if phase.place.on_towers]
+    graph = phase.function.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    kinds = collections.Counter(node.op for node in nodes)
+    assert kinds["Tanh"] == (6 if recomputes else 3)
+    assert kinds["TanhGrad"] == 3
 
 
 def test_rows_are_looked_up_and_no_table_is_read():
@@ -249,6 +272,29 @@ class Steps:
             found.append(kept)
         return found, {}
 
+    def jacobian(self, model, x, gradients):
+        """Takes the gradient of each output by itself."""
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_mean(tf.square(model(x)), 0)
+        dense = model.trainable_variables[1:]
+        found = tape.jacobian(errors, dense, experimental_use_pfor=False)
+        return [gradients[0], *(tf.reduce_sum(each, 0) for each in found)], {}
+
+    def unconnected(self, model, x, gradients):
+        """Takes a gradient for what it does not depend on, as zeros."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        dense = [*model.trainable_variables[1:], model.kept[1]]
+        *found, none = tape.gradient(loss, dense, unconnected_gradients="zero")
+        return [gradients[0], *found], {"none": tf.reduce_sum(none)}
+
+    def values_of_variables(self, model, x, gradients):
+        """Takes a gradient for what stands behind Keras's variables."""
+        values = [variable.value for variable in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        return tape.gradient(loss, values), {}
+
     def sorted_rows(self, model, x, gradients):
         """The values of a sparse gradient are made on one device."""
         first, *others = gradients
@@ -262,6 +308,7 @@ WAYS = {
     "parameter_server": {"variable_update": "parameter_server", "micro_batches": 2},
     "replicated": {"variable_update": "replicated"},
     "shards": {"variable_update": "replicated", "shard_optimizer_state": True},
+    "tables": {"shard_embeddings": "rows"},
 }
 
 
@@ -283,8 +330,13 @@ def stepping(step, optimizer, **options):
     return logs, model.get_weights()
 
 
-@pytest.mark.parametrize("way", [*WAYS])
-@pytest.mark.parametrize("name", STEPS)
+# Rows of a gradient stand in another order if they were looked up in shards.
+ROWS_OF_STEPS = [
+    pair for pair in itertools.product(STEPS, WAYS) if pair != ("sorted_rows", "tables")
+]
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS_OF_STEPS)
 def test_steps_are_those_of_one_device(name, way):
     step = getattr(Steps(), name)
     found, weights = stepping(step, keras.optimizers.SGD(0.1), **WAYS[way])

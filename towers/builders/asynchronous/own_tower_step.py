@@ -165,18 +165,20 @@ class _Call:
             done = self._own.steps_done() if begins else known.get(_DONE)
             values = [known[taken.tensor.name] for taken in phase.takes]
             pairs = zip(phase.takes, values, strict=True)
-            gradients = [v for t, v in pairs if key(t.tensor) in self._trace.gradients]
+            wanted = self._trace.gradients_of(phase.operations)
+            gradients = [v for t, v in pairs if key(t.tensor) in wanted]
             observed = contextlib.nullcontext()
             if gradients:
                 observer = self._own.observer(local, done)
                 observed = observer.gradients([gradients], gradients)
-            with observed:
-                found = dict(zip(_names(phase.makes), phase(values), strict=True))
+            with observed as gate:
+                results = phase(values, gate=gate)
+            found = dict(zip(_names(phase.makes), results, strict=True))
         return _Made(found if done is None else {**found, _DONE: done}, {})
 
     def _on_tower(self, phase, following, local, *made):
         """Runs a phase where it is called, on the tower; sends home what home takes."""
-        with tf.device(None):
+        with tf.device(None if phase.place.on_device else self._plan.home):
             mine = self._given(local) | _joined(each.tower for each in made)
             home = _joined(each.home for each in made)
             names = dict.fromkeys(taken.tensor.name for taken in phase.takes)
@@ -185,8 +187,9 @@ class _Call:
             known = mine | dict(zip(missing, sent, strict=True))
             values = [known[taken.tensor.name] for taken in phase.takes]
             if phase.draws:
-                values.append(tf.cast([0, batch.batch_size(local)], tf.int64))
-            found = dict(zip(_names(phase.makes), phase(values), strict=True))
+                values.append(tf.cast([0, batch.batch_size(local)], tf.int32))
+            xla = self._own.pieces.context.xla and phase.compiles_on(None)
+            found = dict(zip(_names(phase.makes), phase(values, xla), strict=True))
             at_home, on_tower = self._needed(following)
             back = [name for name in found if name in at_home]
             sent = self._send([found[name] for name in back], "", self._plan.home)

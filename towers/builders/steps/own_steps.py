@@ -14,14 +14,20 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.builders import checks
 from towers.builders.common import Pieces
-from towers.builders.pieces.reducer import AllReduce, Reducer
+from towers.builders.pieces.reducer import AllReduce, Reducer, ReduceScatter
 from towers.builders.steps.keras_steps import Scope, train_function
 from towers.collectives import batch, reduce
 from towers.keras_adapter import optimizers
-from towers.keras_adapter.models import overrides
+from towers.keras_adapter.models import measuring, overrides
 from towers.keras_adapter.variables import value_behind
 from towers.layers import sharded, variables
-from towers.partition.partitioned import Copied, Observer, Partitioned, judge
+from towers.partition.partitioned import (
+    Copied,
+    Execution,
+    Observer,
+    Partitioned,
+    judge,
+)
 from towers.partition.placement.copies import together
 from towers.tower.errors import ModelError
 from towers.tower.run import refuse_stateful
@@ -92,16 +98,30 @@ class OwnSteps:
         if step == "train_step" and not overrides(context.model, step):
             # What Keras's step creates is known, and need not be traced for.
             self.pieces.creator.create_variables(data)
-        elif step == "train_step" and self.pieces.copies.shards is not None:
+        elif step == "train_step" and self._cuts:
             # Slots are cut as they are created, which a graph cannot do.
             with tf.init_scope():
-                x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-                self.pieces.creator.build_layers(x)
-                self.pieces.creator.build_optimizer()
-                self.pieces.copies.create()
+                self.pieces.creator.create_apart(data)
+            # What was traced of a table that was whole refers to that.
+            self._partitioned.clear()
+        elif step == "train_step" and context.plan.pipeline.recompute != "none":
+            # A layer is known by what it is, and so before it is called.
+            x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+            self.pieces.creator.build_layers(x)
         # Not in an `init_scope`, where no tape records.
         with tf.device(context.plan.home):
             self._partition(step, _local_spec(data))
+
+    @property
+    def _cuts(self):
+        """Whether variables, or their slots, lie in parts on several devices."""
+        shards = self.pieces.copies.shards is not None
+        return shards or self.pieces.context.shard_embeddings != "none"
+
+    @property
+    def _updates_apart(self):
+        """Whether optimizers do more than to update each copy of the variables."""
+        return self._cuts and isinstance(self.reducer, AllReduce | ReduceScatter)
 
     def _partition(self, step, spec):
         """Returns a step of the model, partitioned for batches of a kind."""
@@ -109,8 +129,13 @@ class OwnSteps:
             context = self.pieces.context
             copied = self._copied if step == "train_step" else lambda trace: None
             placement = context.loss_placement
-            apart = step == "train_step" and self.pieces.copies.shards is not None
-            verdict = judge(self.function(step), spec, copied, placement, apart)
+            apart = step == "train_step" and self._updates_apart
+            home, pipeline, parts = context.plan.home, context.plan.pipeline, None
+            if step == "train_step" and pipeline.recompute != "none":
+                parts = pipeline.parts
+            verdict = judge(
+                *(self.function(step), spec, copied, placement, apart, home, parts)
+            )
             found = Partitioned(verdict)
             if step == "train_step" and context.strict:
                 # Its variables are there now, if the step has built it.
@@ -132,8 +157,8 @@ class OwnSteps:
         context = self.pieces.context
         name = f"The {step} of model '{context.model.name}'"
         context.say(lines(name))
-        if context.xla:
-            context.say([f"{name} runs without XLA, unlike Keras's own step."])
+        if self._execution(step).towers_by_xla:
+            context.say(found.by_xla(name))
         if context.guard is not None and found.trace.reads_gradients:
             context.say([f"{name} has gradients that check_numerics does not see."])
         if step == "train_step" and (unsaved := self._unsaved(found.trace)):
@@ -161,9 +186,9 @@ class OwnSteps:
     def _copied(self, trace):
         """What each tower has a copy of: what optimizers update, and their state."""
         copies, model = self.pieces.copies, self.pieces.context.model
-        if copies.shards is not None:
+        if self._updates_apart:
             algorithm = reduce.algorithm_for("auto", self.pieces.context.plan.home)
-            return Copied(copies.handles(), algorithm, self._update_shards)
+            return Copied(copies.handles(), algorithm, self._update_apart)
         if not isinstance(self.reducer, AllReduce):
             return None
         # Also for a single tower: other hosts have more, and the same phases.
@@ -178,33 +203,43 @@ class OwnSteps:
         copies.add([*wanted, *(known[each] for each in found & known.keys())])
         return Copied(copies.handles(), self.reducer.algorithm)
 
-    def _update_shards(self, update, parts, whole, observed):
-        """Has each tower update the part that it owns; see `Copied.apply`."""
+    def _update_apart(self, update, parts, whole, observed):
+        """Has devices update the parts that they have; see `Copied.apply`."""
         model, hosts = self.pieces.context.model, self.pieces.context.plan.hosts
         places = {id(variable): i for i, variable in enumerate(update.variables)}
         others = places.keys() - {*map(id, model.trainable_variables)}
         if update.optimizer is not model.optimizer or others:
             raise ModelError(
-                f"Model '{model.name}' applies an optimizer of its own, of which "
-                "shard_optimizer_state=True cannot divide the state; expected "
-                "`self.optimizer` for the model's trainable variables, or False."
+                f"Model '{model.name}' applies an optimizer of its own, with variables "
+                "or a state in parts on several towers; expected `self.optimizer` for "
+                "the model's trainable variables, or shard_optimizer_state=False and "
+                "shard_embeddings='none'."
             )
 
         def over_hosts(sums, scatter=tuple):
             return hosts.sum(sums, "gradients"), scatter()
 
-        chosen = [places.get(id(v)) for v in model.trainable_variables]
-        parts = [[None if i is None else mine[i] for i in chosen] for mine in parts]
+        trained = model.trainable_variables
+        chosen = [places.get(id(v)) for v in trained]
+        parts = [
+            sharded.expand(trained, [None if i is None else mine[i] for i in chosen])
+            for mine in parts
+        ]
         adds = over_hosts if hosts.count > 1 else None
         sums = self.reducer.sum_gradients(parts, range(len(parts)), over_hosts=adds)
-        known = [whole.get(i) for i in chosen]
+        known = sharded.expand(trained, [whole.get(i) for i in chosen])
+        handed = self.reducer.hand_out(known)
+        for i in sharded.devices(trained):
+            # As `sum_gradients` has it: the first copy updates the shards of a table.
+            for k, mine in enumerate(handed):
+                mine[i] = sharded.norm(known[i]) if k else known[i]
         sums = [
             [b if a is None else a for a, b in zip(mine, given, strict=True)]
-            for mine, given in zip(sums, self.reducer.hand_out(known), strict=True)
+            for mine, given in zip(sums, handed, strict=True)
         ]
-        # All hosts have these.
-        given = {i for i, each in enumerate(known) if each is not None}
-        self.pieces.copies.shards.with_gradients |= given
+        if (shards := self.pieces.copies.shards) is not None:
+            # All hosts have these.
+            shards.with_gradients |= {i for i, g in enumerate(known) if g is not None}
         together = itertools.chain(*self.reducer.together(sums))
         with observed([gradient for gradient in together if gradient is not None]):
             self.pieces.updater.update_weights(sums)
@@ -237,7 +272,13 @@ class OwnSteps:
                 self.pieces.copies.follow_learning_rates()
             whole = data if batch.part_of(data) is None else None
             size = batch.batch_size(data)
-            return found(plan, local_batches, size, observer, whole)
+            execution = self._execution(step)
+            return found(plan, local_batches, size, observer, whole, execution)
+
+    def _execution(self, step):
+        context = self.pieces.context
+        xla = context.xla and (step == "train_step" or context.found.compiled)
+        return Execution(context.usual_rows, xla, context.compiles_update)
 
     def _check_alone(self, what):
         if self.pieces.context.plan.hosts.count > 1:
@@ -270,11 +311,15 @@ class OwnSteps:
         home = self.pieces.context.plan.home
 
         def function(data):
+            measured = contextlib.nullcontext()
             if preprocess is not None:
-                data = keras.utils.unpack_x_y_sample_weight(data)
-                data = preprocess(data, step == "train_step")
+                given = keras.utils.unpack_x_y_sample_weight(data)
+                data = preprocess(given, step == "train_step")
                 data = keras.utils.pack_x_y_sample_weight(*data)
-            with _creating_on(home):
+                if not has_own_steps(model):
+                    # Keras's own metrics know targets as the user gives them.
+                    measured = measuring(model, *given[:2])
+            with _creating_on(home), measured:
                 return getattr(model, step)(data)
 
         return function
@@ -282,10 +327,12 @@ class OwnSteps:
     def steps_done(self) -> tf.Tensor | None:
         """Returns how many steps were done, to be read as one begins.
 
-        Optimizers take turns in it. `None` if nobody wants to know.
+        Optimizers take turns in it. `None` if there is no guard, or the guard asks the
+        model's optimizer.
         """
-        each = variables.optimizers(self.pieces.context.model).values()
-        if self.pieces.context.guard is None or not each:
+        model = self.pieces.context.model
+        each = variables.optimizers(model).values()
+        if self.pieces.context.guard is None or not each or not has_own_steps(model):
             return None
         counts = [tf.cast(tf.identity(one.iterations), tf.int64) for one in each]
         return tf.reduce_max(counts)
@@ -305,16 +352,19 @@ class OwnSteps:
             for each in of_model
             if isinstance(each, keras.optimizers.LossScaleOptimizer)
         ]
+        # `numerics` finds out what was wrong with Keras's own step.
+        own = has_own_steps(model)
+        optimizer = next(iter(scaled), None) if own else model.optimizer
 
-        def gradients(of_towers, sums):
+        def gradients(of_towers, sums, packed=()):
             if guard is None:
                 return contextlib.nullcontext()
             given = keras.utils.unpack_x_y_sample_weight(data)
             whole = functools.partial(self.pieces.batches.whole, given)
             return guard.before(
-                *(whole, tf.zeros([]), [*of_towers, sums]),
-                next(iter(scaled), None),
-                to_blame=len(of_towers),
+                *(whole, tf.zeros([]), [sums]),
+                *(optimizer, packed),
+                of_towers=of_towers if own else (),
                 done=done,
             )
 

@@ -5,6 +5,9 @@ block of them from the counter plus n. So a tower draws its rows alone, by a cou
 that is ahead by what the rows before take.
 """
 
+import functools
+import operator
+
 import tensorflow as tf
 
 from towers.keras_adapter.graphs import traced
@@ -15,13 +18,16 @@ SKIPPABLE = set(
     StatelessRandomUniformIntV2 StatelessRandomUniformV2""".split()
 )
 _SHAPE, _KEY, _COUNTER = range(3)
+# They make of a seed, which GPUs read in the host's memory, what the former take.
+OF_SEED = {"StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg"}
 
 
 def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
     """Returns a function that draws a tower's rows of what an operation draws.
 
     It takes what the operation takes, and behind that the number of the tower's first
-    example, and how many it has: an int64 vector.
+    example, and how many it has: an int32 vector. What the host has to know of numbers
+    is computed in its memory, also on a GPU.
 
     Args:
         op: One of a type in `SKIPPABLE`. It draws as many numbers for each example, one
@@ -37,21 +43,24 @@ def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
 
     def rows(*values):
         *values, (first, size) = *values[:-1], tf.unstack(values[-1])
-        shape = tf.cast(values[_SHAPE], tf.int64)
-        count = tf.reduce_prod(shape)
-        start = first * tf.math.floordiv(count, tf.maximum(size, 1))
-        ahead = tf.cast(tf.math.floordiv(start, numbers), tf.uint64)
-        low, high = tf.unstack(values[_COUNTER])
-        moved = low + ahead
+        shape = values[_SHAPE]
+        # GPUs multiply a vector's numbers in their own memory.
+        count = functools.reduce(operator.mul, tf.unstack(shape))
+        first, size = tf.cast(first, shape.dtype), tf.cast(size, shape.dtype)
+        of_example = tf.math.floordiv(count, tf.maximum(size, 1))
+        start = tf.cast(first, tf.uint64) * tf.cast(of_example, tf.uint64)
+        low, high = values[_COUNTER][0], values[_COUNTER][1]
+        moved = low + tf.math.floordiv(start, numbers)
         high += tf.cast(moved < low, tf.uint64)
         given = dict(zip(names, values, strict=True))
         given["shape"] = [count + numbers]
         given["counter"] = tf.stack([moved, high])
-        begin = tf.math.floormod(start, numbers)
+        begin = tf.math.floormod(first, numbers) * tf.math.floormod(of_example, numbers)
+        begin = tf.math.floormod(begin, numbers)
         found = draw(**given, **options)[begin : begin + count]
         found = tf.reshape(found, shape)
-        found.set_shape([None] * rank if rank is not None else None)
+        found.set_shape([None] * rank)
         return found
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in op.inputs]
-    return traced(rows, *specs, tf.TensorSpec([2], tf.int64))
+    return traced(rows, *specs, tf.TensorSpec([2], tf.int32))

@@ -33,9 +33,11 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
+from towers.devices import HOST
 from towers.keras_adapter.graphs import before, calls_functions, is_stateful
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
+from towers.layers.sharded_variable import WHOLE_SCOPE
 from towers.partition.errors import where
 from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
@@ -45,6 +47,11 @@ _ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
 _TOTALS = MEAN, SIZE, SUM
 # Home computes nothing larger that towers can compute, too.
 _MANY = 1024
+_OF_ONE_VARIABLE = set(
+    "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp".split()
+)
+# They are stateful for TensorFlow, as each makes another value.
+_FRESH = {"EmptyTensorList"}
 # By type, the place of the shape among what a stateful operation takes that draws.
 STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,
@@ -66,16 +73,19 @@ class Place:
     """Where and when an operation runs.
 
     Attributes:
-        level: What is of one level runs in one go: first home, then the copies, then
-            optimizers, then the towers.
+        level: What is of one level runs in one go: first the host, then home, then the
+            copies, then optimizers, then the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
         updates: Whether it is an optimizer's `apply`, which runs by itself.
         on_copies: Whether it runs on each copy of the variables, as at home.
+        on_device: Whether it runs on the device of home, or of the tower. If not, home
+            runs it on the host, and a tower at home, as it does a look-up of rows.
     """
 
     # In the order in which they are compared: what runs later is larger.
     level: int
     on_towers: bool
+    on_device: bool = True
     updates: bool = False
     on_copies: bool = False
 
@@ -92,6 +102,7 @@ class Placement:
             none, as whoever takes one has it.
         order: Those operations, each behind what it takes.
         gathered: What lets examples meet, and so runs at home on rows of all towers.
+        hosted: The names of those that run on the host, as does a GPU's random seed.
         refused: Why towers cannot compute the function, a sentence for each reason.
     """
 
@@ -99,6 +110,7 @@ class Placement:
         self,
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
+        home: str = HOST,
     ):
         """Places the operations.
 
@@ -106,10 +118,13 @@ class Placement:
             trace: The traced function.
             is_copied: Tells of a handle from outside whether each tower has a copy of
                 its variable.
+            home: The device of home.
         """
-        self._trace, self._reader = trace, trace.reader
+        self._home = home
+        self._trace, self._reader, self._is_copied = trace, trace.reader, is_copied
         self.places: dict[str, Place] = {}
         self.gathered: list[tf.Operation] = []
+        self.hosted: set[str] = set()
         self.refused: list[str] = []
         self._by_design: dict[object, Dependence] = {}
         self._made_at_home: set[object] = set()
@@ -124,6 +139,7 @@ class Placement:
         self._on_towers: dict[str, bool | None] = {}
         for op in self.order:
             self._on_towers[op.name] = self._decide(op)
+        self._bring_lists_home()
         self._decide_others()
         apart = trace.updates if trace.updates_apart else ()
         at_home = [
@@ -141,12 +157,14 @@ class Placement:
             if op.type != "Const":
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
-                place = Place(0, on_towers, updates, op.name in on_copies)
+                on_device = op.name not in self.hosted and not self._looks_up(op)
+                place = Place(*(0, on_towers, on_device, updates, op.name in on_copies))
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
         for tensor in trace.returned:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
+        self.refused += _refused_look_ups(self.order)
         if self._reader.own is not None:
             self.refused += _refused_own(self._reader.own, trace.returned, self.order)
 
@@ -170,6 +188,10 @@ class Placement:
     def takes_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
         return self._trace.is_total(op, index)
+
+    def is_gradient(self, tensor: tf.Tensor) -> bool:
+        """Tells whether a tensor is a variable's gradient, or rows of a sparse one."""
+        return key(tensor) in self._trace.gradients
 
     def is_given(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is a part of the batch, or the tower's fraction."""
@@ -207,7 +229,7 @@ class Placement:
                 yield op
 
     def _needed(self):
-        """All operations that the roots need, in the order in which they were made."""
+        """All operations that the roots need, each behind what it takes."""
         waiting, seen = [*self.roots], set()
         while waiting:
             op = waiting.pop()
@@ -216,10 +238,20 @@ class Placement:
             seen.add(op.name)
             waiting += [tensor.op for tensor in op.inputs]
         skipped = {name for _, name in {*self._given, *self._handles}}
+        order: dict[str, tf.Operation] = {}
+        for op in self._trace.graph.get_operations():
+            # A gradient gives a loop that was made before it more to take.
+            waiting = [op] if op.name in seen else []
+            while waiting:
+                op = waiting[-1]
+                missing = [t.op for t in op.inputs if t.op.name not in order]
+                waiting += missing[::-1]
+                if not missing:
+                    order[waiting.pop().name] = op
         return [
             op
-            for op in self._trace.graph.get_operations()
-            if op.name in seen and not (op.outputs and op.outputs[0].name in skipped)
+            for op in order.values()
+            if not (op.outputs and op.outputs[0].name in skipped)
         ]
 
     def _region(self, op) -> Region | None:
@@ -252,12 +284,13 @@ class Placement:
             if calls_functions(op) and of_rows and op.name not in self._trace.updates:
                 self.gathered.append(op)
             self._note_statistics(op, region)
+            self._note_hosted(op)
             return False
         if region is not None or op.type == "NoOp" or effects.only_checks(op):
-            return True if touched else _alike(op)
+            return True if touched else self._alike(op)
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
-            return _alike(op)
+            return self._alike(op)
         if kinds == {PACKED} and all(map(self._is_of_packed_batch, op.inputs)):
             return None
         if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
@@ -268,7 +301,45 @@ class Placement:
             if not (counts and all(map(self._is_of_packed_batch, op.inputs))):
                 self.gathered.append(op)
             return False
-        return _alike(op)
+        return self._alike(op)
+
+    def _alike(self, op):
+        """Where an operation runs that gives the same everywhere: at home if it must.
+
+        Small whole numbers made of what home has, such as of a seed, are computed in
+        the host's memory, where GPUs read them, and then sent.
+        """
+        if is_stateful(op) and op.type not in _FRESH:
+            self._note_hosted(op)
+            return False
+        if op.type in draws.OF_SEED or not op.outputs:
+            return None
+        made = [self._on_towers.get(t.op.name) for t in op.inputs]
+        few = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
+        whole = all(t.dtype.is_integer or t.dtype.is_bool for t in op.outputs)
+        if not (False in made and few and whole):
+            return None
+        if any(tensor.op.name in self.hosted for tensor in op.inputs):
+            self.hosted.add(op.name)
+        return False
+
+    def _looks_up(self, op):
+        """Whether an operation looks up rows of a table of which home has the only one.
+
+        What computes their numbers is of these, too.
+        """
+        table = self._trace.lookups.get(op.name)
+        if table is None or not self._on_towers[op.name]:
+            return False
+        return table.device.endswith(self._home) and not self._is_copied(table.handle)
+
+    def _note_hosted(self, op):
+        """Notes what reads or assigns a variable on the host, beside home."""
+        if op.type not in _OF_ONE_VARIABLE or self._home == HOST:
+            return
+        handle = self._handles.get(key(op.inputs[0]))
+        if handle is not None and handle.device.endswith(HOST):
+            self.hosted.add(op.name)
 
     def _is_of_packed_batch(self, tensor):
         """Whether home has it for all rows, such as the row splits of the batch."""
@@ -310,6 +381,22 @@ class Placement:
                 for variable in layer.non_trainable_variables:
                     if value_behind(variable).handle is handle:
                         self._by_design[key(op.inputs[1])] = MEAN
+
+    def _bring_lists_home(self):
+        """Has home make lists of tensors that it takes, as they cannot be joined.
+
+        A loop that home runs, as nobody can read it, takes such.
+        """
+        for op in reversed(self.order):
+            takers = [t.consumers() for t in op.outputs if t.dtype == tf.variant]
+            if any(
+                self._on_towers.get(taker.name) is False
+                for each in takers
+                for taker in each
+            ):
+                if self._on_towers[op.name]:
+                    self.gathered.append(op)
+                self._on_towers[op.name] = False
 
     def _decide_others(self):
         """Has towers compute what is alike, where nobody else needs it."""
@@ -356,8 +443,14 @@ class Placement:
                     self._check_combined(op, tensor)
             if place is None:
                 continue
-            if mine.on_towers and not place.on_towers and self.kind(tensor) is PACKED:
+            sent = mine.on_towers and not place.on_towers
+            if sent and self.kind(tensor) is PACKED:
                 self.refused.append(self._why_not_packed(op, tensor))
+            if sent and tensor.dtype == tf.variant and self.kind(tensor) is not NONE:
+                self.refused.append(
+                    f"{_taker(op)} '{tensor.name}', a list that one device makes of "
+                    "the rows of all towers; expected a tensor, such as of `stack()`."
+                )
             away = place.on_towers and whole
             level = max(level, place.level + (away or place.is_behind(mine)))
             if away:
@@ -421,6 +514,26 @@ def _taker(op):
     return f"Operation '{op.name}' ({op.type}){where(op)} takes"
 
 
+def _refused_look_ups(order):
+    """Yields look-ups in the whole value of a table that lies in shards.
+
+    Their gradient has all rows, where that of one device has those that were looked up,
+    and an optimizer squares each of these by itself.
+    """
+    for op in order:
+        if op.type not in ("GatherNd", "GatherV2"):
+            continue
+        source = op.inputs[0].op
+        while source.type in ("Cast", "Identity") and WHOLE_SCOPE not in source.name:
+            source = source.inputs[0].op
+        if WHOLE_SCOPE in source.name:
+            yield (
+                f"Operation '{op.name}' ({op.type}){where(op)} looks up rows in the "
+                "whole value of a table that lies in shards; expected a call "
+                "of the layer, or shard_embeddings='none'."
+            )
+
+
 def _refused_own(own, returned, order):
     """Yields gradients of what is each tower's own, where they are not its own."""
     for tensor in returned:
@@ -445,8 +558,3 @@ def _listed(operations: Sequence[tf.Operation]) -> str:
     """Names the first of some operations, with the lines of the user's."""
     places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
     return ", ".join([*places][:5])
-
-
-def _alike(op: tf.Operation) -> bool | None:
-    """Where an operation runs that gives the same everywhere: at home if it must."""
-    return False if is_stateful(op) else None
