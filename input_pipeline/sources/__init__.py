@@ -19,6 +19,7 @@ from towers.input_pipeline.specs import (
     kinds_with,
     takes,
 )
+from towers.program import words
 
 __all__ = ["Source", "SourceOptions", "open_source"]
 
@@ -104,7 +105,7 @@ def open_source(
         return getattr(module, opener)(rest, **given)
     # Of a file system: not installed, no permission, no network.
     except tf.errors.OpError as error:
-        reason = error.message.splitlines()[0]
+        reason = words.error_line(error)
         raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
 
 

@@ -12,7 +12,7 @@ from towers.input_pipeline.text.tokenizer import (
     Tokenizer,
     WordTokenizer,
 )
-from towers.program import small_file
+from towers.program import small_file, words
 
 
 def open_tokenizer(spec: str) -> Tokenizer:
@@ -32,10 +32,9 @@ def open_tokenizer(spec: str) -> Tokenizer:
         with tf.io.gfile.GFile(path, "rb") as file:
             content = file.read()
     except tf.errors.OpError as error:
-        # TensorFlow's file system in memory says nothing.
-        reason = error.message.partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"the vocabulary of the tokenizer {spec!r} cannot be read: {reason}"
+            f"the vocabulary of the tokenizer {spec!r} cannot be read: "
+            f"{words.error_line(error)}"
         ) from error
     if kind == "words":
         return WordTokenizer(_lines(spec, content), spec)

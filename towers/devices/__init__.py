@@ -7,7 +7,7 @@ it in words.
 
 from towers.devices.configuration import Devices, configure
 from towers.devices.listing import rows, table
-from towers.devices.names import HOST, is_gpu, nccl_fits, resolve
+from towers.devices.names import HOST, is_gpu, nccl_fits, resolve, short
 
 __all__ = [
     "HOST",
@@ -17,5 +17,6 @@ __all__ = [
     "nccl_fits",
     "resolve",
     "rows",
+    "short",
     "table",
 ]

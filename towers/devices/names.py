@@ -17,6 +17,11 @@ _DEVICE = re.compile(
 )
 
 
+def short(device: str) -> str:
+    """Returns the end of a device's full name, as Towers names devices."""
+    return device[device.rindex("/device") :] if "/device" in device else device
+
+
 def is_gpu(device: str) -> bool:
     """Tells whether a device string, such as "/device:GPU:0", names a GPU.
 

@@ -29,6 +29,7 @@ __all__ = [
     "add_call",
     "add_copy",
     "calls_functions",
+    "colocated_with",
     "function_definition",
     "function_graph",
     "gradient_module",
@@ -68,8 +69,10 @@ FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
 def made_in(graph: tf.Graph) -> Iterator[list[tf.Operation]]:
     """Fills in the operations of a graph that are made inside."""
     before, made = len(graph.get_operations()), []
-    yield made
-    made.extend(graph.get_operations()[before:])
+    try:
+        yield made
+    finally:
+        made.extend(graph.get_operations()[before:])
 
 
 def is_stateful(operation: tf.Operation) -> bool:
@@ -161,6 +164,18 @@ def function_graph(name: str | bytes, shapes: Sequence[tf.TensorShape]) -> tf.Gr
 def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
     """Tells whether a `tf.autodiff.ForwardAccumulator` follows one of some tensors."""
     return bool(forwardprop_util.pack_tangents([*tensors]).tangents)
+
+
+def colocated_with(operation: tf.Operation) -> list[str]:
+    """Returns the names of operations beside which one is to run.
+
+    Of a gradient, these are what it is the gradient of.
+    """
+    try:
+        groups = operation.get_attr("_class")
+    except ValueError:
+        return []
+    return [group.decode().removeprefix("loc:@") for group in groups]
 
 
 def gradient_module(operation: tf.Operation) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.keras_adapter.graphs import GRADIENT_SCOPE
+from towers.keras_adapter.graphs import GRADIENT_SCOPE, colocated_with, made_in
 from towers.keras_adapter.layers import LAYER_CALL
 from towers.keras_adapter.patching import patched
 
@@ -55,7 +55,7 @@ class Labels:
                 return original(layer, *args, **kwargs)
             self._within = True
             try:
-                with _made() as made:
+                with made_in(graph) as made:
                     return original(layer, *args, **kwargs)
             finally:
                 self._within = False
@@ -86,7 +86,7 @@ class Labels:
     @contextlib.contextmanager
     def noting_gradients(self) -> Iterator[None]:
         """Inside, gradients are computed."""
-        with _made() as made:
+        with made_in(tf.compat.v1.get_default_graph()) as made:
             yield
         self.note_gradients(made)
 
@@ -98,7 +98,7 @@ class Labels:
             for scope in _scopes(name):
                 scopes[scope].append(name)
         for op in made:
-            self.beside[op.name] = _colocated(op) or self._of_scope(op.name, scopes)
+            self.beside[op.name] = colocated_with(op) or self._of_scope(op.name, scopes)
         # A loop is given the lists that it is to keep its values in for its gradient.
         every = made[0].graph.get_operations() if made else []
         waiting = every[: len(every) - len(made)]
@@ -107,25 +107,6 @@ class Labels:
                 if tensor.op.name in self.backward:
                     self.backward.remove(tensor.op.name)
                     waiting.append(tensor.op)
-
-
-@contextlib.contextmanager
-def _made() -> Iterator[list[tf.Operation]]:
-    """Fills in the operations that are made inside."""
-    graph, made = tf.compat.v1.get_default_graph(), []
-    before = len(graph.get_operations())
-    try:
-        yield made
-    finally:
-        made.extend(graph.get_operations()[before:])
-
-
-def _colocated(op):
-    try:
-        groups = op.get_attr("_class")
-    except ValueError:
-        return []
-    return [group.decode().removeprefix("loc:@") for group in groups]
 
 
 def _scopes(name):

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.devices import short
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import (
     EMBEDDING_CALL,
@@ -257,7 +258,7 @@ def lines(
 
 
 def _where(cut):
-    devices = ", ".join(_name(shard.device) for shard in cut.shards)
+    devices = ", ".join(short(shard.device) for shard in cut.shards)
     if cut.elsewhere:
         return f"rows over all hosts, here over {devices}"
     if len(cut.shards) == 1:
@@ -272,9 +273,5 @@ def bytes_by_device(
     held: dict[str, int] = collections.Counter()
     own = [place for each in variables.of(model) for place in sharded.places(each)]
     for place in [*own, *copies]:
-        held[_name(place.device)] += bytes_of(place)
+        held[short(place.device)] += bytes_of(place)
     return dict(held)
-
-
-def _name(device):
-    return device[device.rindex("/device") :]

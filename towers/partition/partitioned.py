@@ -51,7 +51,7 @@ class Execution(NamedTuple):
     updates_by_xla: bool = False
 
 
-PLAINLY = Execution()
+DEFAULT_EXECUTION = Execution()
 
 
 class Copied(NamedTuple):
@@ -220,7 +220,7 @@ class Partitioned:
         size: int | tf.Tensor,
         observer: Observer | None = None,
         whole: Any = None,
-        execution: Execution = PLAINLY,
+        execution: Execution = DEFAULT_EXECUTION,
     ) -> Any:
         """Adds a call to the graph being built.
 
@@ -245,7 +245,7 @@ class Partitioned:
         size: int | tf.Tensor,
         observer: Observer | None = None,
         whole: Any = None,
-        execution: Execution = PLAINLY,
+        execution: Execution = DEFAULT_EXECUTION,
     ) -> list[Any]:
         """Adds a call to the graph being built; see `__call__`.
 
@@ -436,7 +436,7 @@ class _Call:
         return wanted and known and phase.compiles_on(device)
 
     def _made(self, k, phase, values):
-        """What a tower makes of values in a phase."""
+        """Runs a phase on a tower."""
         size, usual = self._sizes[k], None
         xla = self._execution.towers_by_xla
         xla = xla and phase.compiles_on(self._plan.towers[k].device)
@@ -521,7 +521,7 @@ class _Call:
         return self._observes(parts, sums, self._packed_among([*found]))
 
     def _packed_among(self, names):
-        """What of some tensors has travelled packed, if one look at that is enough."""
+        """Returns those of some tensors that travelled packed; none with many hosts."""
         plan = self._plan
         if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
             return []

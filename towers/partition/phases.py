@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
+from towers.devices import short
 from towers.keras_adapter.graphs import (
     GraphDef,
     add_call,
@@ -228,7 +229,7 @@ class Phase:
 
         `device` is `None` if it is not known.
         """
-        captured = {_end_of(each.device) for each in self.captured.values()}
+        captured = {short(each.device) for each in self.captured.values()}
         here = self.place.on_device and captured <= {device}
         return here and not self.hands_on_lists
 
@@ -321,11 +322,6 @@ class Phase:
 def _captured(tensor):
     """Returns what stands, in the graph being built, for a tensor from outside."""
     return tf.compat.v1.get_default_graph().capture(tensor)
-
-
-def _end_of(device):
-    """The end of a device's name, as Towers names devices."""
-    return device[device.rfind("/device") :]
 
 
 def phases(

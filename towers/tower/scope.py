@@ -93,7 +93,7 @@ class TowerScope(keras.StatelessScope):
         if self._tape is not None:
             self._tape.watch([rows for rows, _ in found])
         self._looked_up[id(variable)].append(found)
-        self._once[id(variable)].append(_differ(ids))
+        self._once[id(variable)].append(_differ(ids, variable.shape[0]))
         if cut is None:
             return found[0][0]
         rows = [rows for rows, _ in found]
@@ -336,11 +336,12 @@ def _fetched(fetched, ids, variable):
     return tf.gather(rows, places), ids
 
 
-def _differ(ids):
-    """Tells whether numbers of rows, as of positions, are known to differ."""
+def _differ(ids, count):
+    """Tells whether numbers of a table's rows are known to differ, as of positions."""
     known = tf.get_static_value(ids) if tf.is_symbolic_tensor(ids) else ids.numpy()
     if known is not None:
-        return len(np.unique(known)) == known.size
+        # Those from the end are negative.
+        return len(np.unique(known % count)) == known.size
     op = ids.op
     while op.type in ("Cast", "Identity"):
         op = op.inputs[0].op

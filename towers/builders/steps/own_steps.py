@@ -128,13 +128,16 @@ class OwnSteps:
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
             copied = self._copied if step == "train_step" else lambda trace: None
-            placement = context.loss_placement
-            apart = step == "train_step" and self._updates_apart
-            home, pipeline, parts = context.plan.home, context.plan.pipeline, None
-            if step == "train_step" and pipeline.recompute != "none":
-                parts = pipeline.parts
+            trains, pipeline = step == "train_step", context.plan.pipeline
+            recomputes = trains and pipeline.recompute != "none"
             verdict = judge(
-                *(self.function(step), spec, copied, placement, apart, home, parts)
+                self.function(step),
+                spec,
+                copied,
+                loss_placement=context.loss_placement,
+                updates_apart=trains and self._updates_apart,
+                home=context.plan.home,
+                recomputed=pipeline.parts if recomputes else None,
             )
             found = Partitioned(verdict)
             if step == "train_step" and context.strict:

@@ -158,7 +158,13 @@ class Placement:
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
                 on_device = op.name not in self.hosted and not self._looks_up(op)
-                place = Place(*(0, on_towers, on_device, updates, op.name in on_copies))
+                place = Place(
+                    level=0,
+                    on_towers=on_towers,
+                    on_device=on_device,
+                    updates=updates,
+                    on_copies=op.name in on_copies,
+                )
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
         for tensor in trace.returned:
