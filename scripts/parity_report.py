@@ -65,10 +65,10 @@ MirroredStrategy, nor did cases of `preprocess`, which it does not have. Tasks a
 the command line trains: model, loss, metrics and optimizer of each `--task`. Most have
 batches that do not divide; where MirroredStrategy fails, "even" tells what it does with
 batches cut to a multiple of its replicas.
-[Exactness](docs/exactness.md#what-is-gathered-and-why) says which losses and metrics
-are gathered, and why. Where towers differ, the row also tells by how much plain Keras
-on one device differs from itself in the same array: compiled as the case asks, and with
-float32 in place of 16 bits.
+[Exactness](docs/exactness.md#where-losses-and-metrics-are-computed) says where losses
+and metrics are computed. Where towers differ, the row also tells by how much plain
+Keras on one device differs from itself in the same array: compiled as the case asks,
+and with float32 in place of 16 bits.
 
 {versions}; {date}. Written by `make parity-report`.
 

@@ -58,14 +58,18 @@ def count(model, stages, micro_batches):
     import tensorflow as tf
 
     from towers.layers.pipeline import Pipeline, Placement
-    from towers.stages import measure, table
+    from towers.partition.partitioned import Partitioned, judge
+    from towers.stages import table
 
     placement = Placement(model, stages)
     pipeline = Pipeline(stages, micro_batches, "1f1b", FLAGS.recompute, placement)
     rows = FLAGS.examples // micro_batches
     x, y = works.batch("transformer_lm", 1)
-    specs = [tf.TensorSpec([rows, *a.shape[1:]], a.dtype) for a in (x, y)]
-    tower = measure.tower_alone(pipeline, (*specs, None))
+    specs = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
+    verdict = judge(
+        model.train_step, tuple(specs), updates_apart=True, pipeline=pipeline
+    )
+    tower = Partitioned(verdict).staged(rows)
     return table.held_by_stages(pipeline, table.activation_bytes(tower, pipeline, rows))
 
 

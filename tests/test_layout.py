@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import graphlib
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +62,49 @@ def test_modules_make_no_circle():
         if found != module:
             imported[module].add(found)
     graphlib.TopologicalSorter(imported).prepare()
+
+
+def test_the_drawing_of_the_house_has_the_floors():
+    (drawing,) = _drawings("The house")
+    floors, _, _ = drawing.partition("apart ")
+    lines = [re.findall(r"(\w+)(?:/|\.py)(?!\S)", line) for line in floors.splitlines()]
+    assert [name for line in reversed(lines) for name in line] == [
+        name for name in FLOORS if name not in (*APART, "towers")
+    ]
+
+
+def test_walks_follow_the_imports():
+    imported = collections.defaultdict(set)
+    for module, target in _imports():
+        # What is no module is a name in one.
+        imported[module.removesuffix(".__init__")] |= {
+            target,
+            target.rpartition(".")[0],
+        }
+    for walk in _drawings("Four walks"):
+        names = re.findall(r"^( *)([\w/]+)\.py\b", walk, re.MULTILINE)
+        assert len(names) == len(walk.splitlines()) == len({*names})
+        above: dict[int, str] = {}
+        for indent, name in names:
+            assert (ROOT / "towers" / f"{name}.py").is_file(), name
+            module, depth = f"towers.{name.replace('/', '.')}", len(indent)
+            above = {far: each for far, each in above.items() if far < depth}
+            if above:
+                caller = above[max(above)]
+                # It may be handed what it calls by one that it imports.
+                known = imported[caller].union(
+                    *(imported[each] for each in {*imported[caller]})
+                )
+                assert module in known, f"{caller} calls {name}"
+            above[depth] = module
+
+
+def _drawings(heading: str) -> list[str]:
+    """The blocks of ARCHITECTURE.md below a heading."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    _, _, section = text.partition(f"\n## {heading}\n")
+    section, _, _ = section.partition("\n## ")
+    return re.findall(r"^```\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 
 
 def test_input_and_models_stand_apart():

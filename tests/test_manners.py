@@ -339,7 +339,9 @@ def test_settings_that_keras_cannot_read(keras_json, text, said):
         keras_settings.ignored()
 
 
-def test_in_python_another_backend_is_an_error(tmp_path):
+def test_in_python_another_backend_is_an_error(tmp_path, monkeypatch):
+    # Programs set it, also those that a test before has called here.
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
     (tmp_path / "keras.json").write_text('{"backend": "jax"}')
     code, _, err = run(
         """

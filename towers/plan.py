@@ -137,21 +137,6 @@ class Plan:
         values = on_gpus, packed, hosts, ratios, by_host, pipeline
         return cls(towers, homes, merges, *values)
 
-    def of_each_tower(self) -> "Plan":
-        """Returns the plan of a tower by itself, on whichever device calls it.
-
-        That device is unknown, "", and nothing travels.
-        """
-        return dataclasses.replace(
-            self,
-            towers=(Tower(0, ("",)),),
-            merges=self.homes,
-            packed=False,
-            hosts=ONE_HOST,
-            split_ratios=(1,),
-            by_host=(1,),
-        )
-
     def of_stage(self, stage: int) -> "Plan":
         """Returns the plan as one stage sees it: each tower has one device."""
         return dataclasses.replace(
@@ -177,7 +162,7 @@ class Plan:
 
     @property
     def home(self) -> str:
-        """The device of losses of gathered outputs, of metrics, and of what is alone.
+        """The device of what runs once, such as metrics, or on rows of all towers.
 
         It is that of the last stage's variables, where outputs are made.
         """
@@ -220,14 +205,6 @@ class Plan:
         """What this host computes of each batch."""
         first = self.towers[0].index
         return Share(self.split_ratios, first, first + len(self.towers))
-
-    def by_replica(self, results: Sequence[T]) -> list[list[T]]:
-        """Groups towers' results, which know their `tower`, by the towers' devices."""
-        count = self.pipeline.micro_batches
-        if count == 1:
-            return [[result] for result in results]
-        groups = itertools.groupby(results, lambda result: result.tower // count)
-        return [[*group] for _, group in groups]
 
     def bounds(self, total: tf.Tensor | int) -> list[tuple[Any, Any]]:
         """Computes where the local batches of this host's towers start and end.

@@ -1,4 +1,9 @@
-"""Examples that are kept in memory, as the first epoch reads them."""
+"""Examples that are kept in memory, as the first epoch reads them.
+
+They lie in variables of TensorFlow, a row for each record, which take memory only where
+they are written. Orders are drawn of rows, so they do not depend on what is there. Only
+the first epoch of a stream has the stream's order.
+"""
 
 import threading
 from collections.abc import Mapping

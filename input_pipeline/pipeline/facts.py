@@ -1,4 +1,9 @@
-"""What decides which records a pipeline's batches have, and what becomes of these."""
+"""What decides which records a pipeline's batches have, and what becomes of these.
+
+How much memory is free is none of it: a deterministic run keeps up to 1 GB of examples,
+by the data alone. The limit of a container counts, and is among what a run needs to go
+on.
+"""
 
 import hashlib
 from typing import Any

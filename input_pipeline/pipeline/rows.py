@@ -2,6 +2,10 @@
 
 All hosts know which records a batch has, by their numbers. What costs something, such
 as decoding, is done only for the rows that a host needs.
+
+Raw records are made batches of as on one host, and a host keeps its own places. A row
+that nobody needs stands for a batch of which a host has none. The digest of a batch is
+that of its records' numbers.
 """
 
 import dataclasses

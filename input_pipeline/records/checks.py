@@ -1,4 +1,8 @@
-"""Which record is bad: asked before training for labels, after an error for all."""
+"""Which record is bad: asked before training for labels, after an error for all.
+
+TensorFlow's errors do not say which record was bad, and `ignore_errors` drops whole
+batches.
+"""
 
 import concurrent.futures
 import contextlib

@@ -44,7 +44,6 @@ class Layout:
         shard_embeddings: How towers divide embedding tables: "rows", "columns", "auto".
         resized: Whether the towers change before each call of training or validation.
         compiled_first: Whether the model is compiled before it is wrapped.
-        own_step: Whether the model defines a training step, which calls Keras's.
         options: Further arguments of `multi_gpu_model`, as pairs.
     """
 
@@ -58,7 +57,6 @@ class Layout:
     shard_embeddings: str | None = None
     resized: bool = False
     compiled_first: bool = False
-    own_step: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self):
@@ -73,11 +71,8 @@ class Layout:
             return alone(case)
         count = sum(self.towers) or case.towers
         parts = count * self.micro_batches
-        if self.stages > 1 or self.micro_batches > 1:
-            if "synchronized" in case.name:
-                case = dataclasses.replace(case, expect="expected synchronized=False")
-            if parts == 1:
-                return alone(case)
+        if parts == 1 and self.stages > 1:
+            return alone(case)
         if self.resized:
             callbacks = [*case.fit.get("callbacks", ()), Resizes(self.stages)]
             case = dataclasses.replace(case, fit={**case.fit, "callbacks": callbacks})
@@ -95,8 +90,6 @@ class Layout:
         first = sum(self.towers[:rank])
 
         def wrapped(model):
-            if self.own_step:
-                define_step(model)
             options = in_stages(case, model, self.stages) | case.options
             if ratios := options.get("split_ratios"):
                 several = [ratios[k % len(ratios)] for k in range(first + count)]
@@ -148,17 +141,6 @@ class Resizes(keras.callbacks.Callback):
             self.model.resize(gpus=gpus, split_ratios=ratios)
 
     on_test_batch_begin = on_train_batch_begin
-
-
-def define_step(model: keras.Model) -> None:
-    """Has a model define a training step, which does what Keras's does."""
-
-    class OwnStep(type(model)):
-        def train_step(self, data):
-            return super().train_step(data)
-
-    OwnStep.__name__ = type(model).__name__
-    model.__class__ = OwnStep
 
 
 def alone(case: Case) -> Case:

@@ -20,7 +20,6 @@ from tests.exact import (
     lookups,
     oracle,
     own_steps,
-    preprocessed,
     table,
 )
 from tests.exact.layouts import Layout
@@ -546,34 +545,6 @@ def test_own_steps(case, layout):
     check(layout.outcome(case))
 
 
-def layouts_that_cut(case):
-    """Yields the layouts in which a model's step calls Keras's, and is cut."""
-    way = functools.partial(Layout, own_step=True)
-    number = number_of(case)
-    yield way((SERVER, COPIES)[number % 2])
-    yield way((SERVER, COPIES)[number // 2 % 2], (2,), micro_batches=2 + number % 2)
-    if case.group in OF_STATE:
-        yield way(COPIES, shard_optimizer_state=True)
-
-
-# The quick cases once more, of models with a step of their own. Cases that Keras's step
-# refuses are left out, as some of them are equal here; and those that preprocess, as
-# the metrics of a step of one's own get preprocessed targets.
-@pytest.mark.quick_one_in(5)
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        row(case, layout, True)
-        for case in table.OF_KERAS_STEPS
-        if not is_slow(case) and case.verdict != "clear error"
-        if case.group != preprocessed.GROUP
-        for layout in layouts_that_cut(case)
-    ],
-)
-def test_a_step_that_calls_kerass(case, layout):
-    check(layout.outcome(case))
-
-
 # What each host has: one tower each, two each, and one beside two.
 HOSTS = (1, 1), (2, 2), (1, 2)
 # Rows and values of a table travel; a loss has to see all outputs; a host has no rows;
@@ -703,8 +674,7 @@ def run_on_hosts(layout, names, folder):
                 Layout(COPIES, (1, 1), 2, 2),
                 Layout(COPIES, (1, 1), 2, 2, shard_optimizer_state=True),
                 Layout(COPIES, (1, 2), 2, 2),
-                Layout(SERVER, (1, 2), micro_batches=2, own_step=True),
-                Layout(COPIES, (1, 2), shard_optimizer_state=True, own_step=True),
+                Layout(SERVER, (1, 2), micro_batches=2),
             ]
         ],
     ],

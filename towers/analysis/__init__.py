@@ -1,1 +1,1 @@
-"""What the graph of a traced tower tells about a model."""
+"""What the graph of a traced step tells: how its tensors depend on the examples."""

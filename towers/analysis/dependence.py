@@ -7,18 +7,15 @@ tell which it is, the graph is read from the value back to the batch. Only what 
 proved counts: an operation that is not listed here makes a value unknown, never wrong.
 
 Keras's own layers are known to treat every example by itself (`trust.py`), but for
-BatchNormalization, which differs by design. What cannot be read in another layer is
-taken to do so, too, and listed: numbers have to show it then (`compare.py`). Losses
-that layers add, and state that they assign, are read operation by operation.
+BatchNormalization, which differs by design. All else is read operation by operation.
 
 A ratio of sums, such as a mean over what a mask leaves, can be put together if one of
-the sums is that of the whole batch. The compiled loss may ask for such totals, if they
-depend on the data alone: towers add them up before they compute (`loss_graph.py`).
+the sums is that of the whole batch: such a total is added up before towers go on.
 """
 
-import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -27,6 +24,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.axes.blocks import RowBlocks
 from towers.analysis.axes.counts import RowCounts
+from towers.analysis.axes.lists import is_new, is_of_lists, of_list
 from towers.analysis.axes.own import Decided, OwnRows
 from towers.analysis.axes.sizes import DRAWS, STATELESS_DRAWS
 from towers.analysis.kinds import (
@@ -44,7 +42,8 @@ from towers.analysis.kinds import (
     Total,
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
-from towers.analysis.operations import of_layer, of_operation, of_target
+from towers.analysis.operations import is_zero, of_layer, of_operation, of_target
+from towers.analysis.states import LOST, State, after_a_turn, merged
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -56,11 +55,15 @@ EXTREMES = {
 }
 
 
-# Operations that call functions, by the attributes that name these.
+# Operations that call functions, by the attributes that name these. Of a loop, a turn
+# comes first, and then what decides whether there is another one.
 _CALLS = {
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body", "cond")),
 }
+_BRANCHES = ("then_branch", "else_branch")
+_LOOP = ("body", "cond")
 
 
 class Culprit(NamedTuple):
@@ -95,6 +98,7 @@ class Reader:
         seeds: Iterable[tf.Tensor] = (),
         meets: Callable[[tf.Operation], bool] | None = None,
         decided: Decided | None = None,
+        at_home: Container[str] = (),
     ):
         """Takes a local batch, and what `recorded_layers` remembered.
 
@@ -104,11 +108,15 @@ class Reader:
         it may take totals of the whole batch, whatever they depend on; then random
         numbers are those of the whole batch, too, and no layer of the user's is taken
         to keep rows apart. With `decided`, what lets examples meet is a tower's own.
+        `at_home` has the names of operations of which nothing is to be known.
         """
         self._seeds = {key(seed) for _, seed in parts([*seeds])}
-        self._calls = calls
+        self._calls, self._at_home = calls, at_home
+        # What is known of what functions return, by who calls them, and of what kinds.
+        self._returned: dict[Any, Sequence[State]] = {}
+        # Lists of which no tensor is set, of those that a function is given.
+        self._empty: set[Any] = set()
         self._culprits = {}
-        self._unread = []
         # What the compiled loss takes of the whole batch, if it is being read.
         self._totals: dict[Edge, Total] | None = None if meets is None else {}
         # What is made of totals, and of nothing else of the examples.
@@ -149,19 +157,6 @@ class Reader:
             if key(current) not in self._known:
                 self._known[key(current)] = self._combine(current)
         return self._known[key(tensor)]
-
-    @contextlib.contextmanager
-    def with_totals(self) -> Iterator[dict[Edge, Total]]:
-        """Inside, what is read may ask for totals of the whole batch.
-
-        Yields:
-            Those that were asked for, by who takes them.
-        """
-        self._totals = {}
-        try:
-            yield self._totals
-        finally:
-            self._totals = None
 
     def know(self, kinds: Mapping[Any, Dependence]) -> None:
         """Takes over how tensors depend on the examples, by their keys."""
@@ -207,11 +202,6 @@ class Reader:
         """Returns what made `tensor` coupled or unknown, or else what made it."""
         return self._culprits.get(key(tensor), Culprit(tensor.op))
 
-    @property
-    def unread(self) -> list[Culprit]:
-        """What could not be read in layers that are taken to keep rows apart."""
-        return self._unread
-
     def _inputs(self, tensor):
         call = self._calls.get(key(tensor))
         if call is None:
@@ -233,10 +223,8 @@ class Reader:
         if seen is not UNKNOWN or self._meets is not None:
             return seen
         # That an operation cannot be read says nothing against the layer.
-        culprit = self._culprits.pop(key(tensor))
+        self._culprits.pop(key(tensor))
         taken = self._of(call.inputs, of_layer, tensor, call.packed)
-        if taken is ROWS and culprit not in self._unread:
-            self._unread.append(culprit)
         self._blame(tensor, call)
         return taken
 
@@ -274,8 +262,8 @@ class Reader:
                 self._culprits[key(tensor)] = self.why(inputs[kinds.index(kind)])
                 return kind
         found = rule(tensor, list(inputs), kinds, *extra)
-        if self.blocks is not None:
-            by_layer = rule is of_layer
+        by_layer = rule is of_layer
+        if self.blocks is not None and (by_layer or tensor.op.type not in _CALLS):
             found = self.blocks.read(tensor, list(inputs), kinds, found, by_layer)
         if found in (COUPLED, UNKNOWN) and self._totals is not None:
             found = self._by_totals(tensor, list(inputs), kinds) or found
@@ -284,53 +272,133 @@ class Reader:
         return found
 
     def _of_operation(self, tensor, inputs, kinds):
-        attributes = _CALLS.get(tensor.op.type)
-        if attributes is None:
-            found = of_operation(tensor, inputs, kinds)
-            draws = tensor.op.type in STATELESS_DRAWS and self._meets is None
-            if draws and not self.is_seeded(inputs[1]):
-                # By the same seed, each tower would draw the first rows of one device.
-                found = UNKNOWN
-            if self._is_of_unknown_count(tensor.op):
-                # Whoever draws for all towers could not cut them.
-                found = UNKNOWN
-            elif found is UNKNOWN:
-                found = self.counts.read(tensor, inputs, kinds)
-            self.counts.keep(tensor, found, inputs, kinds)
-            return found
-        if self._meets is not None and any(effects.of([tensor.op])):
-            # It runs once, for all rows.
+        op = tensor.op
+        if op.name in self._at_home:
             return UNKNOWN
-        if len(attributes) > 1:
-            # What decides between branches must not depend on examples.
-            if kinds[0] is not NONE:
-                return UNKNOWN
-            inputs, kinds = inputs[1:], kinds[1:]
-        called = [
-            self._of_function(tensor.op, name, inputs, kinds) for name in attributes
+        if op.type in _CALLS:
+            return self._of_call(tensor, inputs, kinds)
+        if is_of_lists(op):
+            found = of_list(tensor, inputs, kinds, self._is_empty(inputs[0]))
+        else:
+            found = of_operation(tensor, inputs, kinds)
+        draws = op.type in STATELESS_DRAWS and self._meets is None
+        if draws and not self.is_seeded(inputs[1]):
+            # By the same seed, each tower would draw the first rows of one device.
+            found = UNKNOWN
+        if self._is_of_unknown_count(op):
+            # Whoever draws for all towers could not cut them.
+            found = UNKNOWN
+        elif found is UNKNOWN:
+            found = self.counts.read(tensor, inputs, kinds)
+        self.counts.keep(tensor, found, inputs, kinds)
+        return found
+
+    def _of_call(self, tensor, inputs, kinds):
+        """What an operation returns that calls functions."""
+        op = tensor.op
+        names = [op.get_attr(each).name for each in _CALLS[op.type]]
+        # A gradient has a loop keep more than before.
+        asked = op.name, *names, tuple(kinds)
+        if asked not in self._returned:
+            given = [*map(self._state, inputs, kinds)]
+            self._returned[asked] = self._of_functions(op, names, inputs, given)
+        state = self._returned[asked][tensor.value_index]
+        self._take(tensor, state)
+        return state.kind
+
+    def _of_functions(self, op, names, inputs, given):
+        """What functions return that an operation calls: for each output, its state."""
+        nothing = [LOST for _ in op.outputs]
+        if self._meets is not None and any(effects.of([op])):
+            # It runs once, for all rows.
+            return nothing
+        if _CALLS[op.type] == _LOOP:
+            found = self._of_loop(op, names, inputs, given)
+        else:
+            if _CALLS[op.type] == _BRANCHES:
+                # What decides between branches must not depend on examples.
+                if given[0].kind is not NONE:
+                    return nothing
+                inputs, given = inputs[1:], given[1:]
+            shapes = [each.shape for each in inputs]
+            graphs = [function_graph(name, inputs, shapes) for name in names]
+            found = functools.reduce(
+                merged, [self._of_function(graph, given) for graph in graphs]
+            )
+        if self._meets is None:
+            return found
+        found = [LOST if state.is_countless else state for state in found]
+        # It runs in one place, so where it returns one such thing, all are. Not so
+        # lists, some of which only serve a gradient: home may ask for them later.
+        odd = any(
+            state.kind in (COUPLED, UNKNOWN) and made.dtype != tf.variant
+            for state, made in zip(found, op.outputs, strict=True)
+        )
+        return nothing if odd else found
+
+    def _of_loop(self, op, names, inputs, given):
+        """What a loop returns: what stays true of its values at each turn."""
+        # A turn may make another shape than there was before the first.
+        shapes = [
+            before.shape.most_specific_compatible_shape(after.shape)
+            for before, after in zip(inputs, op.outputs, strict=True)
         ]
-        found = [{*each} for each in zip(*called, strict=True)]
-        if self._meets is not None:
-            # It runs in one place, so where it returns one such thing, all are.
-            odd = any(len(each) > 1 or each & {COUPLED, UNKNOWN} for each in found)
-            return UNKNOWN if odd else found[tensor.value_index].pop()
-        mine = found[tensor.value_index]
-        return mine.pop() if len(mine) == 1 else UNKNOWN
+        turn, decides = (function_graph(name, inputs, shapes) for name in names)
+        before, found = None, given
+        while found != before:
+            before = found
+            found = after_a_turn(before, self._of_function(turn, before))
+        (another,) = self._of_function(decides, found)
+        # How many turns there are must not depend on examples.
+        return found if another.kind is NONE else [LOST for _ in found]
+
+    def _of_function(self, graph, given):
+        """What a function returns: for each output, its state."""
+        known = {
+            key(tensor): state.kind
+            for tensor, state in zip(graph.inputs, given, strict=True)
+        }
+        reader = Reader((), {}, known)
+        reader.blocks = None if self.blocks is None else RowBlocks(reader.counts)
+        for tensor, state in zip(graph.inputs, given, strict=True):
+            reader._take(tensor, state)
+        return [reader._state(tensor, reader.of(tensor)) for tensor in graph.outputs]
+
+    def _state(self, tensor, kind):
+        """What is known of a tensor that depends on the examples in a way."""
+        return State(
+            kind,
+            self.counts.of(tensor),
+            None if self.blocks is None else self.blocks.of(tensor),
+            empty=self._is_empty(tensor),
+            zero=kind is NONE and is_zero(tensor),
+            seeded=bool(self._seeds) and self.is_seeded(tensor),
+            of_totals=key(tensor) in self._of_totals,
+        )
+
+    def _take(self, tensor, state):
+        """Takes over what is known of a tensor beside how it depends on examples."""
+        if state.count is not None:
+            self.counts.set(tensor, state.count)
+        if state.blocks is not None and self.blocks is not None:
+            self.blocks.set(tensor, state.blocks)
+        if state.empty:
+            self._empty.add(key(tensor))
+        if state.of_totals:
+            self._of_totals.add(key(tensor))
+        if state.seeded:
+            self._seeds.add(key(tensor))
+
+    def _is_empty(self, tensor):
+        """Tells whether a tensor is a list of which no tensor is set."""
+        return key(tensor) in self._empty or (
+            is_new(tensor.op) and self._known[key(tensor)] is NONE
+        )
 
     def _is_of_unknown_count(self, op):
         """Tells whether it draws for a whole batch a number that is not known."""
         whole = self._meets is not None and op.type in DRAWS
         return whole and self.counts.of(op.inputs[0]) is None
-
-    def _of_function(self, op, attribute, inputs, kinds):
-        """What a function that an operation calls returns."""
-        name = op.get_attr(attribute).name
-        graph = function_graph(name, [each.shape for each in inputs])
-        known = zip(map(key, graph.inputs), kinds, strict=True)
-        pairs = zip(graph.inputs, inputs, strict=True)
-        seeds = [inner for inner, outer in pairs if self.is_seeded(outer)]
-        reader = Reader((), {}, dict(known), seeds)
-        return [*map(reader.of, graph.outputs)]
 
     def _by_totals(self, tensor, inputs, kinds):
         """What an operation returns if it takes totals of the whole batch.
@@ -338,6 +406,9 @@ class Reader:
         Returns `None` if that does not help.
         """
         op = tensor.op
+        if _CALLS.get(op.type) == _LOOP:
+            # What it keeps for its gradient would be of totals, too.
+            return None
         if self._meets is not None and not self._meets(op):
             return None
         if self.own is not None and not self.own.may_take_totals(tensor, inputs, kinds):
@@ -385,7 +456,8 @@ class Reader:
 
     def _is_for_all_rows(self, tensor):
         """Tells whether it may be a shape of all rows, or have as many."""
-        whole = tensor.dtype.is_integer or not tensor.shape.is_fully_defined()
+        known = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
+        whole = tensor.dtype.is_integer or not known
         return whole and key(tensor) in self._of_totals
 
     def _may_be_total(self, tensor):

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
@@ -20,7 +19,6 @@ from towers.keras_adapter.graphs import (
     may_change,
     operation_definition,
 )
-from towers.keras_adapter.layers import layer_of
 
 # They only read.
 _READS = set(
@@ -92,7 +90,8 @@ def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
         stateful, calls = _kind(op.type)
         if stateful and op.type not in HARMLESS:
             yield Effect(op.name, op.type)
-        for type_ in _of_functions(op.node_def, calls, seen):
+        # Most call none, and it takes long to ask for a definition.
+        for type_ in _of_functions(op.node_def, calls, seen) if calls else ():
             if type_ not in HARMLESS:
                 yield Effect(op.name, type_)
 
@@ -109,7 +108,7 @@ def changed(graph: tf.Graph) -> set[int]:
 def checks(operation: tf.Operation) -> bool:
     """Tells whether an operation stops the program if something is not as expected."""
     _, calls = _kind(operation.type)
-    types = _of_functions(operation.node_def, calls, set())
+    types = _of_functions(operation.node_def, calls, set()) if calls else ()
     return operation.type in _CHECKS or any(type_ in _CHECKS for type_ in types)
 
 
@@ -125,36 +124,6 @@ def only_checks(operation: tf.Operation) -> bool:
     )
     return operation.type == "Assert" or (
         branch and checks(operation) and not passed_on
-    )
-
-
-def sentence(model: keras.Model, effect: Effect) -> str:
-    """Says that a tower cannot have such an effect, and what to do.
-
-    Args:
-        model: The model that has it when it is called.
-        effect: The effect.
-    """
-    layer = layer_of(model, effect.name)
-    of_layer = f" of layer '{layer}'" if layer else ""
-    text = f"Model '{model.name}' {{}} while it is called, by {effect}{of_layer}; {{}}"
-    if effect.type in RANDOM:
-        return text.format(
-            "draws random numbers without a seed generator",
-            "draw them by `keras.random`, with a `keras.random.SeedGenerator` that a "
-            "layer creates in `__init__`.",
-        )
-    if effect.type.startswith("Assign") or effect.type.startswith("Resource"):
-        return text.format(
-            "assigns a tf.Variable",
-            "towers can only combine Keras variables, so create it with "
-            "`self.add_weight(trainable=False)`, and assign it outside of `tf.cond`, "
-            "loops and `tf.function`.",
-        )
-    return text.format(
-        "changes something outside of itself",
-        "each tower would change it again, so use a Keras variable of "
-        "`self.add_weight(trainable=False)`, or change it outside of the model.",
     )
 
 

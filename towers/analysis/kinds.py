@@ -17,6 +17,7 @@ class Dependence(enum.Enum):
         LAST: Like ROWS, with the examples at the last axis of three or more.
         SHAPE: A vector of integers; the first is the number of rows, no other depends
             on it.
+        TURNED: Like SHAPE, of what is COLUMNS: the second is the number of columns.
         SIZE: The number of examples, times something that does not depend on them.
         SUM: A sum over the examples.
         MEAN: A mean over the examples, perhaps with something added that does not
@@ -33,6 +34,7 @@ class Dependence(enum.Enum):
     COLUMNS = enum.auto()
     LAST = enum.auto()
     SHAPE = enum.auto()
+    TURNED = enum.auto()
     SIZE = enum.auto()
     SUM = enum.auto()
     MEAN = enum.auto()
@@ -48,6 +50,7 @@ class Dependence(enum.Enum):
     COLUMNS,
     LAST,
     SHAPE,
+    TURNED,
     SIZE,
     SUM,
     MEAN,

@@ -13,7 +13,7 @@ from towers.analysis.axes.columns import of_columns
 from towers.analysis.axes.last import of_last
 from towers.analysis.axes.position import axis_of, of_einsum, with_examples_at
 from towers.analysis.axes.rows import of_rows
-from towers.analysis.axes.sizes import of_sizes
+from towers.analysis.axes.sizes import of_sizes, of_turned
 from towers.analysis.axes.types import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
@@ -26,6 +26,7 @@ from towers.analysis.kinds import (
     SHAPE,
     SIZE,
     SUM,
+    TURNED,
     UNKNOWN,
     Dependence,
 )
@@ -58,7 +59,7 @@ def of_operation(
     """
     op = tensor.op
     if op.type == "IdentityN":
-        known = gradient_module(op) in _ROWS_APART
+        known = gradient_module(op.node_def) in _ROWS_APART
         return kinds[tensor.value_index] if known else UNKNOWN
     present = set(kinds) - {NONE}
     if present == {PACKED}:
@@ -72,6 +73,8 @@ def of_operation(
         return of_columns(tensor, op, inputs, kinds)
     if present == {LAST}:
         return of_last(tensor, op, inputs, kinds)
+    if present == {TURNED}:
+        return of_turned(op, inputs, kinds)
     found = UNKNOWN
     if present <= {SUM, MEAN}:
         found = _of_totals(tensor, op, inputs, kinds, present)
@@ -145,13 +148,16 @@ def _of_totals(tensor, op, inputs, kinds, present):
         if present == {MEAN}:
             return MEAN
         others = [t for t, kind in zip(inputs, kinds, strict=True) if kind is NONE]
-        if present == {SUM} and all(map(_is_zero, others)):
+        if present == {SUM} and all(map(is_zero, others)):
             return SUM
     return UNKNOWN
 
 
-def _is_zero(tensor):
-    value = tf.get_static_value(tensor)
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Tells whether a tensor is known to be zeros."""
+    # One number tells of as many as there may be.
+    filled = tensor.op.type == "Fill"
+    value = tf.get_static_value(tensor.op.inputs[1] if filled else tensor)
     return value is not None and not value.any()
 
 

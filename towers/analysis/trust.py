@@ -2,8 +2,7 @@
 
 Of Keras's own it is known by measurement: tests/towers/analysis/test_layers.py calls
 each of them with a batch and with its parts; docs/layers.md is the table of results.
-All other layers are read operation by operation; see `dependence.py`. The same is known
-of Keras's own metrics, by test_metrics.py: a batch adds to them what its parts add.
+All other layers are read operation by operation; see `dependence.py`.
 """
 
 import functools
@@ -15,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layers_of
-from towers.keras_adapter.models import metric_function
 
 # What users write into Keras's classes, and what lets the examples of a batch meet.
 _READ = (
@@ -121,25 +119,6 @@ def _is_over_rows(equation):
     if "..." in equation:
         return inputs.startswith("...") and outputs.startswith("...")
     return inputs[0] == outputs[0] and inputs[0] not in inputs[1:] + kernel
-
-
-def is_additive(metric: keras.metrics.Metric, ranks: Sequence[int | None] = ()) -> bool:
-    """Whether a batch is known to add to a metric's variables what its parts add.
-
-    Args:
-        metric: The metric.
-        ranks: Of the model's outputs, the numbers of axes; none if they are not known.
-    """
-    # A function of the user's may do anything.
-    function, options = metric_function(metric)
-    made_of = [type(metric), *([] if function is None else [function])]
-    modules = [getattr(each, "__module__", None) for each in made_of]
-    if not all((module or "").startswith("keras.") for module in modules):
-        return False
-    # Not all of Keras's metrics that have an axis tell it.
-    options = metric.get_config() | options
-    axes = tf.nest.flatten(options.get("axis", -1))
-    return not any(_is_first(axis, ranks) for axis in axes)
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""The builders: one file for each way to update the variables."""
+"""The steps of a model on towers, and the ways to update its variables."""

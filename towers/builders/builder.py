@@ -3,9 +3,8 @@
 The door (`model/`) calls, in this order: `create_variables` once the data are known,
 `train_function` for the function that `fit` calls, or `train_step` from a loop of the
 user's; `test_step` and `predict_step`; `mark_copies_stale` where variables may have
-been changed from outside; `compare_first` where a step has raised `BatchWanted`; and
-`reset_traces` where the model has changed. How often steps are called, and what becomes
-of their results, is Keras's business.
+been changed from outside; and `reset_traces` where the model has changed. How often
+steps are called, and what becomes of their results, is Keras's business.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
 from towers.builders.context import Context, Found
-from towers.builders.steps.keras_steps import Evaluation, Scope, TrainStep
-from towers.builders.steps.own_steps import OwnSteps
-from towers.tower.compare import BatchWanted
+from towers.builders.steps import Steps
+from towers.builders.train_function import Scope
+from towers.keras_adapter.models import overrides
 
 
 class Composed(NamedTuple):
@@ -30,13 +28,11 @@ class Composed(NamedTuple):
         pieces: What all ways to update variables have in common.
         training: Trains.
         evaluation: Evaluates and predicts.
-        own: Creates variables, if the model defines a step itself; else the pieces do.
     """
 
     pieces: Pieces
-    training: TrainStep | OwnSteps | Asynchronous
-    evaluation: Evaluation | OwnSteps
-    own: OwnSteps | OwnTowerStep | None = None
+    training: Steps | Asynchronous
+    evaluation: Steps
 
 
 class Builder:
@@ -76,52 +72,42 @@ class Builder:
     def reset_traces(self) -> None:
         """Forgets what was found out about the model, which has changed."""
         self.context.found = Found()
-        self.pieces, self.training, self.evaluation, self._own = self._compose()
+        self.pieces, self.training, self.evaluation = self._compose()
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `steps.train_function`."""
         return self.training.train_function(scope)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """Trains on one global batch; see `TrainStep`."""
+        """Trains on one global batch; see `Steps.train_step`."""
         return self.training.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """Evaluates one global batch; see `Evaluation.test_step`."""
+        """Evaluates one global batch; see `Steps.test_step`."""
         return self.evaluation.test_step(data)
 
     def predict_step(self, data: Any) -> Any:
-        """Computes the outputs of one global batch; see `Evaluation.predict_step`."""
+        """Computes the outputs of one global batch; see `Steps.predict_step`."""
         return self.evaluation.predict_step(data)
 
     def create_variables(self, data: Any) -> None:
-        """Creates what Keras creates late; see `VariableCreator.create_variables`."""
-        (self._own or self.pieces.creator).create_variables(data)
+        """Creates what Keras creates late; see `Steps.create_variables`."""
+        self.training.create_variables(data)
 
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables; see `VariableCreator.build_optimizer`.
 
         A step of the model's own builds those that it makes use of.
         """
-        if self._own is None:
+        if not overrides(self.model, "train_step"):
             self.pieces.creator.build_optimizer()
 
     def preprocess_batch(self, data: Any, training: bool) -> Any:
-        """Returns the whole batch as the loss sees it; see `LocalBatches`."""
-        _, whole = self.pieces.batches.preprocess_batch(data, training)
-        return whole()
-
-    def compare_first(self, data: Any, wanted: BatchWanted) -> None:
-        """Compares rows as a graph has asked for; see `RowComparison`."""
-        self.pieces.comparison.compare_first(data, wanted)
-
-    def forget_small_comparisons(self) -> None:
-        """Forgets verdicts on batches of a single row; see `RowComparison`."""
-        self.pieces.comparison.forget_small_comparisons()
+        """Returns a whole batch as the loss sees it; see `LocalBatches`."""
+        return self.pieces.batches.preprocess(data, training)
 
     def mark_copies_stale(self) -> None:
         """Is told that variables, or the model, may have been changed from outside."""
-        self.context.found.proofs.forget()
         self.pieces.copies.stale = True
 
     def broadcast_variables(self) -> None:

@@ -7,21 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.analysis.loss_graph import LossGraph
-from towers.analysis.rules import Rules
 from towers.builders.guard import Guard
-from towers.collectives import batch
 from towers.devices import is_gpu
-from towers.layers import variables
 from towers.loop.agreement import Agreement
 from towers.loop.host_times import HostTimes
 from towers.loop.last_batch import LastBatch
 from towers.loop.timers import StepTimers
 from towers.plan import Plan
 from towers.program import voice
-from towers.tower.eager import Proofs
 from towers.tower.preprocess import Preprocess
-from towers.tower.run import is_synchronized
 
 
 @dataclasses.dataclass
@@ -29,33 +23,21 @@ class Found:
     """What was found out about a model; a builder forgets it when the model changes.
 
     Attributes:
-        loss_places: Where the loss is computed, "tower" or "gathered", in the steps
-            "train" and "test" as far as there was one.
-        loss_graphs: The compiled loss, by the batch that it was read of, where it takes
-            totals of the whole batch.
-        reads_tables: Whether a table is used otherwise than to look up rows.
-        kept: Names the attribute in which an eager tower has left a tensor, "" if none
-            has.
-        proofs: The rules of eager towers.
+        loss_placed: Where the examples of a batch meet in training: on each "tower", or
+            "gathered" at home; `None` before the first step.
         asked_xla: Whether XLA is to compile towers and update; `None` for where that is
             known to pay.
+        unseeded: Where a step of training draws random numbers without a seed, as
+            phrases.
         compiled: Whether XLA is known to compile the model: by training it once.
         graph: The graph that a step of training was last made in, if any.
     """
 
-    loss_places: dict[str, str] = dataclasses.field(default_factory=dict)
-    loss_graphs: dict[Any, LossGraph] = dataclasses.field(default_factory=dict)
-    reads_tables: bool = False
-    kept: str = ""
-    proofs: Proofs = dataclasses.field(default_factory=Proofs)
+    loss_placed: str | None = None
     asked_xla: bool | None = None
+    unseeded: Sequence[str] = ()
     compiled: bool = False
     graph: tf.Graph | None = None
-
-    @property
-    def loss_placed(self) -> str | None:
-        """Where the loss is computed in training; `None` before the first step."""
-        return self.loss_places.get("train")
 
 
 @dataclasses.dataclass
@@ -65,8 +47,8 @@ class Context:
     Attributes:
         model: The user's model; its variables are the shared variables.
         plan: Which towers compute, and where variables live.
-        loss_placement: Where the loss is to be computed: "auto", "tower" or "gathered".
-        strict: Whether to refuse a model that towers are seen to compute differently.
+        loss_placement: Where examples meet: "auto" or "tower"; see `multi_gpu_model`.
+        strict: Whether to refuse variables whose gradients nobody can combine.
         preprocess: What towers do to their rows before the model sees them, if
             anything.
         prefetch: Batches that are fetched and placed ahead of a call of one step.
@@ -113,11 +95,6 @@ class Context:
         mine = sum(tower.ratio for tower in self.plan.towers)
         return HostTimes(hosts, mine / sum(self.plan.split_ratios))
 
-    def of_each_tower(self) -> "Context":
-        """Returns the context of a tower by itself; see `Plan.of_each_tower`."""
-        plan = self.plan.of_each_tower()
-        return dataclasses.replace(self, plan=plan, timers=None, usual_rows=None)
-
     @property
     def xla(self) -> bool:
         """Whether XLA compiles towers and update."""
@@ -135,44 +112,6 @@ class Context:
             alone = self.plan.pipeline.alone
             return alone and is_gpu(self.plan.home) and not self.model.run_eagerly
         return self.xla
-
-    @property
-    def together(self) -> bool:
-        """Whether towers run together, as layers talk to one another."""
-        return self.plan.count > 1 and is_synchronized(self.model)
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether towers may look up rows of tables that stay at home."""
-        return not (
-            self.found.reads_tables
-            or self.model.run_eagerly
-            or self.xla
-            or self.together
-        )
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variables that a call may assign: trained ones, then `not_trained`."""
-        return self.model.trainable_variables + variables.not_trained(self.model)
-
-    def rules(self, step: str, data: Any, measures: bool = False) -> Rules:
-        """Returns the rules for the towers of one step, to be read when it is traced.
-
-        In eager execution they may have been read before, of such a batch: `data` is
-        what the towers get of it. `measures` tells whether they may update metrics.
-        """
-        eager, several = self.model.run_eagerly, self.plan.count > 1
-        rules = Rules(
-            self.plan.count,
-            mean_loss=self.loss_placement == "tower",
-            mean_state=not self.strict,
-            loss_graph=self.loss_graph(step, data),
-            measures=measures and several and not eager,
-        )
-        if eager:
-            return self.found.proofs.of(self.model, step, data, rules)
-        return rules
 
     def begin(self, step: str, data: Any) -> Any:
         """Begins a step with a batch; returns the batch, for which the step waits.
@@ -192,14 +131,3 @@ class Context:
             if (key or line) not in self.said:
                 voice.say(line)
                 self.said.add(key or line)
-
-    def loss_graph(self, step: str, data: Any) -> LossGraph | None:
-        """Returns the compiled loss of a step, if it takes totals of such a batch."""
-        graphs = self.found.loss_graphs
-        return graphs.get(loss_key(step, data)) if graphs else None
-
-
-def loss_key(step: str, data: Any) -> tuple[str, str]:
-    """Returns what a loss is kept by: the step, and what its batches are like."""
-    data = tf.nest.map_structure(batch.as_tensor, data)
-    return step, str(batch.local_spec(data, None))

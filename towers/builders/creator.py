@@ -6,12 +6,12 @@ A tower cannot create a variable, so all have to exist before one is traced.
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.analysis.rules import NoRuleError, TotalsWanted
 from towers.builders.context import Context
 from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
@@ -19,13 +19,14 @@ from towers.cluster import process_group
 from towers.collectives import batch
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST, is_gpu
-from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.layers import call_model
 from towers.keras_adapter.runtime import is_deterministic
 from towers.layers import sharded, tables, variables
-from towers.layers.pipeline import weighted
+from towers.layers.pipeline import Pipeline, Placement, weighted
 from towers.program import words
-from towers.stages.measure import seconds_of_layers
-from towers.tower import build, eager, passes
+from towers.stages.measure import seconds_of_parts
+from towers.stages.staged import Staged
+from towers.tower import build, eager
 from towers.tower.errors import ModelError
 
 # Of a batch, and of other dimensions, whose size is not known.
@@ -39,18 +40,42 @@ class VariableCreator:
     context: Context
     batches: LocalBatches
     copies: Copies
-    _built_eagerly: bool = False
     _looked_up: dict[int, int] | None = None
 
-    def create_variables(self, data: Any) -> None:
-        """Creates what training needs; `data` is a batch or its `tf.TypeSpec`s."""
+    def build_all(self, data: Any) -> None:
+        """Creates the variables of layers, losses, metrics and the optimizer.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(batch.specs(data))
         rows = batch.rows_given(data)
         with self._tables_placed(data), self.copies.creating():
             self._create(data, rows)
+
+    def build_apart(self, data: Any) -> None:
+        """Creates the variables of layers and the optimizer, and cuts what is cut.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
+        model = self.context.model
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        self.build_layers(x)
+        with self._tables_placed(data):
+            if model.compiled and model.optimizer is not None:
+                self.build_optimizer()
+
+    def place(self, data: Any, divided: bool) -> None:
+        """Moves variables to where they belong, and creates their copies.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+            divided: Whether layers have just been divided among stages.
+        """
         plan = self.context.plan
-        if self._divide_layers(rows) and self.context.shard_embeddings != "none":
+        if divided and self.context.shard_embeddings != "none":
             self._put_tables(data)
         if is_gpu(plan.home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
@@ -59,8 +84,12 @@ class VariableCreator:
         self.copies.create()
         self._say_where_tables_lie()
 
-    def _divide_layers(self, data):
+    def divide_layers(self, tower: Callable[[Pipeline], Sequence[Staged]]) -> bool:
         """Divides layers among stages by the time that each takes, once.
+
+        Args:
+            tower: Returns what a tower computes of a micro-batch of known size, for
+                a pipeline in which each layer is a stage.
 
         Returns:
             Whether they may be on other stages now.
@@ -79,15 +108,15 @@ class VariableCreator:
             context.say([line])
             return False
         layers = {id(layer): k for k, layer in enumerate(weighted(model))}
+        each_alone = Placement(model, layers=layers)
         begun_s = time.perf_counter()
         try:
+            # Not in an `init_scope`, where no tape records.
+            towers = tower(Pipeline(len(layers), placement=each_alone))
             with tf.init_scope():
-                local = self._local_spec(data)
-                seconds = seconds_of_layers(model, layers, local, plan.devices[0])
-        except (
-            *(ModelError, NoRuleError, TotalsWanted),
-            *(tf.errors.OpError, MemoryError),
-        ) as error:
+                seconds = seconds_of_parts(towers, len(layers), plan.devices[0])
+        except Exception as error:
+            # It is the user's model that is called.
             line = (
                 f"The layers of model '{model.name}' are divided among stages by their "
                 f"weights, as they cannot be measured: {words.error_line(error)}"
@@ -103,23 +132,28 @@ class VariableCreator:
         context.say([line])
         return True
 
-    def _local_spec(self, data):
-        """The specs of a micro-batch, as the loss sees it, all sizes known."""
-        context, plan = self.context, self.context.plan
+    def local_spec(self, data: Any) -> Any:
+        """Returns the specs of (x, y, sample_weight), as the loss sees a micro-batch.
+
+        All sizes are known.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
         data = batch.specs(keras.utils.unpack_x_y_sample_weight(data))
-        if context.preprocess is not None:
-            data = context.preprocess.spec(data, training=True)
-        known = [s.shape[0] for s in tf.nest.flatten(data) if s is not None]
-        total = context.usual_rows or known[0] or _FEW_ROWS * plan.count
-        rows = max(1, plan.sizes(int(total))[0])
+        if self.context.preprocess is not None:
+            data = self.context.preprocess.spec(data, training=True)
+        return sized(data, self.usual_rows(data))
 
-        def local(spec):
-            if spec is None:
-                return None
-            sizes = [_FEW_ROWS if n is None else n for n in spec.shape[1:]]
-            return tf.TensorSpec([rows, *sizes], spec.dtype)
+    def usual_rows(self, data: Any) -> int:
+        """Returns how many examples a micro-batch has, or may have.
 
-        return tf.nest.map_structure(local, data)
+        Args:
+            data: A nest of batches, or of their `tf.TypeSpec`s.
+        """
+        plan, first = self.context.plan, tf.nest.flatten(batch.specs(data))[0]
+        total = self.context.usual_rows or first.shape[0] or _FEW_ROWS * plan.count
+        return max(1, plan.sizes(int(total))[0])
 
     def _create(self, data, rows):
         model, home = self.context.model, self.context.plan.home
@@ -128,12 +162,10 @@ class VariableCreator:
             lifted = contextlib.nullcontext if tf.executing_eagerly() else tf.init_scope
             with lifted(), tf.device(home):
                 build.from_symbols(model, rows, self.context.preprocess)
-        elif any(isinstance(t, tf.TypeSpec) for t in tf.nest.flatten(data)):
+        else:
             # A run goes on in an epoch, of which metrics are to be restored.
             with eager.aside(model, builds=True), tf.init_scope(), tf.device(home):
                 build.from_symbols(model, rows, self.context.preprocess)
-        else:
-            self._create_eagerly(data)
 
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables, of a model that is built."""
@@ -146,29 +178,6 @@ class VariableCreator:
             placed = sharded.slots_like_variables()
         with placed, self.copies.creating(), tf.device(home):
             model.optimizer.build(model.trainable_variables)
-
-    def create_apart(self, data: Any) -> None:
-        """Creates the layers' and the optimizer's variables, and cuts what is cut.
-
-        Args:
-            data: A batch, or its `tf.TypeSpec`s.
-        """
-        model = self.context.model
-        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-        self.build_layers(x)
-        with self._tables_placed(data):
-            if model.compiled and model.optimizer is not None:
-                self.build_optimizer()
-        self.copies.create()
-        self._say_where_tables_lie()
-
-    def create_for_prediction(self, x: Any) -> None:
-        """Creates what prediction needs; `x` are the inputs of a batch."""
-        with self._tables_placed((x, None, None)):
-            if self.context.model.run_eagerly:
-                self._create_eagerly((x, None, None))
-            else:
-                self.build_layers(x)
 
     def build_layers(self, x: Any) -> None:
         """Creates the variables of the model's layers, unless they exist.
@@ -223,9 +232,9 @@ class VariableCreator:
         context, model = self.context, self.context.model
         known = data is not None and not model.run_eagerly
         if self._looked_up is None and known and len(tables.of(model)) > 1:
-            call = tf.function(passes.call, autograph=False)
+            call = tf.function(call_model, autograph=False)
             try:
-                x, *_ = self._local_spec(data)
+                x, *_ = self.local_spec(data)
                 with keras.StatelessScope():
                     self._looked_up = tables.look_ups(
                         lambda: call.get_concrete_function(model, x, training=False)
@@ -280,19 +289,19 @@ class VariableCreator:
             )
             self.context.say([line])
 
-    def _create_eagerly(self, data):
-        """Creates the model's variables; losses and metrics create theirs themselves.
 
-        Keras builds symbolically, which is not Python as the user sees it.
-        """
-        model = self.context.model
-        with tf.init_scope(), tf.device(self.context.plan.home):
-            unbuilt = not all(layer.built for layer in layers_of(model))
-            if unbuilt and not self._built_eagerly:
-                local, *_ = self.batches.cut(data)
-                build.by_a_call(model, local, self.context.preprocess)
-            self._built_eagerly = True
-            # A model that only predicts need not be compiled.
-            optimizer = model.optimizer if model.compiled else None
-            if optimizer is not None and not optimizer.built:
-                optimizer.build(model.trainable_variables)
+def sized(data: Any, rows: int | None) -> Any:
+    """Returns the specs of a batch of so many rows, of which no other size is unknown.
+
+    Args:
+        data: A nest of batches, or of their `tf.TypeSpec`s.
+        rows: The number of rows; `None` if that is unknown.
+    """
+
+    def local(spec):
+        if spec is None:
+            return None
+        sizes = [_FEW_ROWS if n is None else n for n in spec.shape[1:]]
+        return tf.TensorSpec([rows, *sizes], spec.dtype)
+
+    return tf.nest.map_structure(local, batch.specs(data))

@@ -5,6 +5,10 @@ branch on it. The branch looks at each number, as a sum of finite ones may overf
 Where gradients travel packed, each tower squares and adds those that it sends: that is
 one kernel a buffer, beside the reduction, and only scalars go to the host. Which tower,
 and what in it, is found out afterwards; see `numerics`.
+
+It looks before home takes the gradients. A step may have several optimizers: what came
+before stays, such as the update of another one. Gradients that home computes by itself
+are not checked.
 """
 
 import collections
@@ -25,24 +29,30 @@ _MANY = 2**16
 
 
 class StoppedStep(Exception):
-    """A step of training that was stopped, as it is not finite; it changed nothing.
+    """A step of training that was stopped, as it is not finite; see `undo`.
 
     Attributes:
         step: Its number, counted from 1 by the optimizer.
         data: Its batch; of towers that do not wait for one another, a local batch.
         tower: Index of that tower, `None` if the batch is that of all.
-        values: What that tower computed with, `None` if that are the variables' values.
         skipped: How many were skipped just before it, their gradients being infinite at
             a larger loss scale.
         blamed: Indices of the towers whose gradients are not finite, if that is known.
+        state: What else the step may have changed: variables, each with its value from
+            before.
     """
 
     def __init__(self, step: int, data: Any, skipped: int = 0):
         super().__init__(f"Step {step} is not finite.")
         self.step, self.data, self.skipped = step, data, skipped
         self.tower: int | None = None
-        self.values: Any = None
         self.blamed: tuple[int, ...] = ()
+        self.state: list[tuple[tf.Variable, tf.Tensor]] = []
+
+    def undo(self) -> None:
+        """Gives back what the step changed before it was stopped."""
+        for variable, value in self.state:
+            variable.assign(value)
 
 
 class Guard:
@@ -84,6 +94,7 @@ class Guard:
         packed: Sequence[reduce.Packed] = (),
         of_towers: Sequence[Sequence[reduce.Gradient | None]] = (),
         done: tf.Tensor | None = None,
+        state: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
     ) -> Iterator[tf.Tensor]:
         """Inside, nothing happens in a step that is stopped.
 
@@ -101,6 +112,8 @@ class Guard:
                 are named.
             done: How many steps were done before this one. By default the optimizer
                 tells.
+            state: What else the step may change: variables, each with its value from
+                before.
         """
         seen = {i for each in packed for i in each.places}
         others = [
@@ -123,7 +136,8 @@ class Guard:
             parts += [total for each in packed for total in each.sums]
             skips = finite_loss & _may_overflow(optimizer)
             blamed = [[g for g in mine if g is not None] for mine in of_towers]
-            stop = functools.partial(self._stop, skips, data, optimizer, done, blamed)
+            told = skips, data, optimizer, done, blamed, state
+            stop = functools.partial(self._stop, *told)
 
             def look_closer():
                 return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
@@ -133,24 +147,26 @@ class Guard:
         with tf.control_dependencies([checked]):
             yield checked
 
-    def on_tower(self, tower: int, values: Any) -> None:
-        """Is told on which tower a step was stopped, and what it had computed with."""
+    def on_tower(self, tower: int) -> None:
+        """Is told on which tower a step was stopped."""
         if self._stopped is not None and self._stopped.tower is None:
-            self._stopped.tower, self._stopped.values = tower, values
+            self._stopped.tower = tower
 
-    def _stop(self, skips, data, optimizer, done, blamed):
+    def _stop(self, skips, data, optimizer, done, blamed, state):
         data, parts = data(), [*map(_joined, blamed)]
         fine = tf.stack([finite(each) if each else True for each in parts] or [True])
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
-        catch = functools.partial(self._catch, optimizer, some)
+        changed = [variable for variable, _ in state]
+        catch = functools.partial(self._catch, optimizer, some, changed)
         with tf.device(HOST):
             # Less than 0: the optimizer knows.
             told = skips, -1 if done is None else done, fine
-            goes_on = tf.py_function(catch, [*told, *tensors], tf.bool)
+            values = [value for _, value in state]
+            goes_on = tf.py_function(catch, [*told, *values, *tensors], tf.bool)
             return tf.ensure_shape(goes_on, [])
 
-    def _catch(self, optimizer, some, skips, done, fine, *tensors):
+    def _catch(self, optimizer, some, changed, skips, done, fine, *tensors):
         """Keeps what the graph hands over, and stops the step, or lets it go on."""
         if not self._armed:
             return True
@@ -163,10 +179,11 @@ class Guard:
             self._skipped = step, skipped + 1
             return True
         if self._stopped is None:
-            left = iter(tensors)
+            values, left = tensors[: len(changed)], iter(tensors[len(changed) :])
             data = tf.nest.map_structure(lambda one: next(left) if one else None, some)
             self._stopped = StoppedStep(step, data, skipped)
             self._stopped.blamed = tuple(map(int, np.flatnonzero(~fine.numpy())))
+            self._stopped.state = [*zip(changed, values, strict=True)]
         # The one error that TensorFlow takes for an end, and does not warn of.
         raise StopIteration("A step is not finite.")
 

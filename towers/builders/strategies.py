@@ -6,7 +6,6 @@ A new way is a function here that lists its pieces, and an entry in `STRATEGIES`
 import concurrent.futures
 from collections.abc import Callable
 
-from towers.builders.asynchronous.own_tower_step import OwnTowerStep
 from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.tower_step import TowerStep
 from towers.builders.asynchronous.training import Asynchronous
@@ -14,10 +13,8 @@ from towers.builders.builder import Builder, Composed
 from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.builders.pieces.reader import CopyReader, VariableReader
-from towers.builders.pieces.reducer import AllReduce, Reducer, ReduceScatter, SumAtHome
-from towers.builders.steps.keras_steps import Evaluation, TrainStep
-from towers.builders.steps.own_steps import OwnSteps, is_cut
+from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
+from towers.builders.steps import Steps
 
 
 def parameter_server(context: Context) -> Builder:
@@ -30,8 +27,8 @@ def parameter_server(context: Context) -> Builder:
     """
 
     def compose():
-        pieces = Pieces(context)
-        return _together(pieces, pieces.reader, SumAtHome(context))
+        own = Steps(Pieces(context), SumAtHome(context))
+        return Composed(own.pieces, own, own)
 
     return Builder("parameter_server", context, compose)
 
@@ -60,11 +57,11 @@ def replicated(
     def compose():
         copies = Copies(context, context.plan.replicas[1:], shard_optimizer_state)
         pieces = Pieces(context, copies)
-        reader = CopyReader(context, pieces.reader, copies)
         reducer = AllReduce(context, all_reduce_alg)
         if copies.shards is not None:
             reducer = ReduceScatter(context, copies.shards)
-        return _together(pieces, reader, reducer)
+        own = Steps(pieces, reducer)
+        return Composed(pieces, own, own)
 
     return Builder("replicated", context, compose)
 
@@ -83,30 +80,13 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
     )
 
     def compose():
-        pieces, own = Pieces(context), None
-        if is_cut(context.model):
-            own = OwnSteps(pieces, SumAtHome(context))
-            step = OwnTowerStep(own)
-        else:
-            # To a tower, its part of the batch is the batch.
-            each = context.of_each_tower()
-            of_tower = Pieces(each)
-            alone = TrainStep(of_tower, of_tower.reader, SumAtHome(each))
-            step = TowerStep(pieces, alone)
+        pieces = Pieces(context)
+        own = Steps(pieces, SumAtHome(context))
+        step = TowerStep(own)
         training = Asynchronous(pieces, step, staleness, threads)
-        return Composed(pieces, training, own or Evaluation(pieces), own and step)
+        return Composed(pieces, training, own)
 
     return Builder("asynchronous", context, compose, staleness)
-
-
-def _together(
-    pieces: Pieces, reader: VariableReader | CopyReader, reducer: Reducer
-) -> Composed:
-    """Puts together what trains towers that wait for one another."""
-    if is_cut(pieces.context.model):
-        own = OwnSteps(pieces, reducer)
-        return Composed(pieces, own, own, own)
-    return Composed(pieces, TrainStep(pieces, reader, reducer), Evaluation(pieces))
 
 
 STRATEGIES: dict[str, Callable[..., Builder]] = {

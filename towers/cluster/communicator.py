@@ -5,6 +5,10 @@ ring (Patarasuk and Yuan 2009), or by recursive halving and doubling if the host
 power of two, which takes fewer messages. Small arrays travel by recursive doubling
 (Thakur, Rabenseifner and Gropp 2005). The order of the additions depends on nothing but
 the number of hosts, and all get the same bits.
+
+TensorFlow's own need its server, which listens without authentication, belongs to one
+cluster for the life of a process, and takes 1.7 ms for 16 bytes; these take 0.1 ms.
+NCCL between hosts is still to come.
 """
 
 import itertools

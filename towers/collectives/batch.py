@@ -2,6 +2,9 @@
 
 Knows how a batch is cut, and put together again. Which device gets which local batch,
 and what that weighs in the loss, is the builders' business.
+
+Each host knows how many rows the whole batch has, and which are its own, whether it is
+given all or some (`Part`). So sizes, fractions and the end of the data need no message.
 """
 
 import collections
@@ -249,23 +252,6 @@ def _is_scalar(tensor):
     return tf.TensorShape(tensor.shape).rank == 0
 
 
-def made_up(batch: Any) -> Any:
-    """Returns a batch of one example of zeros, otherwise like `batch`."""
-
-    def row(tensor):
-        if tensor is None or _is_scalar(tensor):
-            return tensor
-        if isinstance(tensor, tf.Tensor):
-            return tf.zeros([1, *tf.shape(tensor)[1:]], tensor.dtype)
-        if isinstance(tensor, tf.SparseTensor):
-            shape = tf.concat([[1], tensor.dense_shape[1:]], axis=0)
-            return tf.SparseTensor(tensor.indices[:0], tensor.values[:0], shape)
-        empty = tf.ones([1], tensor.row_splits.dtype)
-        return tf.RaggedTensor.from_row_lengths(tensor.values[:0], empty * 0)
-
-    return tf.nest.map_structure(row, batch)
-
-
 def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """Puts the towers' outputs together again, in the order of the examples.
 
@@ -299,32 +285,6 @@ def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
         return tf.concat(parts, axis=0)
 
     return tf.nest.map_structure(rows, *local_batches)
-
-
-def by_example(rows: tf.Tensor | None, size: int | tf.Tensor) -> tf.Tensor | None:
-    """Groups rows by the example that they belong to.
-
-    Args:
-        rows: A tensor with the same number of rows for each example, in order, such as
-            (batch x time, classes); or `None`.
-        size: Number of examples.
-
-    Returns:
-        The same values, of shape (size, rows of an example, ...).
-    """
-    if rows is None:
-        return None
-    shape = tf.shape(rows)
-    each = shape[0] // tf.maximum(size, 1)
-    grouped = tf.reshape(rows, tf.concat([[size, each], shape[1:]], axis=0))
-    grouped.set_shape([None, None, *rows.shape[1:]])
-    return grouped
-
-
-def is_dense(batch: Any) -> bool:
-    """Tells whether there is nothing ragged or sparse in a batch."""
-    tensors = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
-    return all(isinstance(tensor, tf.Tensor) for tensor in tensors)
 
 
 def specs(nest: Any) -> Any:

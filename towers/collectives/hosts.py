@@ -2,6 +2,9 @@
 
 A host is a process with towers of its own. All hosts build the same graphs, so they
 meet in the same sums, one after another. With one host no operation is made.
+
+Graphs ask for the connections as they run. So one that was traced as "host 0 of 2"
+serves again, whichever the other host is.
 """
 
 import copy

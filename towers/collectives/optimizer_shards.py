@@ -10,6 +10,9 @@ slots are cut as well. Where an optimizer looks at whole variables, none is cut.
 While an owner's part is updated, its slots and a slice of each cut variable stand
 behind the `keras.Variable`s (`behind`), and the user's own optimizer is applied to
 them. The slice is empty between steps.
+
+Optimizers assign within branches, so a slice has to be a variable. What they look at
+across variables, such as norms, is computed before, over all owners.
 """
 
 import contextlib

@@ -1,12 +1,14 @@
-"""Places what TensorFlow would put on another device than the one it comes from."""
+"""Places what TensorFlow would put on another device than the one it comes from.
+
+Keras applies the optimizer under one device. Here, each operation of an update goes
+beside the largest of its inputs.
+"""
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import tensorflow as tf
-
-from towers.devices import is_gpu
 
 
 def where_its_input_is(operation: tf.Operation) -> str:
@@ -59,17 +61,3 @@ def _elements(tensor):
     if tensor.dtype == tf.resource:
         return math.inf
     return tensor.shape.num_elements() or 0
-
-
-def read(variables: Sequence[tf.Variable], device: str) -> list[tf.Tensor]:
-    """Reads the values of variables that are on a device, or on the host."""
-    values = [tf.convert_to_tensor(variable) for variable in variables]
-    if not is_gpu(device):
-        return values
-    # What reads has no device of its own, but the variable's. A loop would take its
-    # value through the first device.
-    placed = []
-    for variable, value in zip(variables, values, strict=True):
-        with tf.device(variable.device):
-            placed.append(tf.identity(value))
-    return placed

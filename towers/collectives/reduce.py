@@ -1,20 +1,17 @@
 """K x N to N: the towers' parts become one set of gradients, one state.
 
-Each tower's part is already divided by the global weight (see `passes.py`), so reducing
-is nothing but adding. On which device is the caller's choice: these functions run where
-they are called.
+Each tower takes the gradient of its part of the batch's loss (see `trace.py`), so
+reducing is nothing but adding: a mean of means is wrong where towers are unequal, and
+sums that are divided at the end overflow early in float16. On which device is the
+caller's choice: these functions run where they are called.
 """
 
-import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.dependence import EXTREMES
-from towers.analysis.kinds import Dependence
 from towers.collectives import packing
-from towers.collectives.hosts import ONE_HOST, OneHost
 from towers.devices import HOST, is_gpu, nccl_fits
 from towers.keras_adapter.runtime import nccl_sums
 from towers.layers import overwritten
@@ -291,110 +288,9 @@ def add(gradients: Sequence[Gradient]) -> Gradient:
     return tf.add_n(gradients)
 
 
-def combine_states(
-    towers: Sequence[Sequence[tf.Tensor | None]],
-    fractions: Sequence[tf.Tensor],
-    rules: Sequence[Dependence | None],
-    sources: Sequence[str] = (),
-    hosts: OneHost = ONE_HOST,
-) -> list[tf.Tensor | None]:
-    """Combines what the towers made of the model's variables.
-
-    What no example touches is the same on all towers, and the first one's is taken (of
-    a random seed, too, of which each tower has its own). A sum over examples is the sum
-    of the towers'. A mean is theirs, weighted by their local batches. For a moving mean
-    m <- a m + (1 - a) mean(local batch) that is what one device does, to the last digit
-    of the sum. For BatchNormalization's moving variance it is, by design, the mean of
-    the local batches' variances, by which the towers normalised, without the variance
-    between local batches.
-
-    Args:
-        towers: K x M new values; `None` for a variable that no tower changed.
-        fractions: Each tower's part of the global batch, float64 scalars that sum
-            to 1.
-        rules: M rules, `None` for what did not change.
-        sources: The devices that have them, if they are to travel packed.
-        hosts: The hosts that these and other towers are on.
-
-    Returns:
-        M combined values, `None` where nothing changed. With several hosts they are
-        this one's parts of them, which add up.
-    """
-    first = towers[0]
-    combined = {}
-    by_rule = collections.defaultdict(list)
-    for i, (value, rule) in enumerate(zip(first, rules, strict=True)):
-        if value is not None and sources and value.dtype.is_floating:
-            by_rule[rule].append(i)
-        elif value is not None:
-            values = [tower[i] for tower in towers]
-            combined[i] = _combine(values, fractions, rule, hosts)
-    for rule, places in by_rule.items():
-        # Of what is alike on all towers, one is enough.
-        count = 1 if rule is Dependence.NONE else len(towers)
-        parts = _packed(towers[:count], sources[:count], places)
-        sums = [_combine(each, fractions, rule, hosts) for each in parts]
-        values = packing.unpack(sums, [first[i] for i in places])
-        combined.update(zip(places, values, strict=True))
-    return [combined.get(i) for i in range(len(first))]
-
-
-def combine_totals(
-    towers: Sequence[Sequence[tf.Tensor]],
-    fractions: Sequence[tf.Tensor],
-    kinds: Sequence[tuple[Dependence, str]],
-    hosts: OneHost = ONE_HOST,
-) -> list[tf.Tensor]:
-    """Combines totals over the local batches to those of the whole batch.
-
-    Args:
-        towers: K x M totals.
-        fractions: As for `combine_states`.
-        kinds: How each of the M combines; see `LossGraph.kinds`.
-        hosts: The hosts that these and other towers are on.
-
-    Returns:
-        M totals.
-    """
-    combined, extremes = [], {}
-    for (kind, operation), *values in zip(kinds, *towers, strict=True):
-        if kind is Dependence.COUPLED:
-            extremes[len(combined)] = EXTREMES[operation]
-            combined.append(EXTREMES[operation](tf.stack(values), axis=0))
-        elif kind is Dependence.MEAN:
-            combined.append(tf.add_n([*map(part_of_mean, values, fractions)]))
-        else:
-            combined.append(tf.add_n(values))
-    for i, extreme in extremes.items() if hosts.count > 1 else ():
-        each = hosts.stack(combined[i], f"extreme {i}")
-        combined[i] = extreme(each, axis=0)
-    sums = [None if i in extremes else total for i, total in enumerate(combined)]
-    sums = hosts.sum(sums, "totals")
-    return [combined[i] if i in extremes else sums[i] for i in range(len(combined))]
-
-
 def part_of_mean(mean: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
     """Returns what a local batch's mean adds to that of the whole batch.
 
     That is zero for a tower without rows, which has no mean.
     """
     return tf.math.multiply_no_nan(mean, tf.cast(fraction, mean.dtype))
-
-
-def _combine(values, fractions, rule, hosts):
-    first = values[0]
-    # Integers without a rule come only where the user has waived the rules.
-    if rule is Dependence.NONE or (
-        rule is not Dependence.SUM and not first.dtype.is_floating
-    ):
-        # It is the same on all towers, but for random seeds, and where there is no row.
-        return first if hosts.index == 0 else tf.zeros_like(first)
-    if rule is Dependence.SUM:
-        return tf.add_n(values)
-    if len(values) == 1 and hosts.count == 1:
-        return first
-    weighted = [
-        value * tf.cast(fraction, value.dtype)
-        for value, fraction in zip(values, fractions, strict=True)
-    ]
-    return tf.add_n(weighted)

@@ -1,4 +1,8 @@
-"""Chooses GPUs that no process uses."""
+"""Chooses GPUs that no process uses.
+
+Two programs that start at once would take the same one. So who chooses locks a file of
+this user until TensorFlow has its devices: from then on, the driver shows its process.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,8 @@
-"""How many threads TensorFlow computes with."""
+"""How many threads TensorFlow computes with.
+
+Logical CPUs divide the cores. Otherwise each operation of each tower spreads over all,
+and towers wait for one another.
+"""
 
 import os
 

@@ -1,4 +1,9 @@
-"""Finds split ratios with which all towers take about as long, while a run trains."""
+"""Finds split ratios with which all towers take about as long, while a run trains.
+
+How long a tower would take for other rows is a guess, as devices slow each other down.
+So a guess is tried for 30 steps, and measured again; the best that was measured stays.
+Each guess traces a step.
+"""
 
 import math
 import os

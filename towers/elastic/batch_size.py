@@ -1,4 +1,9 @@
-"""The batch grows and shrinks with the number of towers, where that is asked for."""
+"""The batch grows and shrinks with the number of towers, where that is asked for.
+
+Data, position and learning rate depend on the size of the batch. So an exception ends
+`fit` where an epoch begins with another number of towers, and the run fits again from
+there, as one does that was stopped. An epoch that has begun keeps its batch.
+"""
 
 from collections.abc import Callable, Mapping
 

@@ -2,6 +2,9 @@
 
 `towers resize` writes a request, and the run writes an answer. Both are renamed into
 place when they are whole. An answer names the request that it is for.
+
+A port would need an address and a token. Whoever may write in the folder may ask; its
+lock tells whether a run is there to answer.
 """
 
 import contextlib

@@ -1,7 +1,14 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any
 
 import tensorflow as tf
@@ -13,13 +20,13 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import context, forwardprop_util
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.framework import op_def_registry, ops
-from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
-from tensorflow.python.ops import custom_gradient
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph_def
+from tensorflow.python.ops import handle_data_util
 
 from towers.keras_adapter.patching import Target
 
 __all__ = [
-    "DEPENDENT_VARIABLES",
     "FUNCTION_CALL",
     "GRADIENT",
     "GRADIENT_SCOPE",
@@ -40,17 +47,12 @@ __all__ = [
     "keep_functions",
     "made_in",
     "may_change",
+    "nodes_of",
     "operation_definition",
     "run_in_place",
     "run_independently",
+    "without_auto_control_deps",
 ]
-
-DEPENDENT_VARIABLES = Target(custom_gradient, "_get_dependent_variables")
-"""`_get_dependent_variables(input_ops, output_ops)`.
-
-It searches the graph behind a custom gradient for variables.
-"""
-
 
 GRADIENT = Target(tf.GradientTape, "gradient")
 """`GradientTape.gradient(target, sources, output_gradients, unconnected_gradients)`."""
@@ -83,6 +85,17 @@ def is_stateful(operation: tf.Operation) -> bool:
 def calls_functions(operation: tf.Operation) -> bool:
     """Tells whether an operation runs functions, such as a branch or a loop."""
     return any(True for _ in _called([operation.node_def]))
+
+
+def nodes_of(operation: tf.Operation) -> Iterator[NodeDef]:
+    """Yields what an operation is, and what is in all functions that it calls."""
+    waiting, seen = [operation.node_def], set()
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in {*_called([node])} - seen:
+            seen.add(name)
+            waiting += function_definition(name).node_def
 
 
 def is_compiled(function: Any) -> bool:
@@ -119,6 +132,31 @@ def run_independently(operations: Iterable[tf.Operation]) -> None:
         manager.run_independently(operation)
 
 
+@contextlib.contextmanager
+def without_auto_control_deps(handles: Collection[tf.Tensor] = ()) -> Iterator[None]:
+    """Inside, calls that draw random numbers or check something wait for no other.
+
+    TensorFlow would make towers wait for one another, in the order of the calls.
+
+    Args:
+        handles: Those of variables that the calls read. Whatever changes one of them
+            later waits for all calls, also if it needs no gradient, as a weight decay.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    made = [op for op in graph.get_operations()[before:] if is_stateful(op)]
+    run_independently(made)
+    with tf.control_dependencies(made):
+        for handle in handles:
+            with tf.device(handle.device):
+                # To TensorFlow, this is the read that a change has to wait for.
+                tf.raw_ops.VariableShape(input=handle)
+
+
 def may_change(operation: tf.Operation) -> list[tf.Tensor]:
     """Returns what an operation takes, but for variables that a function only reads.
 
@@ -146,19 +184,40 @@ def function_definition(name: str | bytes) -> FunctionDef:
     return context.context().get_function_def(name)
 
 
-def function_graph(name: str | bytes, shapes: Sequence[tf.TensorShape]) -> tf.Graph:
+def function_graph(
+    name: str | bytes, given: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape]
+) -> tf.Graph:
     """Returns the graph of a function that some graph calls.
 
     It has `inputs` and `outputs`, lists of tensors.
 
     Args:
         name: The function's name.
+        given: What it is called with, whose handles tell the shapes of variables.
         shapes: Of its inputs.
 
     Raises:
         tf.errors.NotFoundError: There is no such function.
     """
-    return function_def_to_graph(function_definition(name), list(shapes))
+    definition = function_definition(name)
+    nodes, names = function_def_to_graph_def(definition, [*shapes])
+    for node in nodes.node:
+        node.attr.pop("_class", None)
+    graph = FuncGraph(definition.signature.name)
+    with graph.as_default():
+        for tensor, shape in zip(given, shapes, strict=True):
+            inside = tf.compat.v1.placeholder(tensor.dtype, shape, "towers_given")
+            if tensor.dtype == tf.resource:
+                handle_data_util.copy_handle_data(tensor, inside)
+            graph.inputs.append(inside)
+        # What is imported takes these in the place of what it was traced with.
+        taken = [names[each.name] for each in definition.signature.input_arg]
+        made = [
+            names[definition.ret[each.name]] for each in definition.signature.output_arg
+        ]
+        fed = dict(zip(taken, graph.inputs, strict=True))
+        graph.outputs = tf.graph_util.import_graph_def(nodes, fed, made, name="")
+    return graph
 
 
 def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
@@ -178,13 +237,13 @@ def colocated_with(operation: tf.Operation) -> list[str]:
     return [group.decode().removeprefix("loc:@") for group in groups]
 
 
-def gradient_module(operation: tf.Operation) -> str:
+def gradient_module(node: NodeDef) -> str:
     """Returns the module that defines the custom gradient of an `IdentityN`.
 
     It is empty where that cannot be told.
     """
     try:
-        kind = operation.get_attr("_gradient_op_type").decode()
+        kind = node.attr["_gradient_op_type"].s.decode()
         function = ops.gradient_registry.lookup(kind)
         for name in ("tape_grad_fn", "grad_fn"):
             place = function.__code__.co_freevars.index(name)
@@ -274,14 +333,25 @@ def _called(nodes: Iterable[NodeDef]) -> Iterator[str]:
 
 
 def traced(
-    function: Callable[..., Any], *specs: tf.TypeSpec, xla: bool = False
+    function: Callable[..., Any],
+    *specs: tf.TypeSpec,
+    xla: bool = False,
+    stays: bool = False,
 ) -> Callable[..., Any]:
     """Traces a function, whose operations are on no device but the caller's.
 
-    `xla` tells whether XLA compiles it, anew for each device and each size.
+    Args:
+        function: The function.
+        specs: What it takes.
+        xla: Whether XLA compiles it, anew for each device and each size.
+        stays: Whether it stays a function where it is called. If not, TensorFlow copies
+            its operations into the caller's graph.
     """
+    options = {"experimental_attributes": {"_noinline": True}} if stays else {}
     with tf.device(None):
-        function = tf.function(function, autograph=False, jit_compile=xla or None)
+        function = tf.function(
+            function, autograph=False, jit_compile=xla or None, **options
+        )
         return function.get_concrete_function(*specs)
 
 
@@ -298,5 +368,7 @@ def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
         seen.add(earlier.name)
         if earlier.name in known:
             yield earlier.name
-        elif earlier.type == "NoOp":
+        else:
+            # Such as what is made of a check, which nobody takes.
             waiting += earlier.control_inputs
+            waiting += [tensor.op for tensor in earlier.inputs]

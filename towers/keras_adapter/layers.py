@@ -64,6 +64,13 @@ def has_training_argument(layer: keras.layers.Layer) -> bool:
     return layer._call_has_training_arg
 
 
+def call_model(model: keras.Model, x: Any, training: bool) -> Any:
+    """Calls a model as Keras's own steps do: its `call` need not accept `training`."""
+    if has_training_argument(model):
+        return model(x, training=training)
+    return model(x)
+
+
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Returns the variables that a layer holds itself, without those of its parts."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]

@@ -54,45 +54,6 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
-def compiled_metrics(model: keras.Model) -> Any:
-    """Returns Keras's `CompileMetrics`, which holds all compiled metrics, or `None`.
-
-    It has `update_state(y_true, y_pred, sample_weight)`, and `metrics` in the order in
-    which it updates them.
-    """
-    return model._compile_metrics
-
-
-def metric_function(
-    metric: keras.metrics.Metric,
-) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Returns the function whose mean a metric is, and its options; `None` without."""
-    return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
-
-
-@contextlib.contextmanager
-def losses_recorded(model: keras.Model) -> Iterator[list[tf.Tensor]]:
-    """Inside, the compiled loss tells the losses of outputs, and tracks them nowhere.
-
-    Yields:
-        The scalars that Keras would track, in the order of the compiled loss's
-        `metrics`; none where there is one output.
-    """
-    found = []
-
-    def record(value, sample_weight=None):
-        found.append(value)
-
-    trackers = compiled_loss(model).metrics
-    with swapped(trackers, "update_state", [record] * len(trackers)):
-        yield found
-
-
-def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
-    """Returns the metric that averages a compiled model's loss."""
-    return model._loss_tracker
-
-
 def compute_loss(
     model: keras.Model,
     x: Any,
@@ -115,13 +76,6 @@ def compute_loss(
     finally:
         if added is not None:
             override.clear()
-
-
-def total_of_added_loss(model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
-    """Returns a loss that a layer added as the scalar that Keras makes of it."""
-    # TensorFlow's trainer divides it, besides, by the replicas that synchronized layers
-    # run in; a tower's part is weighted already.
-    return Trainer._aggregate_additional_loss(model, loss)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,9 @@ APPLY = tuple(
 It builds an optimizer, and updates variables and whatever else the optimizer has.
 """
 
+SCALE_LOSS = Target(keras.optimizers.LossScaleOptimizer, "scale_loss")
+"""`scale_loss(loss)`: returns the loss of which Keras's step takes the gradient."""
+
 APPLY_GRADIENTS = Target(
     BaseOptimizer, "_backend_apply_gradients", unless_replaced=True
 )

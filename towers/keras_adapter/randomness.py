@@ -9,25 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import random as keras_random
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
-from towers.keras_adapter.patching import Target
-
-NEXT_SEED = Target(keras.random.SeedGenerator, "next", unless_replaced=True)
-"""`SeedGenerator.next(ordered)`, from which every random layer takes its seed."""
-
-CAST_SEED = Target(keras_random, "_cast_seed")
-"""`_cast_seed(seed)`: makes of a Keras seed what TensorFlow's operations take."""
-
 # Keras gives it a name since 3.13.
 _SHARED = "global_seed_generator"
-
-
-def cast_seed(seed: tf.Tensor) -> tf.Tensor:
-    """Returns what TensorFlow's random operations take for a seed of Keras's."""
-    return keras_random._cast_seed(seed)
 
 
 def shared_generator(create: bool = False) -> keras.random.SeedGenerator | None:

@@ -1,7 +1,7 @@
 """TensorFlow's runtime: devices, determinism, NCCL, the profiler's files."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,6 @@ from tensorflow.python.ops import nccl_ops
 from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
 __all__ = [
-    "ReductionOverHosts",
     "XSpace",
     "device_memory_limits",
     "forget_scalars",
@@ -68,20 +67,6 @@ def forget_scalars() -> None:
     summary, it would keep one of some 650 bytes until the process ends.
     """
     pywrap_tfe.TFE_ClearScalarCache()
-
-
-class ReductionOverHosts(tf.distribute.ReductionToOneDevice):
-    """Adds what replicas have, and what those of other hosts have."""
-
-    def __init__(self, hosts: int, add: Callable[[Sequence[tf.Tensor]], tf.Tensor]):
-        """Takes the number of hosts, and what adds the replicas' values."""
-        super().__init__(accumulation_fn=add)
-        self._hosts = hosts
-
-    @property
-    def _num_between_graph_workers(self):
-        # With 1, the value of a single replica would be the sum.
-        return self._hosts
 
 
 def nccl_sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

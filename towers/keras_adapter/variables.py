@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from towers.keras_adapter.patching import swapped
 
@@ -72,6 +73,26 @@ def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.V
     return new
 
 
+def without_value(like: Any, device: str) -> tf.Variable:
+    """Makes a variable that has the shape of another one, and no value yet.
+
+    It takes no memory: a graph may be traced with it.
+
+    Args:
+        like: A `tf.Variable`, or a `ShardedVariable`.
+        device: The device.
+    """
+    with tf.init_scope(), tf.device(device):
+        new = resource_variable_ops.UninitializedVariable(
+            trainable=like.trainable,
+            name=like.name.partition(":")[0],
+            dtype=like.dtype,
+            shape=like.shape,
+        )
+    take_identity(new, like)
+    return new
+
+
 def empty(variable: tf.Variable) -> None:
     """Frees the memory of a variable's value, until it is given room."""
     _put_zeros(variable, [0])
@@ -82,11 +103,19 @@ def give_room(variable: tf.Variable) -> None:
     _put_zeros(variable, variable.shape)
 
 
+def fill(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Gives an empty variable a value of its shape."""
+    # Unlike `assign`, it takes a value of any shape.
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
 def _put_zeros(variable, shape):
     with tf.device(variable.device):
         zeros = tf.zeros(shape, variable.dtype)
-        # Unlike `assign`, it takes a value of any shape.
-        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=zeros)
+        if tf.inside_function():
+            # Of a shape that is known, the graph would be refused.
+            zeros = tf.compat.v1.placeholder_with_default(zeros, None)
+        fill(variable, zeros)
 
 
 def bytes_of(variable: keras.Variable | tf.Variable) -> int:

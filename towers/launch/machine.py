@@ -1,4 +1,8 @@
-"""What a launcher gives the hosts that it starts: an environment, GPUs, a log."""
+"""What a launcher gives the hosts that it starts: an environment, GPUs, a log.
+
+Where hosts start is one object: this machine, machines that ssh reaches, or Ray's
+nodes. It starts a host in a slot, and says when it has ended.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,9 @@
-"""Starts generations of hosts, until one ends well or no restart is left."""
+"""Starts generations of hosts, until one ends well or no restart is left.
+
+Supervisors of several machines know nothing of one another. Hosts carry the number of
+their generation: one that is behind is turned away, one that is ahead ends the meeting
+of the others, with code 75, "not my fault". So all count alike.
+"""
 
 import dataclasses
 import queue

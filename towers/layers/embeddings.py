@@ -1,8 +1,8 @@
 """Embeddings that stay at home: towers fetch the rows that they need.
 
-A tower gets the model's variables as values. For an embedding that would be the whole
-table in each step: TensorFlow copies a table that is updated row by row whenever it is
-read, and a tower on another device needs a copy. So, while a tower is traced,
+A tower gets the values of variables. For an embedding that would be the whole table
+in each step: TensorFlow copies a table that is updated row by row whenever it is
+read, and a tower on another device needs a copy. So, while a step is traced,
 Keras's `Embedding` looks up its rows in the variable itself, on the device that has it,
 or in its shards, on theirs.
 """
@@ -38,19 +38,6 @@ def tables(model: keras.Model) -> set[int]:
         for layer in layers_of(model)
         if _is_plain(layer) and embedding_table(layer).trainable
     }
-
-
-def cut_tables(model: keras.Model) -> set[int]:
-    """Returns those of `tables` that are in shards; see `tables.py`."""
-    variables = {id(v): v for v in model.trainable_variables}
-    return {i for i in tables(model) if sharded.of(variables[i]) is not None}
-
-
-@contextlib.contextmanager
-def at_home(on_gpu: bool) -> Iterator[None]:
-    """Inside, Embedding layers that are called in a tower look up rows at home."""
-    with patched(EMBEDDING_CALL, functools.partial(_call, on_gpu)):
-        yield
 
 
 @contextlib.contextmanager
@@ -100,14 +87,3 @@ def _is_plain(layer: Any) -> bool:
         and not layer.lora_enabled
         and layer.quantization_mode is None
     )
-
-
-def _call(on_gpu, keras_call, layer, inputs):
-    scope = stateless_scope_here()
-    rows_of = getattr(scope, "rows_of", None)
-    if rows_of is None or not _is_plain(layer) or not isinstance(inputs, tf.Tensor):
-        return keras_call(layer, inputs)
-    rows = rows_of(embedding_table(layer), inputs)
-    if rows is None:
-        return keras_call(layer, tf.cast(inputs, tf.int64) if on_gpu else inputs)
-    return keras.ops.cast(rows, layer.compute_dtype)

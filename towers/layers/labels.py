@@ -8,9 +8,7 @@ the last of the parts that they take something from; see `phases.py`.
 
 import collections
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -61,12 +59,8 @@ class Labels:
                 self._within = False
                 self.parts.update((op.name, part) for op in made)
 
-        before, _here.labels = _here.labels, self
-        try:
-            with patched(LAYER_CALL, call):
-                yield
-        finally:
-            _here.labels = before
+        with patched(LAYER_CALL, call):
+            yield
 
     def forget(self) -> None:
         """Forgets what was noted, as the tower is traced once more."""
@@ -83,13 +77,6 @@ class Labels:
         found = next(of_scopes, []) if tape else []
         return found if len({self.parts[each] for each in found}) == 1 else []
 
-    @contextlib.contextmanager
-    def noting_gradients(self) -> Iterator[None]:
-        """Inside, gradients are computed."""
-        with made_in(tf.compat.v1.get_default_graph()) as made:
-            yield
-        self.note_gradients(made)
-
     def note_gradients(self, made: Sequence[tf.Operation]) -> None:
         """Notes the operations of a gradient, the last ones of their graph."""
         self.backward.update(op.name for op in made)
@@ -99,6 +86,12 @@ class Labels:
                 scopes[scope].append(name)
         for op in made:
             self.beside[op.name] = colocated_with(op) or self._of_scope(op.name, scopes)
+        for op in reversed(made):
+            if not self.beside[op.name]:
+                # Such as a sum of gradients: it is for what takes it.
+                takers = (each.name for t in op.outputs for each in t.consumers())
+                found = (self.beside[each] for each in takers if each in self.beside)
+                self.beside[op.name] = next(filter(None, found), [])
         # A loop is given the lists that it is to keep its values in for its gradient.
         every = made[0].graph.get_operations() if made else []
         waiting = every[: len(every) - len(made)]
@@ -114,52 +107,3 @@ def _scopes(name):
     while "/" in name:
         name, _, _ = name.rpartition("/")
         yield name
-
-
-class _Here(threading.local):
-    labels: Labels | None = None
-
-
-_here = _Here()
-
-
-def gradient_tape() -> "tf.GradientTape | GraphTape":
-    """Returns a tape for a tower, which tells parts apart if somebody notes them."""
-    labels = _here.labels
-    return tf.GradientTape() if labels is None else GraphTape(labels)
-
-
-class GraphTape:
-    """What stands in for a `tf.GradientTape` where a graph is traced.
-
-    It places each operation of the gradient with the operation that it is the gradient
-    of, which a tape does not tell.
-    """
-
-    def __init__(self, labels: Labels):
-        self._labels = labels
-
-    def __enter__(self) -> "GraphTape":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-    def watch(self, tensors: Any) -> None:
-        """Does nothing: a graph knows what everything was computed from."""
-
-    def stop_recording(self) -> contextlib.AbstractContextManager:
-        """Does nothing: what is not asked for costs nothing."""
-        return contextlib.nullcontext()
-
-    def gradient(self, targets: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns gradients, in the structure of the sources; see `tf.gradients`."""
-        flat = tf.nest.flatten(sources)
-        with self._labels.noting_gradients():
-            found = tf.compat.v1.gradients(
-                tf.nest.flatten(targets),
-                flat,
-                output_gradients and tf.nest.flatten(output_gradients),
-                colocate_gradients_with_ops=True,
-            )
-        return tf.nest.pack_sequence_as(sources, found)

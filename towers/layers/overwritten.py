@@ -5,7 +5,7 @@ values, for its inputs, its kernel and its outputs' gradient (delayed scaling, a
 NVIDIA's Transformer Engine). Their new values come as their gradients. The scale is
 made of the old history, so it is the same on all towers. The new history is the old one
 with the largest absolute value of the batch, which is the largest of the towers'. A
-tower's gradients have the size that they have on one device (see `passes.py`), so this
+tower's gradients have the size that they have on one device (see `trace.py`), so this
 holds for their histories, too. Keras also takes the largest when it accumulates
 gradients.
 

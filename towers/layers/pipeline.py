@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from towers.keras_adapter.optimizers import slots_of
-from towers.layers import tables
+from towers.layers import sharded, tables
 from towers.program import words
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -160,10 +160,17 @@ class Pipeline:
             return [*range(self.stages)]
         return sorted(self.layers.values())
 
-    def parts_of(self, variables: Sequence[keras.Variable]) -> list[int | None]:
-        """Returns the part of each variable of the model, `None` if it has none."""
+    @property
+    def parts_of_handles(self) -> dict[int, int]:
+        """The part of each weight of the model, by the `id` of its handle."""
         parts = self._of_weights(self.parts)
-        return [parts.get(id(variable)) for variable in variables]
+        return {
+            id(place.handle): parts[id(weight)]
+            for layer in placeable(self.model)
+            for weight in layer.weights
+            if id(weight) in parts
+            for place in sharded.places(weight)
+        }
 
     def _of_weights(self, of_layers):
         return {

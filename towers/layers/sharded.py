@@ -20,6 +20,10 @@ which `refuse_others` checks, and for norms of gradients, which are those of all
 
 New `tf.Variable`s stand behind the `keras.Variable`s after `cut`: what was traced
 before refers to the old ones.
+
+To a tape, a table in shards is its shards: rows go straight to the device that has
+them. Where the user is handed a gradient, it is joined, and cut again for the optimizer
+(`gradient`).
 """
 
 import collections

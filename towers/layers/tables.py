@@ -2,6 +2,10 @@
 
 A table that is cut has its rows, or its columns, divided over all devices; see
 `sharded.py`. Towers look up rows where they lie, and each device updates its own.
+
+By "auto", what is larger than a device's part is cut. All else stays whole, the largest
+first, on the device with room where fewest rows are looked up; a trace with a batch's
+shapes counts these. What is cut fills up the rest, around stages of any size.
 """
 
 import collections

@@ -1,4 +1,9 @@
-"""Where a run is, and what continues it from there."""
+"""Where a run is, and what continues it from there.
+
+One object owns position, restore, skipping, save points and signals, which work only
+together. A checkpoint is made when every callback has seen a batch, and before any sees
+the next: so states of callbacks and variables are of the same step.
+"""
 
 import contextlib
 import functools

@@ -1,6 +1,11 @@
 """Batches that a thread fetches while a step runs, ahead of their use.
 
 They belong to their iterator: whoever trains on it next, as after a resize, gets them.
+
+A thread fetches while a step runs, as a step returns only when the GPU is idle. A call
+returns when both are done, so the data have given as many batches as without it. A
+batch is cut in a graph, and copied outside of it: what a function returns comes through
+the device that calls it.
 """
 
 import collections

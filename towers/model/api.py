@@ -86,19 +86,15 @@ def multi_gpu_model(
         split_ratios: Relative size of each tower's part of a batch, as positive
             integers, such as (2, 3, 3) if the first GPU has less memory. By default the
             parts are equal.
-        loss_placement: Where the loss is computed. "tower": each tower computes the
-            loss of its part, and any loss is treated as a mean over examples, including
-            those that layers add. "gathered": the loss is computed once, on the outputs
-            of all towers. "auto": on the towers if the loss is proved to be a mean or a
-            sum over examples, and otherwise gathered. With `run_eagerly`, it is
-            gathered. A model's own `train_step` may be "auto": what lets examples meet
-            is computed once, on the rows of all towers; or "tower": each tower takes
-            its part for the batch there, and a loss of that is a mean by their sizes.
-        strict: Whether to refuse a model if towers would compute other numbers than one
-            device. That is the case if a layer lets examples depend on one another, or
-            assigns a value that cannot be combined from parts of a batch. If False,
-            each tower computes with its part, and assigned values are averaged.
-            BatchNormalization is never refused.
+        loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
+            device, with the rows of all towers, so that numbers are those of one
+            device. A line says what that is. "tower": each tower takes its part for the
+            batch there, and a loss of that is a mean by the sizes of the parts.
+            "gathered" is "auto", and works for one more release. With `run_eagerly`,
+            one device computes all of each batch.
+        strict: Whether to refuse a model with a variable that is overwritten with its
+            gradient, if Towers does not know how to combine the gradients of several
+            towers. If False, the largest is taken.
         packed: Whether variables and gradients travel between devices in one buffer for
             each type. By default if they travel between memories, which logical CPUs
             share.
@@ -164,8 +160,8 @@ def multi_gpu_model(
     """
     again = functools.partial(_as_before, {**locals()})
     arguments.check_model(model)
-    placements, updates = ["auto", "gathered", "tower"], ["auto", *sorted(STRATEGIES)]
-    arguments.check_choice("loss_placement", loss_placement, placements)
+    loss_placement = arguments.check_loss_placement(loss_placement)
+    updates = ["auto", *sorted(STRATEGIES)]
     arguments.check_choice("variable_update", variable_update, updates)
     variable_update = arguments.chosen_update(model, variable_update)
     layout = Layout.of(gpus, stages, split_ratios)
@@ -199,15 +195,7 @@ def multi_gpu_model(
         # Others may come.
         arguments.check_hosts(2, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
-    several = hosts.count > 1 or process_group.member() is not None
-    arguments.check_own_steps(
-        *(model, loss_placement),
-        {
-            "stages": (stages, 1),
-            # Of a table that hosts divide, a step cannot look up rows as it stands.
-            **({"shard_embeddings": (shard_embeddings, "none")} if several else {}),
-        },
-    )
+    arguments.check_own_steps(model, {})
     if shard_optimizer_state:
         arguments.check_optimizer_shards(variable_update, all_reduce_alg)
     given = dict(

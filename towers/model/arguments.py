@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import devices
 from towers.builders.guard import Guard
-from towers.builders.steps.own_steps import has_own_steps
+from towers.builders.steps import has_own_steps
 from towers.devices import is_gpu
 from towers.keras_adapter.models import already, overrides
 from towers.layers import pipeline as pipelines
@@ -47,26 +47,29 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_own_steps(
-    model: keras.Model, loss_placement: str, options: Mapping[str, Any]
-) -> None:
+def check_loss_placement(placement: Any) -> str:
+    """Returns where losses are computed: "auto" or "tower"."""
+    check_choice("loss_placement", placement, ["auto", "gathered", "tower"])
+    if placement != "gathered":
+        return placement
+    say(
+        "loss_placement='gathered' is 'auto', which computes on one device what lets "
+        "examples meet; leave it out, as later releases do not know it."
+    )
+    return "auto"
+
+
+def check_own_steps(model: keras.Model, options: Mapping[str, Any]) -> None:
     """Checks that towers can run the steps that a model defines itself, if it does.
 
     Args:
         model: The model.
-        loss_placement: Where losses are to be computed.
         options: What was asked for, by the names of arguments of `multi_gpu_model`,
             each with the values that such a model can have.
     """
     if not has_own_steps(model):
         return
     name = type(model).__name__
-    if loss_placement == "gathered":
-        raise ValueError(
-            f"Received loss_placement='gathered' with {name}, which defines its own "
-            "step, such as `train_step`; expected 'auto', which gathers what lets "
-            "examples meet, or 'tower'."
-        )
     for option, (value, *known) in options.items():
         if value not in known:
             raise ValueError(

@@ -1,4 +1,10 @@
-"""Fits a model in one generation of hosts after another, where hosts come and go."""
+"""Fits a model in one generation of hosts after another, where hosts come and go.
+
+A host may be lost in the middle of a step, and Keras's loop cannot change its hosts. So
+what was raised ends Keras's `fit`. The process joins the next generation, and fits
+again from the position that `RunState` has kept, with the variables of one host that
+has done most steps.
+"""
 
 import contextlib
 import functools

@@ -50,7 +50,7 @@ class ReplayableBatches:
     def _batch(self, index):
         """A batch as an element of a data set, of the type that it came from.
 
-        Not by `Dataset.from_generator`; ARCHITECTURE.md says why.
+        Not by `Dataset.from_generator`; `input_pipeline/pipeline/epochs.py` says why.
         """
 
         @until_exit

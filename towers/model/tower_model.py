@@ -20,17 +20,19 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.cluster import process_group
 from towers.cluster.membership import HostsDifferError
+from towers.devices import HOST
 from towers.keras_adapter import runtime
+from towers.keras_adapter.datasets import free_aside
 from towers.loop import listeners
 from towers.loop.agreement import HostsChange
 from towers.model import fit_data, generations
-from towers.model.compared import compared
 from towers.model.fit_call import FitCall, given
 from towers.model.rehearsal import rehearse
 from towers.model.update.first_call import FirstCall
 from towers.model.update.layout import Layout
 from towers.model.update.variable_update import VariableUpdate
 from towers.numerics import failed_stage, not_finite
+from towers.program import python_calls
 from towers.tower.errors import (
     explained_look_ups,
     explained_shapes,
@@ -181,7 +183,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Makes a builder's train function, which says what its guard has caught."""
         step_scope, guard = self._self_update.step_scope, builder.guard
         make = functools.partial(builder.train_function, step_scope)
-        made = compared(make, lambda: builder, step_scope)
+        made = _called_on_the_host(make())
 
         def train(iterator):
             with _explained(self, "train"), _stops(self):
@@ -203,7 +205,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         return function
 
-    def _make_compared(self, kind, force=False):
+    def _make_loop_function(self, kind, force=False):
         # Makes what `evaluate` calls with an iterator, or `predict` with batches.
         self._reset_if_changed()
         name = f"{kind}_function"
@@ -227,11 +229,10 @@ class TowerModel(wrapt.CallableObjectProxy):
 
             return function
 
-        step_scope = self._self_update.step_scope
-        setattr(self, name, compared(make, lambda: self.builder, step_scope))
+        setattr(self, name, _called_on_the_host(make()))
 
-    make_test_function = functools.partialmethod(_make_compared, "test")
-    make_predict_function = functools.partialmethod(_make_compared, "predict")
+    make_test_function = functools.partialmethod(_make_loop_function, "test")
+    make_predict_function = functools.partialmethod(_make_loop_function, "predict")
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
@@ -320,6 +321,21 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
+
+
+def _called_on_the_host(function):
+    """Makes a function of Keras's loop that is called on the host."""
+
+    def call(data):
+        if isinstance(data, tf.data.Iterator):
+            free_aside(data)
+            python_calls.guard_all()
+        # Where TensorFlow is not told, it would take what a loop hands from step to
+        # step through the first GPU.
+        with tf.device(HOST):
+            return function(data)
+
+    return call
 
 
 def _swap_functions(parallel, change):

@@ -1,6 +1,9 @@
 """Finds out how a stage has failed, which TensorFlow does not hand on.
 
 The batch is computed once more, op by op, on the host. No variable changes.
+
+TensorFlow cancels what waits for a function that fails before it hears why. What
+happens on a device alone, such as its memory running out, is not found.
 """
 
 import keras
@@ -9,7 +12,7 @@ import tensorflow as tf
 from towers.builders.builder import Builder
 from towers.collectives import batch
 from towers.devices import HOST
-from towers.keras_adapter.layers import has_training_argument
+from towers.keras_adapter.layers import call_model
 from towers.keras_adapter.models import compute_loss
 from towers.numerics.search import variables_of
 from towers.tower import eager
@@ -38,11 +41,8 @@ def _compute(builder, step, data):
     if step == "predict":
         data = (data, None, None)
     data = keras.utils.unpack_x_y_sample_weight(data)
-    batches, preprocess = builder.pieces.batches, builder.context.preprocess
     with tf.device(HOST):
-        parts = batches.cut(data)
-    if preprocess is not None:
-        parts, _ = batches.preprocess_batch(data, training, parts)
+        parts = builder.pieces.batches.cut(builder.preprocess_batch(data, training))
     for part in parts:
         if batch.batch_size(part):
             with tf.device(HOST), eager.aside(builder.model):
@@ -60,8 +60,7 @@ def _compute_part(model, step, x, y=None, sample_weight=None):
     ):
         params = values[: len(model.trainable_variables)]
         tape.watch(params)
-        told = {"training": training} if has_training_argument(model) else {}
-        outputs = model(x, **told)
+        outputs = call_model(model, x, training)
         if step == "predict":
             return
         loss = compute_loss(model, x, y, outputs, sample_weight, training=training)

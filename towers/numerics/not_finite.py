@@ -1,4 +1,8 @@
-"""Says what was wrong with a step that a guard has stopped."""
+"""Says what was wrong with a step that a guard has stopped.
+
+The guard raises a bare `StoppedStep`, which the model hands to this module: so a step
+knows nothing of checkpoints and layers.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +15,7 @@ import tensorflow as tf
 from towers._deprecated import accepts_old_names
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.builders.steps.own_steps import has_own_steps
+from towers.builders.steps import has_own_steps
 from towers.collectives import batch
 from towers.numerics import recorded_step, search
 from towers.numerics.recorded_step import RecordedStep, find_row, named
@@ -67,15 +71,13 @@ def explain(
         The error to raise.
     """
     raw = keras.utils.unpack_x_y_sample_weight(stopped.data)
+    stopped.undo()
+    builder.mark_copies_stale()
     if has_own_steps(builder.model):
         return _explain_own_step(builder, stopped, raw, given, place, file)
     recorded = _record(builder, stopped, raw)
-    own = builder.plan.devices
-    # Also what towers of other hosts have computed is computed here.
-    devices = [own[k % len(own)] for k in range(builder.plan.count)]
-    if stopped.tower is not None:
-        devices = [own[stopped.tower]]
-    origin = search.search(builder.model, recorded, devices)
+    with tf.device(builder.plan.devices[stopped.tower or 0]):
+        origin = search.search(builder.model, recorded)
     row = ""
     if origin.source == "data":
         origin, row = _trace_to_row(origin, raw, given)
@@ -95,11 +97,15 @@ def _explain_own_step(builder, stopped, raw, given, place, file):
     plan = builder.plan
     # Each host knows of its own towers. One that does not wait for others is alone.
     blamed = stopped.blamed if stopped.tower is None else (stopped.tower,)
-    tower = plan.towers[blamed[0]].index if blamed else None
+    count = plan.pipeline.micro_batches
+    # Towers that are alone are counted one by one, all others by their devices.
+    several = count if stopped.tower is None else 1
+    tower = plan.towers[blamed[0] * several].index if blamed else None
     origin = dataclasses.replace(
         search.in_data(raw) or NonFiniteOrigin("gradient"),
         tower=tower,
         towers=plan.count,
+        micro_batches=count,
         examples=batch.batch_size(raw),
     )
     row = ""
@@ -139,19 +145,13 @@ def _trace_to_row(origin, raw, given):
 
 
 def _record(builder, stopped, raw):
-    model, data, ratios = builder.model, raw, builder.plan.split_ratios
-    values = [variable.value for variable in search.variables_of(model)]
+    model, ratios = builder.model, builder.plan.split_ratios
     if stopped.tower is not None:
-        # One of towers that do not wait: others may have updated what it has read.
-        ratios, read = (1,), [*stopped.values.params, *stopped.values.state]
-        values = [
-            now if then is None else then
-            for then, now in zip(read, values, strict=True)
-        ]
-        if builder.context.preprocess is not None:
-            data = builder.context.preprocess(raw, training=True)
-    elif builder.context.preprocess is not None:
-        data = builder.preprocess_batch(raw, training=True)
+        # It is the batch of one of towers that do not wait for one another. Others may
+        # have updated since what it has computed with.
+        ratios = (1,)
+    data = builder.preprocess_batch(raw, training=True)
+    values = [variable.value for variable in search.variables_of(model)]
     return RecordedStep(
         stopped.step,
         data,
@@ -159,6 +159,5 @@ def _record(builder, stopped, raw):
         ratios,
         stopped.tower or 0,
         builder.plan.count,
-        builder.loss_placed == "gathered",
         builder.plan.pipeline.micro_batches,
     )

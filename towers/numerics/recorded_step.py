@@ -25,7 +25,6 @@ class RecordedStep(NamedTuple):
         split_ratios: How much of the data each tower had, relative to the others.
         first: Index of the first of these towers.
         towers: Number of all towers.
-        gathered: Whether the loss was computed on gathered outputs.
         micro_batches: How many of these towers are micro-batches of one.
     """
 
@@ -35,7 +34,6 @@ class RecordedStep(NamedTuple):
     split_ratios: tuple[int, ...] = (1,)
     first: int = 0
     towers: int = 1
-    gathered: bool = False
     micro_batches: int = 1
 
 
@@ -100,6 +98,8 @@ def read(file: str | os.PathLike) -> RecordedStep:
     x, y, sample_weight = (_as_lists(data.get(name)) for name in _DATA)
     about |= {"data": (x, y, sample_weight), "variables": values}
     about = rename_keys(about)
+    # Towers up to 0.8 computed a loss on each tower, or of gathered outputs.
+    about.pop("gathered", None)
     ratios = tuple(about.pop("split_ratios"))
     return RecordedStep(split_ratios=ratios, **about)
 

@@ -9,7 +9,7 @@ finite. Where no step is stopped, nothing of this runs.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -20,18 +20,19 @@ from towers.collectives import batch
 from towers.keras_adapter.layers import (
     OPERATION_CALL,
     TAGS,
-    has_training_argument,
+    call_model,
+    logits_of,
     set_tag,
     tag,
 )
 from towers.keras_adapter.models import compute_loss
 from towers.keras_adapter.patching import patched
-from towers.layers import fused, seeds
+from towers.layers import fused
 from towers.layers.variables import not_trained
 from towers.numerics import recorded_step
 from towers.numerics.recorded_step import RecordedStep, named
 from towers.program import words
-from towers.tower import build, passes
+from towers.tower import build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class NonFiniteOrigin:
         micro_batches: How many of these towers are micro-batches of one.
         rows: The examples in question, as rows of the batch; none if they cannot be
             told.
-        examples: How many examples the tower, or the step, had.
+        examples: How many examples the step had.
     """
 
     source: str
@@ -156,66 +157,50 @@ def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
     return search(model, recorded)
 
 
-def search(
-    model: keras.Model, recorded: RecordedStep, devices: Sequence[str] = ()
-) -> NonFiniteOrigin:
-    """Says what was not finite first in a step.
+def search(model: keras.Model, recorded: RecordedStep) -> NonFiniteOrigin:
+    """Says what was not finite first in a step, which the device of the scope computes.
 
     Args:
         model: A built, compiled model. No variable changes.
         recorded: The step.
-        devices: Where to compute it: a device for each of its towers.
     """
-    found = _search(model, recorded, devices)
+    found = _search(model, recorded)
     towers, count = recorded.towers, recorded.micro_batches
     return dataclasses.replace(found, towers=towers, micro_batches=count)
 
 
-def _search(model, recorded, devices):
+def _search(model, recorded):
     values = [tf.convert_to_tensor(value) for value in recorded.variables]
     for variable, value in zip(variables_of(model), values, strict=True):
         if not _is_finite(value):
             during = "update" if recorded.step > 1 else ""
             return NonFiniteOrigin("variable", f"'{variable.path}'", during)
     size = batch.batch_size(recorded.data)
-    for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
-        if start == end:
-            continue
-        local = batch.take(recorded.data, start, end)
-        with tf.device(devices[k] if devices else None):
-            found = _search_local_batch(
-                model, local, values, k, loss=not recorded.gathered
-            )
-        if found is not None:
-            rows = tuple(start + row for row in found.rows)
-            return dataclasses.replace(found, rows=rows, tower=recorded.first + k)
-    if len(recorded.split_ratios) > 1 or recorded.gathered:
-        # What needs the whole batch: a loss on gathered outputs, synchronized layers.
-        found = _search_local_batch(model, recorded.data, values, 0, loss=True)
-        if found is not None:
-            tower = _tower_of(found.rows, size, recorded)
-            return dataclasses.replace(found, tower=tower)
-    return NonFiniteOrigin("unknown")
+    bounds = batch.split_bounds(size, recorded.split_ratios)
+    found = _search_batch(model, recorded.data, values, bounds)
+    if found is None:
+        return NonFiniteOrigin("unknown")
+    if found.tower is None and found.rows:
+        (tower,) = (k for k, (i, end) in enumerate(bounds) if i <= found.rows[0] < end)
+        found = dataclasses.replace(found, tower=tower)
+    if found.tower is not None:
+        found = dataclasses.replace(found, tower=recorded.first + found.tower)
+    return found
 
 
-def _tower_of(rows, size, recorded):
-    """The tower that has the first of some rows."""
-    for k, (start, end) in enumerate(batch.split_bounds(size, recorded.split_ratios)):
-        if rows and start <= rows[0] < end:
-            return recorded.first + k
-    return None
+# The batch.
 
 
-# One local batch.
+def _search_batch(model, data, values, bounds):
+    """What is not finite first in a batch, `None` if all is.
 
-
-def _search_local_batch(model, local_batch, values, k, loss):
-    """What is not finite first in one local batch, `None` if all is."""
-    found = _replay(model, local_batch, values, k, loss)
+    `bounds` are those of the towers' rows.
+    """
+    found = _replay(model, data, values, bounds)
     if found is None:
         return None
-    found = in_data(local_batch) or found
-    return dataclasses.replace(found, examples=batch.batch_size(local_batch))
+    found = in_data(data) or found
+    return dataclasses.replace(found, examples=batch.batch_size(data))
 
 
 def in_data(data: tuple[Any, Any, Any]) -> NonFiniteOrigin | None:
@@ -227,11 +212,10 @@ def in_data(data: tuple[Any, Any, Any]) -> NonFiniteOrigin | None:
     return None
 
 
-def _replay(model, local_batch, values, k, with_loss):
-    x, y, sample_weight = local_batch
+def _replay(model, data, values, bounds):
+    x, y, sample_weight = data
     params = values[: len(model.trainable_variables)]
-    state = seeds.of_tower(model, values[len(params) :], k)
-    mapping = [*zip(variables_of(model), [*params, *state], strict=True)]
+    mapping = [*zip(variables_of(model), values, strict=True)]
     size = batch.batch_size(x)
     with (
         tf.GradientTape() as tape,
@@ -240,16 +224,29 @@ def _replay(model, local_batch, values, k, with_loss):
     ):
         tape.watch(params)
         with _watched() as calls:
-            training = {"training": True} if has_training_argument(model) else {}
-            outputs = model(x, **training)
+            outputs = call_model(model, x, training=True)
         if found := _forward(model, calls, size):
             return found
-        if not with_loss:
-            return None
         loss = compute_loss(model, x, y, outputs, sample_weight)
-    if not _is_finite(loss):
-        return NonFiniteOrigin("loss", during="forward")
+        if not _is_finite(loss):
+            tower = _tower_of_loss(model, (x, y, outputs, sample_weight), bounds)
+            return NonFiniteOrigin("loss", during="forward", tower=tower)
     return _backward(model, calls, tape, loss, params, outputs, size)
+
+
+def _tower_of_loss(model, given, bounds):
+    """The first tower whose rows alone have a loss that is not finite, if one has."""
+    for k, (start, end) in enumerate(bounds):
+        if start == end:
+            continue
+        try:
+            mine = compute_loss(model, *batch.take(given, start, end))
+        except Exception:
+            # It is the user's loss, which may need the whole batch.
+            return None
+        if not _is_finite(mine):
+            return k
+    return None
 
 
 class _Call(NamedTuple):
@@ -314,7 +311,7 @@ def _forward(model, calls, size):
 
 def _backward(model, calls, tape, loss, params, outputs, size):
     """The call that makes a gradient that is not finite of one that is."""
-    ends = [t for t in passes.differentiable(outputs) if _is_float(t)]
+    ends = [t for t in _ends(outputs) if _is_float(t)]
     sources = [ends, params, [call.inputs for call in calls]]
     sources.append([call.outputs for call in calls])
     of_ends, of_params, of_inputs, of_outputs = tape.gradient(loss, sources)
@@ -334,6 +331,12 @@ def _backward(model, calls, tape, loss, params, outputs, size):
                 "layer", name, "backward", rows=_rows_of(before, size)
             )
     return None
+
+
+def _ends(outputs):
+    """All that a loss of outputs may depend on: them, and their logits."""
+    flat = tf.nest.flatten(outputs)
+    return [*flat, *(logits for logits in map(logits_of, flat) if logits is not None)]
 
 
 def _phrase(model, operation):

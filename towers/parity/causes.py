@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.builders.steps import words_of_draws
 from towers.collectives import batch
 from towers.keras_adapter.layers import has_training_argument, layers_of, own_variables
 from towers.parity.report import (
@@ -65,6 +66,9 @@ def explain(trials: Trials, rows: Sequence[Row]) -> Iterator[str]:
 
     `rows` are what the comparison found.
     """
+    if trials.unseeded:
+        yield f"The train_step {words_of_draws(trials.unseeded)}."
+        return
     silent = any(map(has_training_argument, trials.random_layers))
     every = Setting(bool(trials.batch_norms), silent)
     if any(every):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from towers import devices
 from towers._deprecated import accepts_old_names
+from towers.builders.steps import words_of_draws
 from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
@@ -169,6 +170,8 @@ def _computes_in_16_bits(model):
 
 def _remarks(trials, rows):
     """What should be known of models that are equal."""
+    if trials.unseeded:
+        yield f"The train_step {words_of_draws(trials.unseeded)}."
     if not trials.changes_variables:
         yield "No trainable variable changed, so that this says little."
     if not trials.predicts:

@@ -85,7 +85,10 @@ class Parity:
 
     def _verdict(self):
         if self.loss_placement:
-            where = {"tower": "on the towers", "gathered": "on gathered outputs"}
+            where = {
+                "tower": "on the towers",
+                "gathered": "with the rows of all towers",
+            }
             yield f"The loss was computed {where[self.loss_placement]}."
         if self.equal:
             give = "gives" if self.towers == 1 else "give"

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.steps.own_steps import has_own_steps
+from towers.builders.steps import has_own_steps
 from towers.collectives.hosts import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
@@ -61,7 +61,7 @@ def in_place(model: keras.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Inside, nothing warns of what trials do on purpose."""
-    expected = "tf.function retracing", "computed on gathered outputs"
+    expected = "tf.function retracing", "with the rows of all towers"
 
     def is_news(record):
         return not any(text in record.getMessage() for text in expected)
@@ -87,6 +87,7 @@ class Trials:
         tolerance: The relative difference up to which numbers are equal.
         plan: The towers.
         loss_placement: Where towers computed the loss.
+        unseeded: Where random numbers are drawn without a seed, as phrases.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Trials:
         self.model = model
         self.batches = batches
         self.loss_placement = None
+        self.unseeded: Sequence[str] = ()
         self.tolerance = tolerance
         self.plan = plan
         self._make_parallel = make_parallel
@@ -124,6 +126,7 @@ class Trials:
         with self._set(setting):
             yield from self._train(parallel, disturbance)
         self.loss_placement = parallel.loss_placement
+        self.unseeded = parallel.builder.context.found.unseeded
 
     def on_one_device(
         self, setting: Setting, disturbance: int | None = None

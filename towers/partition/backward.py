@@ -1,4 +1,9 @@
-"""What a gradient of some tensors flows through, as operations of a graph."""
+"""What a gradient of some tensors flows through, as operations of a graph.
+
+A gradient of a sum of kinds is that of its terms. A masked mean is each tower's part of
+a quotient, a norm of weights the same on each: so the tape is asked for the terms, each
+with its own factor.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +13,7 @@ import tensorflow as tf
 from towers.analysis.kinds import MEAN, NONE, SUM, Dependence, Edge, Total
 from towers.analysis.layer_calls import key
 from towers.analysis.operations import BLOCK_PRODUCTS
-from towers.keras_adapter.graphs import gradient_module
+from towers.keras_adapter.graphs import gradient_module, nodes_of
 from towers.layers import sharded
 
 # Their gradients do not take what they have taken.
@@ -105,12 +110,20 @@ def joined(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 
 def is_custom(op: tf.Operation) -> bool:
-    """Tells whether a user has defined the gradient of an operation."""
-    if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
-        return False
-    module = gradient_module(op)
-    ours = module in BLOCK_PRODUCTS
-    return not (ours or module.startswith(("keras.", "tensorflow.")))
+    """Tells whether a user has defined the gradient of an operation.
+
+    It may be in a branch or in a loop.
+    """
+    return any(
+        node.op == "IdentityN"
+        and "_gradient_op_type" in node.attr
+        and not _is_known(gradient_module(node))
+        for node in nodes_of(op)
+    )
+
+
+def _is_known(module):
+    return module in BLOCK_PRODUCTS or module.startswith(("keras.", "tensorflow."))
 
 
 def terms(

@@ -1,7 +1,11 @@
-"""Puts together what the towers of all hosts have of a tensor."""
+"""Puts together what the towers of all hosts have of a tensor.
+
+Hosts add where towers do: sums in one message for each phase, rows one after another.
+So all hosts have the same values at home, and do the same there.
+"""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -18,12 +22,18 @@ from towers.analysis.kinds import (
     SHAPE,
     SIZE,
     SUM,
+    TURNED,
 )
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
 from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
 from towers.plan import Plan
+
+# Where TensorBoard shows what adds over towers: the name is used as it stands.
+REDUCE_SCOPE = "reduce/"
+# Where the number of rows is among the numbers of a shape.
+_PLACES = {SHAPE: 0, TURNED: 1}
 
 
 class Travelled(NamedTuple):
@@ -51,6 +61,7 @@ class Combination:
         placement: Placement,
         sizes: Sequence[int | tf.Tensor],
         fractions: Sequence[tf.Tensor],
+        over_hosts: Callable[..., tuple[Any, Any]] = lambda add, mine: add(),
     ):
         """Takes what tells the kinds of tensors, and what each tower has of a batch.
 
@@ -59,7 +70,9 @@ class Combination:
             placement: Tells the kinds.
             sizes: Number of examples of each tower of this host.
             fractions: What part of the batch that is.
+            over_hosts: Measures how long hosts take to add; see `StepTimers`.
         """
+        self._over_hosts = over_hosts
         self._plan, self._hosts, self._placement = plan, plan.hosts, placement
         self._sizes, self._fractions = sizes, fractions
         self._calls = 0
@@ -82,7 +95,7 @@ class Combination:
             return mine
         self._calls += 1
         kinds = [*map(self._placement.kind, tensors)]
-        mine = self._added(kinds, mine)
+        mine = self._added(tensors, kinds, mine)
         return [*map(self._of_hosts, tensors, kinds, mine)]
 
     def _of_this_host(self, tensors, parts):
@@ -97,18 +110,23 @@ class Combination:
         # Gradients travel by themselves, so that the guard may look at what is sent.
         groups = collections.defaultdict(dict)
         for i, of_towers in packed.items():
-            group = len(of_towers), self._placement.is_gradient(tensors[i])
+            sources = plan.devices[:: len(plan.devices) // len(of_towers)]
+            if plan.pipeline.stages > 1:
+                # A stage has made them, which need not be the first.
+                sources = tuple(each.device for each in of_towers)
+            group = sources, self._placement.is_gradient(tensors[i])
             groups[group][i] = of_towers
-        for (towers, _), mine in groups.items():
+        for (sources, is_gradient), mine in groups.items():
             names = [key(tensors[i]) for i in mine]
-            sources = plan.devices[:: len(plan.devices) // towers]
+            scope = REDUCE_SCOPE if is_gradient else "home/"
             of_towers = [*zip(*mine.values(), strict=True)]
-            found = reduce.sum_packed(
-                *(of_towers, sources, plan.merge, plan.home),
-                seen=lambda each, names=names: self.travelled.append(
-                    Travelled(names, each)
-                ),
-            )
+            with tf.name_scope(scope):
+                found = reduce.sum_packed(
+                    *(of_towers, sources, plan.merge, plan.home),
+                    seen=lambda each, names=names: self.travelled.append(
+                        Travelled(names, each)
+                    ),
+                )
             sums |= zip(mine, found, strict=True)
         return [
             sums[i] if i in sums else self._of_host(tensor, parts[i])
@@ -147,18 +165,18 @@ class Combination:
             # A tower without rows does not know the other dimensions.
             rows = [_swapped(part, axis) for part in parts]
             return _swapped(batch.join(rows, [tf.shape(p)[0] for p in rows]), axis)
-        if kind is SHAPE:
-            rows = tf.add_n([part[:1] for part in parts])
-            return tf.concat([rows, parts[0][1:]], axis=0)
+        if kind in _PLACES:
+            rows = tf.add_n([_rows_in(part, kind) for part in parts])
+            return _with_rows(parts[0], kind, rows)
         if kind in (MEAN, SIZE, SUM) and not tensor.shape.is_fully_defined():
             parts = self._of_one_shape(parts)
+        if self._placement.is_gradient(tensor) and kind is SUM:
+            with tf.device(self._plan.merge), tf.name_scope(REDUCE_SCOPE):
+                return reduce.add(parts)
         if kind in (SUM, SIZE):
             return reduce.add(parts)
         if kind is MEAN:
-            (found,) = reduce.combine_totals(
-                [[part] for part in parts], self._fractions, [(kind, "")]
-            )
-            return found
+            return tf.add_n([*map(reduce.part_of_mean, parts, self._fractions)])
         if kind is COUPLED:
             # What a tower without rows has counts for nothing.
             some = [
@@ -197,19 +215,26 @@ class Combination:
         ]
         return tf.concat(joined, axis=0)
 
-    def _added(self, kinds, mine):
+    def _added(self, tensors, kinds, mine):
         """Adds what is to be added over hosts, in one sum."""
         sums = {
-            i: each[:1] if kind is SHAPE else each
+            i: _rows_in(each, kind) if kind in _PLACES else each
             for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
-            if kind in (MEAN, SHAPE, SIZE, SUM)
+            if kind in (MEAN, SIZE, SUM, *_PLACES)
         }
-        totals = self._hosts.sum([*sums.values()], f"partial sums {self._calls}")
+        gradients = [
+            each for i, each in sums.items() if self._placement.is_gradient(tensors[i])
+        ]
+        mine_of_all, purpose = [*sums.values()], f"partial sums {self._calls}"
+
+        def add():
+            totals = self._hosts.sum(mine_of_all, purpose, gradients)
+            return totals, totals
+
+        totals, _ = self._over_hosts(add, gradients or mine_of_all)
         sums = dict(zip(sums, totals, strict=True))
         return [
-            tf.concat([sums[i], each[1:]], axis=0)
-            if kind is SHAPE
-            else sums.get(i, each)
+            _with_rows(each, kind, sums[i]) if kind in _PLACES else sums.get(i, each)
             for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
         ]
 
@@ -218,9 +243,9 @@ class Combination:
         if kind is NONE:
             # Of a host without rows, it is nothing.
             return hosts.first([mine], purpose)[0]
-        if kind is SHAPE and mine.shape[0] != 1:
-            rows, others = mine[:1], hosts.first([mine[1:]], purpose)
-            return tf.concat([rows, *others], axis=0)
+        if kind in _PLACES and mine.shape[0] != 1:
+            (first,) = hosts.first([mine], purpose)
+            return _with_rows(first, kind, _rows_in(mine, kind))
         if kind is ROWS:
             blocks = self._placement.blocks(tensor) or (1,)
             size = tf.add_n([*map(tf.convert_to_tensor, self._sizes)])
@@ -238,6 +263,17 @@ class Combination:
             has = tf.reshape(has, [hosts.count, *[1] * (each.shape.rank - 1)])
             return EXTREMES[tensor.op.type](tf.where(has, each, each[:1]), axis=0)
         return mine
+
+
+def _rows_in(shape, kind):
+    """The number of rows in a shape, as a vector."""
+    return shape[_PLACES[kind] : _PLACES[kind] + 1]
+
+
+def _with_rows(shape, kind, rows):
+    """A shape with another number of rows."""
+    place = _PLACES[kind]
+    return tf.concat([shape[:place], rows, shape[place + 1 :]], axis=0)
 
 
 def _swapped(tensor, axis):

@@ -1,8 +1,16 @@
-"""Runs a function of a batch on several towers, as one device would."""
+"""Runs a function of a batch on several towers, as one device would.
 
+`judge` decides before anything runs, and returns a `Verdict`, a value: whoever asks
+decides what to do if it refuses. XLA compiles what a tower computes in one go, and
+updates; home it does not.
+"""
+
+import collections
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -11,13 +19,22 @@ from towers.analysis.axes.own import Decided
 from towers.analysis.kinds import ROWS, SUM
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
+from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST, is_gpu
-from towers.partition.combined import Combination, Travelled
+from towers.keras_adapter.graphs import (
+    calls_functions,
+    made_in,
+    without_auto_control_deps,
+)
+from towers.keras_adapter.variables import empty, fill
+from towers.layers.pipeline import ONE_STAGE, Pipeline
+from towers.partition.combined import REDUCE_SCOPE, Combination, Travelled
 from towers.partition.errors import PartitionError, where
-from towers.partition.phases import Phase, phases
-from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
+from towers.partition.phases import Phase, Taken, phases
+from towers.partition.placement.placement import LOOK_UP, STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
+from towers.stages.staged import Staged
 
 # Most functions need one, and those with totals behind what is own some more.
 _TRACES = 9
@@ -29,12 +46,19 @@ class Observer(NamedTuple):
     Attributes:
         computed: Is told what towers have computed last: a list for each device.
         gradients: Makes the context in which gradients of variables are used. It takes
-            each tower's parts of them, a list for each tower; their sums; and which of
-            these have travelled packed. It yields what has to be there before.
+            each tower's parts of them, a list for each tower; their sums; which of
+            these have travelled packed; and what returns the tensors that gradients
+            were taken of. It yields what has to be there before.
+        turns: Returns what is told of the turns of a tower's stages; see `StepTimers`.
+        received: Is told of the first values that home has sent to towers in one piece.
+        over_hosts: Measures how long hosts take to add; see `StepTimers`.
     """
 
     computed: Callable[[Sequence[Sequence[tf.Tensor]]], None]
     gradients: Callable[..., AbstractContextManager]
+    turns: Callable[[], Callable[..., None] | None] = lambda: None
+    received: Callable[[Sequence[tf.Tensor]], None] = lambda values: None
+    over_hosts: Callable[..., tuple[Any, Any]] = lambda add, mine: add()
 
 
 class Execution(NamedTuple):
@@ -44,11 +68,13 @@ class Execution(NamedTuple):
         usual_rows: Number of examples of most batches, if that is known.
         towers_by_xla: Whether XLA compiles what towers compute.
         updates_by_xla: Whether it compiles what optimizers do.
+        is_elastic: Whether hosts come and go while it runs.
     """
 
     usual_rows: int | None = None
     towers_by_xla: bool = False
     updates_by_xla: bool = False
+    is_elastic: bool = False
 
 
 DEFAULT_EXECUTION = Execution()
@@ -79,11 +105,13 @@ class Verdict(NamedTuple):
         trace: The function as it was traced.
         placement: Where its operations run, what is gathered, and what is refused.
         copied: The variables that towers have copies of, if they have some.
+        pipeline: How the devices of a tower share the model.
     """
 
     trace: Trace
     placement: Placement
     copied: Copied | None
+    pipeline: Pipeline = ONE_STAGE
 
     @property
     def refused(self) -> str | None:
@@ -98,7 +126,9 @@ def judge(
     loss_placement: str = "auto",
     updates_apart: bool = False,
     home: str = HOST,
-    recomputed: Mapping[int, int] | None = None,
+    pipeline: Pipeline = ONE_STAGE,
+    keeps_loss_scale: bool = False,
+    divided: Mapping[int, spread_tables.SpreadTable] = MappingProxyType({}),
 ) -> Verdict:
     """Traces a function of a batch, and decides what becomes of its operations.
 
@@ -110,14 +140,19 @@ def judge(
             towers. "tower" is on each tower, which takes its rows for the batch.
         updates_apart: Whether `copied` returns what applies optimizers.
         home: The device of home.
-        recomputed: The part of the model that each layer is in, by its `id`, if a part
-            computes again for its gradient what it has computed; see `Labels`.
+        pipeline: How the devices of a tower share the model, whose layers are known.
+        keeps_loss_scale: See `Trace`.
+        divided: As for `Placement`; the function reads the stand-ins.
     """
     own = Decided() if loss_placement == "tower" else None
     trace = functools.partial(
-        *(Trace, function, spec), updates_apart=updates_apart, parts=recomputed
+        *(Trace, function, spec),
+        updates_apart=updates_apart,
+        parts=None if pipeline.alone else pipeline.parts,
+        keeps_loss_scale=keeps_loss_scale,
     )
-    settled = functools.partial(_settled, copied=copied, decided=own, home=home)
+    given = {"copied": copied, "decided": own, "home": home, "divided": divided}
+    settled = functools.partial(_settled, pipeline=pipeline, **given)
     verdict = settled(functools.partial(trace, True))
     if verdict.refused is None:
         return verdict
@@ -125,20 +160,26 @@ def judge(
     return settled(functools.partial(trace, False))
 
 
-def _settled(trace, copied, decided, home):
+def _settled(trace, copied, decided, home, pipeline, divided):
     """Traces and places, again where one trace decides for the next."""
+    at_home = frozenset()
     for _ in range(_TRACES):
-        traced = trace(decided=decided)
+        traced = trace(decided=decided, at_home=at_home)
         copies = copied(traced)
         known = {} if copies is None else copies.handles[-1]
-        placement = Placement(traced, lambda each, known=known: id(each) in known, home)
-        verdict = Verdict(traced, placement, copies)
-        before, decided = decided, traced.decide()
-        if before == decided:
+        placement = Placement(
+            *(traced, lambda each, known=known: id(each) in known, home, divided)
+        )
+        verdict = Verdict(traced, placement, copies, pipeline)
+        before = decided, at_home
+        decided, at_home = traced.decide(), at_home | placement.unreadable
+        if decided is not None:
+            decided = decided._replace(at_home=decided.at_home | at_home)
+        if before == (decided, at_home):
             return verdict
     placement.refused.append(
-        "Towers find no end of what is each tower's own, as loss_placement='tower' "
-        "asks; use 'auto'."
+        "Towers find no end of what is each tower's own, and what is not; expected "
+        "fewer places in which examples meet."
     )
     return verdict
 
@@ -150,23 +191,43 @@ class Partitioned:
         trace: The function as it was traced.
         placement: Where its operations run.
         copied: The variables that towers have copies of, if they have some.
+        pipeline: How the devices of a tower share the model.
     """
 
-    def __init__(self, verdict: Verdict):
+    def __init__(self, verdict: Verdict, towers_stay: bool = False):
         """Takes what was decided.
+
+        Args:
+            verdict: That.
+            towers_stay: See `phases.phases`.
 
         Raises:
             PartitionError: Towers cannot compute the function.
         """
         if verdict.refused is not None:
             raise PartitionError(verdict.refused)
-        self.trace, self.placement, self.copied = verdict
+        self.trace, self.placement, self.copied, self.pipeline = verdict
+        self._towers_stay = towers_stay
 
     @functools.cached_property
     def phases(self) -> list[list[Phase]]:
         """What runs in one go, in order: for each tower's copies."""
-        found = phases(self.trace, self.placement)
+        found = phases(
+            *(self.trace, self.placement),
+            pipeline=self.pipeline,
+            towers_stay=self._towers_stay,
+        )
         return [[phase.of_copy(each) for each in self.handles] for phase in found]
+
+    def staged(self, rows: int) -> list[Staged]:
+        """Returns what the stages of a tower compute, in order, if layers are placed.
+
+        Args:
+            rows: Number of a tower's examples.
+        """
+        phases = [each for each, *_ in self.phases if each.makes]
+        some = [phase for phase in phases if phase.labels is not None]
+        return [phase.staged(rows=rows) for phase in some]
 
     @property
     def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:
@@ -198,6 +259,16 @@ class Partitioned:
                 "than those of one device."
             )
         return lines
+
+    def updated(self, name: str) -> Sequence[str]:
+        """Says which updates of the function, of some name, XLA would not compile."""
+        updates = [each for each, *_ in self.phases if each.place.updates]
+        if all(map(_has_known_shapes, updates)):
+            return []
+        return [
+            f"XLA does not compile all updates of {name}, as it would do so anew for "
+            "each size of its sparse gradients."
+        ]
 
     def compiled(self, name: str) -> Sequence[str]:
         """Says what the function, of some name, does without XLA."""
@@ -254,20 +325,24 @@ class Partitioned:
             copy has, in the same structure: sums that were all-reduced, `None` for all
             else.
         """
-        call = _Call(self, plan, local_batches, size, observer, whole, execution)
-        for phase in self.phases:
+        call = Call(self, plan, local_batches, size, observer, whole, execution)
+        for place, phase in enumerate(self.phases):
+            if plan.hosts.count > 1:
+                call.add_over_hosts(self.phases[place:])
             call.run(phase)
         if observer is not None and call.computed:
+            observer.received(call.received)
             observer.computed(call.computed)
         with tf.device(plan.home):
             return [*map(self.trace.packed, call.returned(self.trace.returned))]
 
 
-class _Call:
+class Call:
     """One call of a partitioned function: what home and towers have made so far.
 
     Attributes:
         computed: What the towers of each device have made in their last phase.
+        received: What was sent to towers in one piece, before their first phase.
     """
 
     def __init__(
@@ -277,12 +352,20 @@ class _Call:
         self._execution = execution
         # What has to be there before home changes anything, once there is something.
         self._gate: tf.Tensor | None = None
+        # The calls of phases that check something, which nobody waits for yet.
+        self._checks: list[tf.Operation] = []
         self.computed: list[list[tf.Tensor]] = []
+        self.received: list[tf.Tensor] = []
+        # Whether towers are in their first phase.
+        self._begins = False
         self._placement = partitioned.placement
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
         fractions = plan.fractions(self._sizes, size)
-        self._combined = Combination(plan, self._placement, self._sizes, fractions)
+        about = plan, self._placement, self._sizes, fractions
+        self._combined = Combination(*about)
+        if observer is not None:
+            self._combined = Combination(*about, observer.over_hosts)
         trace = partitioned.trace
         # What the device of each copy has of the whole batch. The first one is home.
         self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in partitioned.handles]
@@ -296,8 +379,10 @@ class _Call:
         # Towers on one device compute micro-batches in turn, and add up as they go.
         self._in_turn = plan.pipeline.micro_batches
         self._sums: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
-        # What has been sent to a device, and what was packed for it and for others.
-        self._sent: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
+        # What has been sent to a stage of a tower, and what was packed for it and for
+        # others.
+        self._sent: dict[tuple[int, int], dict[Any, tf.Tensor]]
+        self._sent = collections.defaultdict(dict)
         self._buffers: dict[Any, list[tf.Tensor]] = {}
 
     def _given(self, data):
@@ -311,21 +396,112 @@ class _Call:
     def run(self, of_copies):
         """Runs a phase, which is given for each copy: at home, or wherever it runs."""
         phase = of_copies[0]
+        if phase.place.exchanges:
+            self._exchange(phase)
+            return
+        if not phase.place.on_towers:
+            self._wait_for_checks()
+        with self._stand_ins_filled(phase):
+            if not phase.checks or tf.executing_eagerly():
+                self._run(of_copies)
+                return
+            with made_in(tf.compat.v1.get_default_graph()) as made:
+                self._run(of_copies)
+        self._checks += [op for op in made if calls_functions(op)]
+
+    def _wait_for_checks(self):
+        """Has home wait until what was checked is as expected, as one device does."""
+        if self._checks:
+            gates = [] if self._gate is None else [self._gate]
+            with tf.control_dependencies([*self._checks, *gates]), tf.device(HOST):
+                self._gate = tf.identity(True)
+            self._checks = []
+
+    def add_over_hosts(self, coming: Sequence[list[Phase]]) -> None:
+        """Has hosts add, at once, what phases at home take before towers go on.
+
+        If hosts may be lost, nothing changes before all of these sums are there. So a
+        host that is left has all of a step, or nothing.
+
+        Args:
+            coming: The phases that are still to run, each for each copy.
+        """
+        at_home = itertools.takewhile(lambda each: not each[0].place.on_towers, coming)
+        takes = [taken.tensor for (phase, *_) in at_home for taken in phase.takes]
+        made = self._towers[0].keys()
+        sums = [t for t in takes if key(t) in made and key(t) not in self._home]
+        apart = self._partitioned.trace.updates_apart
+        sums = [t for t in sums if not (apart and self._placement.is_gradient(t))]
+        if not sums:
+            return
+        with tf.device(self._plan.home), tf.name_scope("home"):
+            values = self.at_home([*{key(t): t for t in sums}.values()])
+        if self._execution.is_elastic:
+            with tf.control_dependencies(values), tf.device(HOST):
+                self._gate = tf.identity(True)
+
+    def _run(self, of_copies):
+        phase = of_copies[0]
         if phase.place.on_towers:
             self._run_on_towers(of_copies)
             return
         trace = self._partitioned.trace
         if phase.place.updates and trace.updates_apart:
-            for name in phase.operations:
-                self._apply(trace.updates[name], self._partitioned.copied.apply)
+            gates = [] if self._gate is None else [self._gate]
+            with tf.control_dependencies(gates):
+                for name in phase.operations:
+                    self._apply(trace.updates[name], self._partitioned.copied.apply)
             return
         takes = [taken.tensor for taken in phase.takes]
-        with tf.device(self._device(phase)), tf.name_scope("home"):
+        scope = "apply" if phase.place.updates else "home"
+        with tf.device(self._device(phase)), tf.name_scope(scope):
             if phase.place.on_copies:
                 self._all_reduce(takes)
             self.at_home(takes)
             with self._observed(phase):
                 self._run_on_copies(of_copies if phase.place.on_copies else [phase])
+
+    @contextmanager
+    def _stand_ins_filled(self, phase):
+        """Inside, what stands in for tables has their values, as for a loop's body."""
+        tables = []
+        if not phase.place.updates:
+            tables = self._placement.tables_of(phase.captured.values())
+        for table in tables:
+            fill(table.stand_in, tf.convert_to_tensor(table))
+        yield
+        for table in tables:
+            empty(table.stand_in)
+
+    def _exchange(self, phase):
+        """Has hosts exchange what a phase reads of tables that they divide.
+
+        Rows are those of this host's towers, or what home looks up, as all hosts do.
+        """
+        graph, placement = self._partitioned.trace.graph, self._placement
+        look_ups, of_each = [], []
+        with tf.device(self._plan.home), tf.name_scope("exchange"):
+            for op in map(graph.get_operation_by_name, phase.operations):
+                if op.type != LOOK_UP:
+                    whole = tf.convert_to_tensor(placement.table_of(op))
+                    self._home[key(op.outputs[0])] = whole
+                    continue
+                ids, towers = op.inputs[1], range(len(self._towers))
+                look_ups.append(op)
+                if phase.place.on_towers:
+                    of_each.append(
+                        [self._on_tower(k, Taken(ids, False, False)) for k in towers]
+                    )
+                else:
+                    of_each.append(self.at_home([ids]))
+            tables = [*map(placement.table_of, look_ups)]
+            found = []
+            if look_ups:
+                found = spread_tables.look_up(self._plan.hosts, tables, of_each)
+        makers = self._towers if phase.place.on_towers else [self._home]
+        for op, rows in zip(look_ups, found, strict=True):
+            for made, mine in zip(makers, rows, strict=True):
+                made[key(op.outputs[0])] = mine
 
     def _apply(self, update, apply):
         """Has an optimizer's update done of what towers have of its gradients."""
@@ -352,9 +528,15 @@ class _Call:
         if self._observer is None:
             yield
             return
-        with self._observer.gradients(parts, sums, packed) as gate:
+        with self._observer.gradients(parts, sums, packed, self._targets) as gate:
             self._gate = self._gate if gate is None else gate
             yield
+
+    def _targets(self):
+        """What is there by now, at home, of what gradients were taken of."""
+        made = [self._home, *self._towers]
+        targets = self._partitioned.trace.targets
+        return self.at_home([t for t in targets if any(key(t) in m for m in made)])
 
     def _is_in_parts(self, gradient):
         """Whether towers have parts of a gradient: of each number, or of its rows."""
@@ -407,7 +589,11 @@ class _Call:
         phase = of_copies[0]
         with tf.device(self._plan.home):
             self.at_home([taken.tensor for taken in phase.takes if taken.whole])
+        self._begins = not self.computed
         self.computed, made = [[] for _ in self._plan.replicas], []
+        if phase.has_stages:
+            self._run_in_stages(of_copies)
+            return
         for k, tower in enumerate(self._plan.towers):
             phase = of_copies[self._copy_of(k)]
             before = made[:1] if k % self._in_turn else []
@@ -417,23 +603,74 @@ class _Call:
                 tf.control_dependencies(before),
             ):
                 self._send(k, phase.takes)
-                values = [
-                    self._on_tower(k, taken.tensor, taken.whole)
-                    for taken in phase.takes
-                ]
+                values = [self._on_tower(k, taken) for taken in phase.takes]
                 if phase.draws:
-                    rows = [self._bounds[k][0], self._sizes[k]]
-                    values.append(tf.cast(tf.stack(rows), tf.int32))
+                    values.append(self._rows(k))
                 made = self._made(k, phase, values)
                 self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
                 self._add(k, phase.makes)
             self.computed[k // self._in_turn] += made
 
+    def _run_in_stages(self, of_copies):
+        """Runs a phase on each tower, whose stages take turns at its micro-batches."""
+        for replica in range(len(self._plan.replicas)):
+            phase = of_copies[self._copy_of(replica * self._in_turn)]
+            with without_auto_control_deps(phase.captured.values()):
+                self._take_turns(replica, phase)
+
+    def _take_turns(self, replica, phase):
+        """Has the stages of a tower compute a phase for each of its micro-batches."""
+        timed = self._observer is not None and not self._plan.on_gpus
+        staged, ended = phase.staged(timed), self._observer.turns() if timed else None
+        takes = dict(zip(map(key, staged.inputs), phase.takes, strict=False))
+        makes = dict(zip(map(key, staged.outputs), phase.makes, strict=True))
+        made: list[dict[Any, tf.Tensor]] = [{} for _ in range(self._in_turn)]
+        last = collections.defaultdict(list)
+        slots = staged.slots(self._in_turn)
+        for slot, after in zip(slots, staged.waits(slots), strict=True):
+            stage, mine = staged.turns[slot.turn].stage, made[slot.micro_batch]
+            k = replica * self._in_turn + slot.micro_batch
+            size = self._sizes[k]
+            # The first of all towers always has an example, unless there is none.
+            some = self._plan.towers[k].index == 0
+            some = some or (isinstance(size, int) and size > 0)
+            with (
+                tf.device(self._plan.towers[k].devices[stage]),
+                tf.name_scope(f"{self._scope(k)}/stage_{stage}/"),
+            ):
+                sent = [takes[n] for n in staged.taken_by(stage) if n in takes]
+                self._send(k, sent, stage)
+                for part in staged.phases_of[slot.turn]:
+                    with tf.control_dependencies(last[stage]):
+                        values = [
+                            mine[n]
+                            if n in mine
+                            else self._taken(k, takes.get(n), stage)
+                            for n in part.takes
+                        ]
+                        values, end = part(values, None if some else size)
+                    last[stage] = [v.op for v in values[:1]] or last[stage]
+                    self.computed[replica] += values
+                    for name, value in zip(part.makes, values, strict=True):
+                        mine[name] = value
+                        if name in makes:
+                            self._towers[k][key(makes[name])] = value
+                            self._add(k, [makes[name]])
+            if ended is not None:
+                ended(stage, after, values[:1], end)
+
+    def _taken(self, k, taken, stage):
+        """What a stage of a tower takes; `None` is for what it draws with."""
+        return self._rows(k) if taken is None else self._on_tower(k, taken, stage)
+
+    def _rows(self, k):
+        """The first of a tower's rows, and their number: an int32 vector."""
+        return tf.cast(tf.stack([self._bounds[k][0], self._sizes[k]]), tf.int32)
+
     def _compiles_update(self, phase, device):
         """Whether XLA compiles a phase; anew for each number of rows it would not."""
         wanted = self._execution.updates_by_xla and phase.place.updates
-        known = all(taken.tensor.shape.is_fully_defined() for taken in phase.takes)
-        return wanted and known and phase.compiles_on(device)
+        return wanted and _has_known_shapes(phase) and phase.compiles_on(device)
 
     def _made(self, k, phase, values):
         """Runs a phase on a tower."""
@@ -496,10 +733,13 @@ class _Call:
         keys = [*map(key, gradients)]
         parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
         algorithm = self._partitioned.copied.all_reduce_alg
-        sums = reduce.all_reduce(
-            *(parts, devices, devices, algorithm),
-            seen=lambda each: self._combined.travelled.append(Travelled(keys, each)),
-        )
+        with tf.name_scope(REDUCE_SCOPE):
+            sums = reduce.all_reduce(
+                *(parts, devices, devices, algorithm),
+                seen=lambda each: self._combined.travelled.append(
+                    Travelled(keys, each)
+                ),
+            )
         for mine, each in zip(self._copies, sums, strict=True):
             mine.update(zip(keys, each, strict=True))
 
@@ -553,10 +793,11 @@ class _Call:
             return self._placement.outside(tensor)
         return self._home[key(tensor)]
 
-    def _send(self, k, takes):
+    def _send(self, k, takes, stage=0):
         """Sends a tower in one piece, where that pays, what home has of the batch."""
-        plan, device = self._plan, self._plan.towers[k].device
-        sent, copy = self._sent[k // self._in_turn], self._copies[self._copy_of(k)]
+        plan, device = self._plan, self._plan.towers[k].devices[stage]
+        sent = self._sent[k // self._in_turn, stage]
+        copy = self._copies[self._copy_of(k)]
         wanted = {
             key(tensor): self._home[key(tensor)]
             for tensor, whole, _ in takes
@@ -569,7 +810,10 @@ class _Call:
         numbers = {n: v for n, v in wanted.items() if v.dtype == packing.INTEGER}
         others = {n: v for n, v in wanted.items() if n not in numbers}
         if plan.packs(device):
-            sent.update(self._received(others, plan.home))
+            arrived = self._received(others, plan.home)
+            sent.update(arrived)
+            if self._begins:
+                self.received += arrived.values()
         if is_gpu(device):
             # GPUs have whole numbers, such as seeds, in the host's memory.
             source = HOST if is_gpu(plan.home) else plan.home
@@ -578,13 +822,14 @@ class _Call:
     def _received(self, values, source):
         """Values by their names, as they come from a device in one piece."""
         if (names := tuple(values)) not in self._buffers:
-            with tf.device(source):
+            with tf.device(source), tf.name_scope("read"):
                 self._buffers[names] = packing.pack([*values.values()])
         received = packing.unpack(self._buffers[names], [*values.values()])
         return dict(zip(names, received, strict=True))
 
-    def _on_tower(self, k, tensor, whole):
-        """A tensor as a tower takes it: its own, or what home sends."""
+    def _on_tower(self, k, taken, stage=0):
+        """A tensor as a stage of a tower takes it: the tower's, or what home sends."""
+        tensor, whole, _ = taken
         if not whole and key(tensor) in self._towers[k]:
             return self._towers[k][key(tensor)]
         if not whole and self._placement.kind(tensor) is ROWS:
@@ -592,7 +837,7 @@ class _Call:
             mine = self._cut(k, value, self._placement.blocks(tensor))
             self._towers[k][key(tensor)] = packing.copy(mine)
             return self._towers[k][key(tensor)]
-        sent = self._sent[k // self._in_turn]
+        sent = self._sent[k // self._in_turn, stage]
         if key(tensor) not in sent:
             # Where there are no copies, home has the only one.
             value = self._copies[self._copy_of(k)].get(key(tensor))
@@ -612,3 +857,7 @@ class _Call:
             for part, count in zip(parts, blocks, strict=True)
         ]
         return tf.concat(mine, axis=0)
+
+
+def _has_known_shapes(phase):
+    return all(taken.tensor.shape.is_fully_defined() for taken in phase.takes)

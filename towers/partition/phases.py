@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
 from towers.devices import short
@@ -14,17 +15,17 @@ from towers.keras_adapter.graphs import (
     GraphDef,
     add_call,
     add_copy,
-    before,
     keep_functions,
     traced,
 )
 from towers.layers.labels import Labels
+from towers.layers.pipeline import ONE_STAGE, Pipeline
 from towers.partition.placement import draws
 from towers.partition.placement.late import Group, as_placed
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
-from towers.stages.phases import recomputing
-from towers.tower.traced import nothing_like
+from towers.stages.phases import nothing_like, recomputing
+from towers.stages.staged import Staged
 
 _FEED = "towers_feed_"
 _ROWS = "towers_rows"
@@ -49,20 +50,23 @@ class _Part:
 
     Attributes:
         graph: The graph.
+        operations: The operations, as the trace has them.
         takes: What it is fed with.
         feeds: The names of that.
         captured: What it takes from outside of the function, by the names of that.
         draws: Whether it draws a tower's rows of random numbers.
     """
 
-    def __init__(self, placement, place, operations):
+    def __init__(self, placement, place, operations, read_before):
         self.graph, self.draws = GraphDef(), False
         self.takes: list[Taken] = []
         self.feeds: list[str] = []
         self.captured: dict[str, tf.Tensor] = {}
         self._placement, self._place = placement, place
+        self._read_before = read_before
+        self.operations = operations
         self._members = {op.name for op in operations}
-        self._names, self._constants = {}, {}
+        self._names, self._constants, self._drawing = {}, {}, {}
         for op in operations:
             self._add(op)
         for op in self._constants.values():
@@ -73,13 +77,23 @@ class _Part:
 
     def _add(self, op):
         inputs = [self._name(op, i) for i in range(len(op.inputs))]
-        waits = [f"^{each}" for each in before(op, self._members)]
+        waits = self._placement.waits.get(op.name, ())
+        waits = [f"^{name}" for name in waits if name in self._members]
         if self._place.on_towers and op.type in draws.SKIPPABLE:
             self.draws = True
             inputs = [*inputs, f"{_ROWS}:0", *waits]
-            add_call(self.graph, op, draws.function_of(op), inputs)
+            add_call(self.graph, op, self._drawn_by(op), inputs)
         else:
             add_copy(self.graph, op, inputs + waits).device = ""
+
+    def _drawn_by(self, op):
+        """The function that draws a tower's rows, one for all operations alike."""
+        made = op.outputs[0]
+        alike = op.type, made.dtype, made.shape.rank
+        alike += tuple((each.dtype, str(each.shape)) for each in op.inputs)
+        if alike not in self._drawing:
+            self._drawing[alike] = draws.function_of(op)
+        return self._drawing[alike]
 
     def _has_rows(self, tensor, whole):
         rows = self._place.on_towers and not whole and tensor.shape.rank
@@ -90,6 +104,8 @@ class _Part:
     def _name(self, op, i):
         """The name of an input of an operation, as the phase has it."""
         tensor, placement = op.inputs[i], self._placement
+        if tensor.op.name not in self._members:
+            tensor = self._read_before.get(key(tensor), tensor)
         whole = self._place.on_towers and placement.takes_total(op, i)
         if tensor.op.name in self._members and not whole:
             return tensor.name
@@ -117,7 +133,10 @@ class Phase:
         makes: The tensors that it returns.
         captured: What it takes from outside of the function, by the names of that.
         operations: The names of its operations.
-        labels: The parts of the model that compute again what they have not kept.
+        labels: The part of the model that each operation was made for, if several
+            stages compute them, or parts compute again what they have not kept.
+        pipeline: How the devices of a tower share the model.
+        stays: Whether it stays a function in the step's graph; see `phases`.
         function: What takes its values, and makes tensors of them.
     """
 
@@ -127,6 +146,8 @@ class Phase:
     captured: dict[str, tf.Tensor]
     operations: Sequence[str] = ()
     labels: Labels | None = None
+    pipeline: Pipeline = ONE_STAGE
+    stays: bool = False
 
     @classmethod
     def of(
@@ -136,7 +157,10 @@ class Phase:
         operations: Sequence[tf.Operation],
         wanted: set[Any],
         exported: set[str],
+        read_before: Mapping[Any, tf.Tensor],
         labels: Labels | None = None,
+        pipeline: Pipeline = ONE_STAGE,
+        stays: bool = False,
     ) -> "Phase":
         """Makes a phase of some operations.
 
@@ -146,9 +170,12 @@ class Phase:
             operations: In an order in which they may run.
             wanted: The keys of what is needed of all operations.
             exported: The names of those from which others take it here.
+            read_before: See `Placement.reads`.
             labels: See the attributes.
+            pipeline: The same.
+            stays: The same, if it runs on towers.
         """
-        part = _Part(placement, place, operations)
+        part = _Part(placement, place, operations, read_before)
         makes = [
             tensor
             for op in operations
@@ -157,14 +184,22 @@ class Phase:
         ]
         names = [op.name for op in operations]
         labels = labels if place.on_towers and place.on_device else None
-        return cls(place, part, makes, part.captured, names, labels)
+        # What is on several devices has to be copied.
+        stays = stays and place.on_towers and not part.captured
+        about = names, labels, pipeline, stays
+        return cls(place, part, makes, part.captured, *about)
 
     def __post_init__(self):
         """Traces a function of the operations."""
         self.function = traced(self._run, *self._specs)
-        if self.labels is not None:
+        again = self.labels is not None and self.pipeline.recompute != "none"
+        if again and self.pipeline.stages == 1:
             self.function = recomputing(self.function, self.labels)
+        if self.stays and not self.has_stages:
+            inner = self.function
+            self.function = traced(lambda *v: inner(*v), *self._specs, stays=True)
         self._of_rows: dict[tuple[bool, int | None, bool], Any] = {}
+        self._staged: dict[tuple[bool, int | None], Staged] = {}
 
     @property
     def takes(self) -> list[Taken]:
@@ -199,6 +234,50 @@ class Phase:
             for taken in self.takes
         ]
         return [*specs, *([tf.TensorSpec([2], tf.int32)] if self.draws else [])]
+
+    @functools.cached_property
+    def checks(self) -> bool:
+        """Whether it stops the program if something is not as expected."""
+        return any(map(effects.checks, self.part.operations))
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the stages of a tower share its operations."""
+        # What only checks makes nothing that stages could hand on.
+        several = self.labels is not None and self.pipeline.stages > 1
+        return several and bool(self.makes)
+
+    def staged(self, timed: bool = False, rows: int | None = None) -> Staged:
+        """Returns what the stages of a tower compute of it, in turns.
+
+        It takes what the phase takes, and behind that what it draws with; and returns
+        what the phase makes.
+
+        Args:
+            timed: See `Staged`.
+            rows: Number of a tower's examples; `None` for any.
+        """
+        if (timed, rows) not in self._staged:
+            specs = self._specs
+            for i, taken in enumerate(self.takes) if rows is not None else ():
+                if taken.rows:
+                    specs[i] = tf.TensorSpec(
+                        [rows, *specs[i].shape[1:]], specs[i].dtype
+                    )
+            function = self.function if rows is None else traced(self._run, *specs)
+            graph, count = function.graph, len(specs)
+            parts = self.pipeline.parts_of_handles
+            of_copy = {
+                id(self.captured[feed]): parts.get(id(handle))
+                for feed, handle in self.part.captured.items()
+            }
+            inside = {key(each): of_copy.get(id(of)) for of, each in graph.captures}
+            self._staged[timed, rows] = Staged(
+                *(graph, graph.inputs[:count], graph.outputs),
+                *(self.labels, self.pipeline, inside),
+                timed=timed,
+            )
+        return self._staged[timed, rows]
 
     @functools.cached_property
     def _gated(self):
@@ -325,7 +404,11 @@ def _captured(tensor):
 
 
 def phases(
-    trace: Trace, placement: Placement, groups: Sequence[Group] | None = None
+    trace: Trace,
+    placement: Placement,
+    groups: Sequence[Group] | None = None,
+    pipeline: Pipeline = ONE_STAGE,
+    towers_stay: bool = False,
 ) -> list[Phase]:
     """Returns the phases of a traced function, in the order in which they run.
 
@@ -333,17 +416,28 @@ def phases(
         trace: The function.
         placement: Where its operations run.
         groups: What runs in one go, by default as it is placed.
+        pipeline: How the devices of a tower share the model.
+        towers_stay: Whether what towers compute stays a function in the step's graph.
+            If not, TensorFlow copies it into that graph, once for each tower, and
+            optimises all of them together: a longer start for a slightly faster step.
     """
+    # Where home reads as late as it can, nothing is read once for several uses.
+    read_before = placement.reads() if groups is None else {}
     groups, wanted = as_placed(placement) if groups is None else groups, set()
     for group in groups:
         members = {op.name for op in group.operations}
         for op in group.operations:
             for i, tensor in enumerate(op.inputs):
-                if tensor.op.name not in members or placement.takes_total(op, i):
+                if tensor.op.name not in members:
+                    wanted.add(key(read_before.get(key(tensor), tensor)))
+                elif placement.takes_total(op, i):
                     wanted.add(key(tensor))
-    for tensor in trace.returned:
+    for tensor in [*trace.returned, *trace.targets]:
         wanted.add(key(tensor))
     return [
-        Phase.of(placement, place, operations, wanted, exported, trace.labels)
+        Phase.of(
+            *(placement, place, operations, wanted, exported),
+            *(read_before, trace.labels, pipeline, towers_stay),
+        )
         for place, operations, exported in groups
     ]

@@ -6,12 +6,20 @@ five things: gradients are taken of each tower's part of what is differentiated;
 look up rows of a table without reading it; BatchNormalization and the optimizers use
 fused kernels; an optimizer's `apply` is a call of one function; and other functions
 that are called are traced in place, so that all operations are in one graph.
+
+Its specs have an unknown number of rows: by a known one, Keras divides as by a
+constant, and a mean looks like a sum. An optimizer's call stays one operation, as
+nobody has to read and place the dozen that each variable needs; copies call the same
+function with their handles. Layers that are trusted, and gradients of sums and means,
+are known as a whole, since they consist of operations that nobody has a rule for. Where
+something within one is needed outside, the function is traced again, and read one by
+one.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -43,7 +51,12 @@ from towers.keras_adapter.graphs import (
     run_in_place,
 )
 from towers.keras_adapter.layers import LAYER_CALL
-from towers.keras_adapter.optimizers import APPLY, all_variables, known_variables
+from towers.keras_adapter.optimizers import (
+    APPLY,
+    SCALE_LOSS,
+    all_variables,
+    known_variables,
+)
 from towers.keras_adapter.patching import patched
 from towers.layers import embeddings, fused, overwritten, recurrent, sharded
 from towers.layers.labels import Labels
@@ -93,10 +106,14 @@ class Trace:
         indices: The keys of the numbers of rows of sparse ones.
         compiled: Whether a function that is called asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
+        targets: What gradients were taken of: tensors, such as a loss that is not yet
+            scaled.
         labels: The part of the model that each operation was made for, if it was asked.
         lookups: The table of each operation that looks up rows, by its name.
         updates: What optimizers do, by the name of the operation that does it.
         updates_apart: Whether somebody else does it.
+        loss_scales: The names of operations that make what a loss was multiplied by, if
+            its gradient has to be divided by that.
         regions: By the name of an operation, the outermost region that it is in.
         variables: By the key of what stands for a variable's handle, the variable.
     """
@@ -109,6 +126,8 @@ class Trace:
         updates_apart: bool = False,
         decided: Decided | None = None,
         parts: Mapping[int, int] | None = None,
+        keeps_loss_scale: bool = False,
+        at_home: Container[str] = (),
     ):
         """Traces a function.
 
@@ -122,14 +141,24 @@ class Trace:
             decided: What is known by now of tensors that are each tower's own; `None`
                 if none is to be.
             parts: See `Labels`; `None` if nobody wants to know them.
+            keeps_loss_scale: Whether others may change the scale of a
+                `LossScaleOptimizer` between the loss and the update.
+            at_home: The names of operations that home runs, on rows of all towers.
         """
         self.labels = None if parts is None else Labels(parts)
         self._knows_regions, self._decided = knows_regions, decided
+        self._at_home = at_home
         self.updates_apart = updates_apart
+        self._keeps_loss_scale = keeps_loss_scale
+        # By the `id` of an optimizer, what its last loss was multiplied by.
+        self._scales: dict[int, tf.Tensor] = {}
+        self.loss_scales: set[str] = set()
         self.updates: dict[str, OptimizerCall] = {}
         self.regions: dict[str, Region] = {}
         self.added: dict[Any, Dependence] = {}
         self.compiled = self.reads_gradients = False
+        self.targets: list[tf.Tensor] = []
+        self._unscaled: dict[Any, tf.Tensor] = {}
         self.gradients: set[Any] = set()
         self.indices: set[Any] = set()
         self._records_all = True
@@ -140,9 +169,12 @@ class Trace:
             # TensorFlow traces once more what creates variables.
             self.regions.clear()
             self.added.clear()
+            self.targets.clear()
             self.gradients.clear()
             self.indices.clear()
             self.updates.clear()
+            self._scales.clear()
+            self.loss_scales.clear()
             if self.labels is not None:
                 self.labels.forget()
             with contextlib.ExitStack() as stack:
@@ -152,6 +184,7 @@ class Trace:
                 stack.enter_context(fused.argmax())
                 stack.enter_context(fused.batch_normalization())
                 stack.enter_context(fused.updates())
+                stack.enter_context(patched(SCALE_LOSS, self._scale))
                 for apply in APPLY:
                     stack.enter_context(patched(apply, self._apply))
                 return function(batch)
@@ -197,6 +230,7 @@ class Trace:
                 *(batch, calls if self._knows_regions else {}),
                 meets=self._is_read,
                 decided=self._decided,
+                at_home=self._at_home,
             )
             # It asks for no totals, so that it may read within gradients.
             self._apart = Reader(batch, calls, meets=lambda op: False)
@@ -227,6 +261,21 @@ class Trace:
         with patched(FUNCTION_CALL, call):
             yield
 
+    def _scale(self, original, optimizer, loss):
+        """Multiplies a loss by an optimizer's scale, and notes both."""
+        if not self._here():
+            return original(optimizer, loss)
+        if self._keeps_loss_scale:
+            scale = tf.identity(original(optimizer, tf.ones([])))
+            self._scales[id(optimizer)] = scale
+            self.loss_scales.add(scale.op.name)
+            scaled = keras.ops.multiply(loss, scale)
+        else:
+            scaled = original(optimizer, loss)
+        if tf.is_symbolic_tensor(scaled):
+            self._unscaled[key(scaled)] = loss
+        return scaled
+
     def _apply(self, original, optimizer, grads, trainable_variables=None):
         """Has an optimizer update variables in a function of the gradients."""
         unknown = trainable_variables is None and not optimizer.built
@@ -242,7 +291,15 @@ class Trace:
             with sharded.slots_like_variables():
                 optimizer.build(variables)
 
-        def apply(gradients):
+        def apply(gradients, scale):
+            if scale is not None:
+                factor = optimizer.scale_loss(tf.ones([])) / scale
+                gradients = [
+                    gradient
+                    if each.overwrite_with_gradient
+                    else _scaled(factor, gradient)
+                    for gradient, each in zip(gradients, variables, strict=True)
+                ]
             if not self.updates_apart:
                 gradients = sharded.expand(variables, gradients)
                 return original(optimizer, gradients, sharded.targets(variables))
@@ -250,17 +307,17 @@ class Trace:
                 for place in sharded.places(variable):
                     place.assign(place)
 
-        gradients = [*map(_as_gradient, grads)]
-        specs = tf.nest.map_structure(tf.type_spec_from_value, gradients)
-        called = tf.function(apply, autograph=False).get_concrete_function(specs)
+        given = [*map(_as_gradient, grads)], self._scales.get(id(optimizer))
+        specs = tf.nest.map_structure(tf.type_spec_from_value, given)
+        called = tf.function(apply, autograph=False).get_concrete_function(*specs)
         own = [*variables, *all_variables(optimizer)]
         known = {id(p.handle) for each in own for p in sharded.places(each)}
         if effects.changed(called.graph) - known:
             # It does more than optimizers do, and not all of that for each copy.
             return original(optimizer, grads, trainable_variables)
         with made_in(self.graph) as made:
-            called(gradients)
-        update = OptimizerCall(optimizer, variables, gradients)
+            called(*given)
+        update = OptimizerCall(optimizer, variables, given[0])
         self.updates |= {op.name: update for op in made if calls_functions(op)}
         return None
 
@@ -300,6 +357,9 @@ class Trace:
         original = functools.partial(sharded.gradient, original)
         flat, flat_sources = tf.nest.flatten(target), tf.nest.flatten(sources)
         symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
+        if self._here():
+            targets = filter(tf.is_symbolic_tensor, flat)
+            self.targets += [self._unscaled.get(key(each), each) for each in targets]
         given = [None] * len(flat)
         if output_gradients is not None:
             given = tf.nest.flatten(output_gradients)
@@ -504,6 +564,12 @@ def _check_cut(optimizer):
 def _as_gradient(gradient):
     known = gradient is None or isinstance(gradient, tf.IndexedSlices)
     return gradient if known else tf.convert_to_tensor(gradient)
+
+
+def _scaled(factor, gradient):
+    if gradient is None:
+        return None
+    return tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient)
 
 
 def _each_use(gradient, source):

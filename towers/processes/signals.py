@@ -1,4 +1,8 @@
-"""Signals as events, whatever the main thread does when they arrive."""
+"""Signals as events, whatever the main thread does when they arrive.
+
+Python runs a handler when the main thread computes again, which may be late. So a
+thread reads their numbers from Python's wakeup descriptor.
+"""
 
 import os
 import signal

@@ -2,6 +2,9 @@
 
 The environment of each process has a mark, which whatever it starts inherits. Thus a
 process is found also if its parent has gone, or it has a session of its own.
+
+A program that was killed tells nobody, so a small process waits for a pipe to close,
+and then ends whatever has the mark.
 """
 
 import contextlib

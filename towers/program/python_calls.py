@@ -1,4 +1,11 @@
-"""Python functions that threads of TensorFlow call, until Python ends."""
+"""Python functions that threads of TensorFlow call, until Python ends.
+
+A thread that calls Python once Python has ended never returns, and whoever frees the
+iterator waits for it. So calls are counted. At exit they return no values, which
+TensorFlow takes for an error, and the exit waits for a tenth of a second without a
+call. `StopIteration` would be the end of the data, and `Dataset.cache` would keep a
+part.
+"""
 
 import atexit
 import functools

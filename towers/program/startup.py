@@ -1,6 +1,8 @@
 """How a program starts: quietly, and with a sentence if Ctrl-C ends it so early.
 
 To import TensorFlow takes seconds. This module does without, to be there before.
+
+TensorFlow's lines of the import pass through `grep`, and warnings stay.
 """
 
 import contextlib

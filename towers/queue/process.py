@@ -1,4 +1,9 @@
-"""The process of a run, and what it tells while it trains."""
+"""The process of a run, and what it tells while it trains.
+
+It is `towers train`, which knows of no queue: TensorFlow cannot give back a GPU's
+memory, and a run that fails may take its process with it. Devices and threads come by
+its environment, so a run alone in the same environment has the same bits.
+"""
 
 import contextlib
 import json

@@ -1,6 +1,9 @@
 """What a queue remembers: the runs that are finished, and how to find those that run.
 
 It is one file, replaced as a whole, so a queue that is killed loses nothing.
+
+It has only what is finished: a run's own checkpoint says how far it is. A run whose end
+was not written starts again, and finds nothing left to train.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Starts runs where there is room, in order, until all have ended."""
+"""Starts runs where there is room, in order, until all have ended.
+
+No small run overtakes one that waits for several devices, which might wait for ever.
+"""
 
 import functools
 import queue

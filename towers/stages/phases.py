@@ -3,6 +3,12 @@
 A part is a stage, or a layer. A phase is a function. It takes what earlier phases, of
 this part or of others, have made, and returns what later ones need. So the phases of
 several micro-batches may run side by side, and in any order that the data allow.
+
+The graph is cut, not the model: skip connections, layers that are called twice, and
+Python of the user's have no list of stages. A phase takes nothing from a later level:
+an operation's level is one more than that of another stage's operation that it takes
+from. Gradients of weights are cut off, for when a stage is idle. What is computed again
+is part of the backward phase, as TensorFlow merges equal operations.
 """
 
 import collections
@@ -26,7 +32,6 @@ from towers.keras_adapter.graphs import (
 from towers.keras_adapter.runtime import now
 from towers.layers.labels import Labels
 from towers.stages import work
-from towers.tower.traced import nothing_like
 
 Key = tuple[int, str]
 
@@ -205,6 +210,25 @@ def recomputing(
     )
 
 
+def nothing_like(tensor: tf.Tensor, none: tf.Tensor) -> tf.Tensor:
+    """Returns zeros like a tensor, without rows where their number is not known.
+
+    Args:
+        tensor: What the zeros stand in for.
+        none: A scalar that is 0 when this is computed. A constant would make the graph
+            believe that there are never any rows.
+    """
+    if tensor.dtype == tf.variant:
+        return tf.raw_ops.EmptyTensorList(
+            element_shape=-1, max_num_elements=none, element_dtype=tf.float32
+        )
+    shape = [None] if tensor.shape.rank is None else tensor.shape
+    sizes = [none if size is None else size for size in shape]
+    text = tensor.dtype == tf.string
+    value = tf.constant("") if text else tf.cast(none, tensor.dtype)
+    return tf.fill(tf.stack(sizes) if sizes else [], value)
+
+
 def _deferred(order, places, recompute):
     """The places of operations, with those apart that no other part waits for.
 
@@ -283,7 +307,8 @@ class _Places:
         backward = [op for op in movable if op.name in behind]
         for op in forward:
             part = self._part(op)
-            if part is not None:
+            # A variable is read where it is needed, and not in a turn of its own.
+            if part is not None and op.type != "ReadVariableOp":
                 self._put(op, part, part, False)
         self._put_where_needed(order, forward)
         levels = [place.level for place in self.places.values()]
@@ -319,6 +344,11 @@ class _Places:
     def _of_gradient(self, op):
         """The part of an operation of the gradient, and its level if nothing waits."""
         taken = self._taken(op)
+        forward = [place for place in taken if not place.backward]
+        if forward and calls_functions(op):
+            # It takes what a loop, or a branch, has kept for it.
+            last = max(forward)
+            return last.part, 2 * self._deepest + 1 - last.level
         # A sum stands where the last gradient comes from; TensorFlow puts it with any.
         is_sum = op.type == "AddN" and taken and max(taken).backward
         for name in () if is_sum else self._labels.beside.get(op.name, ()):

@@ -9,8 +9,7 @@ from towers.keras_adapter.variables import bytes_of
 from towers.layers import sharded
 from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
-from towers.stages import schedule
-from towers.stages.staged import StagedTower
+from towers.stages.staged import Staged
 from towers.stages.work import numbers
 
 
@@ -97,14 +96,21 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
     ]
 
 
-def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[int]:
+def activation_bytes(
+    towers: Sequence[Staged], pipeline: Pipeline, rows: int
+) -> list[int]:
     """Returns the bytes that each stage keeps for the way back, at most.
 
     Args:
-        tower: The tower, as it trains.
+        towers: What a tower computes as it trains, one after another.
         pipeline: How its devices share the model.
         rows: Examples of a micro-batch, where the graph does not know it.
     """
+    kept = [_kept_at_most(staged, pipeline, rows) for staged in towers]
+    return [*map(sum, zip([0] * pipeline.stages, *kept, strict=True))]
+
+
+def _kept_at_most(tower, pipeline, rows):
     now, most = [0] * pipeline.stages, [0] * pipeline.stages
     kept, freed = [], [0] * len(tower.turns)
     for tensors in tower.kept():
@@ -115,7 +121,7 @@ def activation_bytes(tower: StagedTower, pipeline: Pipeline, rows: int) -> list[
         kept.append(sum(size for size, _ in sizes))
         for size, last in sizes:
             freed[last] += size
-    for slot in schedule.order(tower.turns, pipeline.micro_batches, pipeline.schedule):
+    for slot in tower.slots(pipeline.micro_batches):
         stage = tower.turns[slot.turn].stage
         now[stage] += kept[slot.turn]
         most[stage] = max(most[stage], now[stage])

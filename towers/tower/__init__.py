@@ -1,1 +1,1 @@
-"""The tower: a model's computation on one device."""
+"""What a model's step needs beside its graph: preprocessing, variables, sentences."""

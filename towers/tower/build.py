@@ -16,7 +16,6 @@ from towers.keras_adapter.models import (
     overrides,
     symbolic_build,
 )
-from towers.tower import eager, passes
 from towers.tower.errors import explained_build
 from towers.tower.preprocess import Preprocess
 
@@ -43,24 +42,6 @@ def from_symbols(
     with compiled_loss_as_built(model):
         _build(model, (x, data[1], weight))
     _build(model, (x, y, weight))
-
-
-def by_a_call(
-    model: keras.Model, data: Any, preprocess: Preprocess | None = None
-) -> None:
-    """Creates the variables of a model's layers in plain Python, as nobody's step.
-
-    Args:
-        model: A Keras model.
-        data: (x, y, sample_weight): a tower's local batch.
-        preprocess: As for `from_symbols`.
-    """
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with eager.aside(model, builds=True):
-        if preprocess is not None:
-            x, *_ = preprocess((x, y, None), training=False)
-        with keras.StatelessScope():
-            passes.call(model, x, training=False)
 
 
 def symbols(data: Any) -> Any:

@@ -34,10 +34,6 @@ class ModelError(ValueError):
     """A model does something that a tower, as a pure function, cannot do."""
 
 
-class UntraceableError(ModelError):
-    """A model cannot be traced as a graph; the text says what hinders it."""
-
-
 class StageError(ModelError):
     """A stage has failed, and it is not known how."""
 
@@ -102,28 +98,32 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_data(model: keras.Model, rows: int) -> Iterator[None]:
-    """Inside, one device computes a whole batch; where it cannot, a sentence says why.
+def explained_trace(model: keras.Model) -> Iterator[None]:
+    """Inside, a step is traced; an error that towers are to know better is a sentence.
 
     Args:
         model: The model.
-        rows: How many examples the batch has.
 
     Raises:
-        ModelError: The batch cannot be computed: by any number of towers.
+        ModelError: The step uses a static batch size, or no variable has a gradient.
     """
     try:
         yield
-    except tf.errors.ResourceExhaustedError:
-        raise
-    except (tf.errors.OpError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
+        if "No gradients provided" in str(error):
+            raise ModelError(
+                f"No variable of model '{model.name}' has a gradient; expected a loss "
+                "that depends on trainable variables, so look for a stop_gradient, or "
+                "for an operation without a gradient."
+            ) from error
+        if "None" not in str(error):
+            raise
         raise ModelError(
-            f"Model '{model.name}' cannot compute a batch of "
-            f"{words.count(rows, 'example')}{_where(model, error)}: "
-            f"{words.error_line(error).rstrip('.')}; one device cannot either, so "
-            "check the data, and the shapes that the layers expect."
+            f"Model '{model.name}' could not be traced with an unknown number of "
+            "examples, as towers do; expected no use of a static one, so write "
+            f"keras.ops.shape(x)[0] instead of x.shape[0]. It said: {error}"
         ) from error
 
 

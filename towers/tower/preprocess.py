@@ -14,12 +14,8 @@ from towers.analysis import effects
 from towers.collectives import batch
 from towers.devices import HOST
 from towers.tower.errors import ModelError
-from towers.tower.passes import TowerResult
 
 Function = Callable[[Any, Any, bool], tuple[Any, Any]]
-
-# Odd and large, as for the towers' other seeds.
-_SEED_STEP = 0x9E3779B1
 
 
 class Preprocess:
@@ -73,17 +69,6 @@ class Preprocess:
             _refuse_effects(tf.compat.v1.get_default_graph())
         _check_rows(rows, returned)
         return *returned, sample_weight
-
-    def on_tower(self, k: int, training: bool) -> Callable[[Any], TowerResult]:
-        """Returns the function for tower `k`, which draws random numbers of its own."""
-
-        def function(local_batch):
-            graph = tf.compat.v1.get_default_graph()
-            if k and not tf.executing_eagerly() and graph.seed is not None:
-                tf.random.set_seed(graph.seed + k * _SEED_STEP)  # the graph's only
-            return TowerResult(self(local_batch, training))
-
-        return function
 
     def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
         """Tells what a batch is after preprocessing, in shapes and types.

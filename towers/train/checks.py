@@ -109,11 +109,6 @@ def check(settings: Settings) -> Settings:
         check_folder("data_dir", settings.data_dir, "--data_dir", new=True)
     if settings.cache_dir is not None:
         check_folder("cache_dir", settings.cache_dir, "--cache_dir", new=True)
-    if settings.mixes and settings.loss_placement == "gathered":
-        raise ValueError(
-            "Received --loss_placement=gathered with --mixup_alpha or --cutmix_alpha, "
-            "which mix examples on the towers; expected --loss_placement=auto."
-        )
     _check_init_weights(settings)
     _ = settings.optimizer_class
     _check_metrics(settings)

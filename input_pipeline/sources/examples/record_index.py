@@ -2,6 +2,9 @@
 
 To find the places, only the headers of records are read. TensorFlow reads the records,
 and checks them as it always does.
+
+On several hosts, places travel through a stream instead of records, or each host would
+read all files. That is some 0.1 ms a record, so small records are read as before.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Which records are held out for validation: by names, or else a fraction of them."""
+"""Which records are held out for validation: by names, or else a fraction of them.
+
+A fraction is chosen by the number of a record, by integers that are the same in Python,
+NumPy and a graph.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -82,8 +82,8 @@ class Call(NamedTuple):
         arguments: What it is made with, as Python.
         inputs: What it is called with: a key of `INPUTS`.
         outcome: What towers make of it: "trusted"; "proved", by reading operations;
-            "compared", on the first batch; "refused"; "impossible", since Keras does
-            not do it; "by design", where rows differ and docs/exactness.md says so.
+            "at home", on the rows of all towers; "impossible", since Keras does not do
+            it; "by design", where rows differ and docs/exactness.md says so.
     """
 
     kind: str
@@ -111,7 +111,8 @@ def page(rows: list[Call]) -> str:
 
 _HEAD = """# Keras's layers on towers
 
-Towers give the numbers of one device if a layer treats each example by itself. The
+Towers give the numbers of one device. A layer runs on the towers if it treats each
+example by itself. Otherwise one device computes it, with the rows of all towers. The
 table lists every class of `keras.layers`, with its arguments, its inputs and the
 outcome on towers. In the column of inputs, n is the number of examples, and "2 x"
 stands for two inputs.
@@ -125,12 +126,9 @@ Layers that draw random numbers in training are measured in inference only.
 | trusted | The layer treats each example by itself. |
 | proved | The layer treats each example by itself. Towers reads that from its \
 operations, each time. |
-| compared | Towers cannot read the operations. Before training, it computes the first \
-batch as a whole and in parts, and a line says so. If rows differ, it refuses the \
-model. A layer that draws random numbers in training is compared in inference. |
-| refused | Examples depend on one another. The error names the layer; `strict=False` \
-accepts it. A layer that wraps other code, such as `JaxLayer`, is checked like a layer \
-of yours. |
+| at home | Examples depend on one another, or Towers cannot read the operations. One \
+device computes them, with the rows of all towers. A line says so. A layer that wraps \
+other code, such as `JaxLayer`, is read like a layer of yours. |
 | by design | BatchNormalization; see [exactness](exactness.md). |
 | impossible | Keras does not support it, or not with an unknown number of examples. |
 
@@ -153,7 +151,7 @@ def outcome(call: Call) -> str:
             not know.
     """
     if call.inputs not in INPUTS:
-        return "refused"  # what it computes is the user's own
+        return "at home"  # what it computes is the user's own
     x = INPUTS[call.inputs]
     try:
         kind = classes()[call.kind]
@@ -170,10 +168,8 @@ def outcome(call: Call) -> str:
         found = read(layer, specs)
     except Exception:
         return "impossible"
-    if apart and found == "unread":
-        return "compared"
-    assert apart or found in ("refused", "unread"), (str(call), found)
-    return found if found != "unread" else "refused"
+    assert apart or found == "at home", (str(call), found)
+    return found
 
 
 def measured(layer: layers.Layer, x: Any) -> bool:
@@ -238,7 +234,7 @@ def _arguments(layer, x):
 
 
 def read(layer: layers.Layer, specs: Any) -> str:
-    """What towers read in a layer, in training: an outcome, or "unread"."""
+    """What towers read in a layer, in training: an outcome."""
     mode = {"training": True} if layer._call_has_training_arg else {}
     found = {}
 
@@ -246,19 +242,19 @@ def read(layer: layers.Layer, specs: Any) -> str:
     def trace(x):
         with recorded_layers() as calls, keras.StatelessScope():
             outputs = layer(*_arguments(layer, x), **mode)
-        reader = Reader(x, calls)
+        reader = Reader(x, calls, meets=lambda op: False)
         outputs = tf.nest.flatten(outputs, expand_composites=True)
         found["kinds"] = {reader.of(output) for output in outputs}
-        found["static"] = any(output.shape[:1] != [None] for output in outputs)
-        found["unread"] = reader.unread
+        found["one_each"] = all(
+            output.shape[:1] == [None]
+            and reader.blocks.of(output) is None
+            and reader.rows_of(output) in (None, 1)
+            for output in outputs
+        )
 
     trace.get_concrete_function(specs)
-    kinds = found["kinds"]
-    if Dependence.COUPLED in kinds or found["static"]:
-        return "refused"
-    if found["unread"] or kinds - {Dependence.ROWS, Dependence.PACKED}:
-        return "unread"
-    return "proved"
+    rows = found["kinds"] <= {Dependence.ROWS, Dependence.PACKED}
+    return "proved" if rows and found["one_each"] else "at home"
 
 
 def _spec(array):

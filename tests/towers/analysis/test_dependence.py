@@ -313,7 +313,7 @@ CASES = [
         lambda x, y, w: _joined(
             tf.cond(w[0, 0] > 0, lambda: _halves(x), lambda: _halves(x) + 1)
         ),
-        UNKNOWN,
+        ROWS,
     ),
     # Lists of tensors.
     (lambda x, y, w: _written([x, x + 1]).stack(), COLUMNS),
@@ -477,20 +477,18 @@ def test_the_culprit_is_named():
         (lambda x, p: ops.sum(p * x) / ops.sum(x), SUM, 1),
         (lambda x, p: ops.mean(p), MEAN, 0),
         # A divisor that a variable decides would need a second exchange.
-        (lambda x, p: ops.sum(x) / ops.sum(p), COUPLED, 0),
+        (lambda x, p: ops.sum(x) / ops.sum(p), NONE, 2),
         (lambda x, p: ops.sum(p * x) / ops.max(x), SUM, 1),
-        (lambda x, p: ops.sum(p) / ops.max(p), COUPLED, 0),
+        (lambda x, p: ops.sum(p) / ops.max(p), SUM, 1),
     ],
 )
-def test_totals_are_of_the_data_alone(function, found, totals):
+def test_totals_are_of_the_whole_batch(function, found, totals):
     @tf.function(autograph=False)
     def trace(x, factor):
         outputs = x * factor
         value = function(x, outputs)
-        reader = Reader([x], {})
-        reader.of(outputs)
-        with reader.with_totals() as asked:
-            trace.found = reader.of(value), len(asked)
+        reader = Reader([x], {}, meets=lambda op: True)
+        trace.found = reader.of(value), len(reader.totals)
 
     trace.get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([]))
     assert trace.found == (found, totals)

@@ -202,7 +202,6 @@ OTHERS = [
             lambda x: tf.reduce_sum(tf.transpose(x), _hidden([0], [1])),
             lambda x: tf.reduce_sum(x, _hidden([0, 1], [2])[1]),
             lambda x: tf.reduce_sum(x, tf.shape(_hidden([1], [None]))[tf.newaxis, 0]),
-            lambda x: tf.transpose(x)[_hidden(0, []) :],
             lambda x: tf.pad(x, tf.stack([[_hidden(0, []), 0], [0, 0]])),
             lambda x: tf.shape(x)[_hidden(0, []) :],
             lambda x: tf.slice(tf.shape(x), _hidden([0], [1]), [1]),
@@ -214,6 +213,13 @@ OTHERS = [
         )
     ),
     (lambda x: _features_first(x) + _hidden(tf.ones([1])), MATRICES, UNKNOWN),
+    (lambda x: tf.transpose(x)[_hidden(0, []) :], VECTORS, COLUMNS),
+    (lambda x: tf.transpose(x)[:, _hidden(0, []) :], VECTORS, UNKNOWN),
+    (lambda x: x[:, _hidden(0, [])], VECTORS, ROWS),
+    (lambda x: x[_hidden(0, []) :], VECTORS, UNKNOWN),
+    (lambda x: tf.gather(tf.transpose(x), _hidden(0, [])), VECTORS, ROWS),
+    (lambda x: tf.gather(tf.transpose(x), [1, 0]), VECTORS, COLUMNS),
+    (lambda x: tf.gather(tf.transpose(x), [1, 0], axis=1), VECTORS, UNKNOWN),
     # Numbers of examples are in no other place than the first.
     (lambda x: tf.reshape(tf.shape(x)[0], []), VECTORS, SIZE),
     (lambda x: tf.gather(tf.shape(x), [1, 0]), VECTORS, UNKNOWN),

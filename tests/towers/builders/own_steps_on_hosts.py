@@ -1,4 +1,4 @@
-"""Models with a `train_step` of their own that hosts cannot go on with.
+"""Models with a `train_step` of their own that hosts cannot go on with, and eager ones.
 
     python -m tests.towers.builders.own_steps_on_hosts RANK ADDRESSES TOWERS FOLDER
 
@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import towers
+from tests.exact.on_hosts import InRows
+from towers.callbacks import Checkpoint
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives.hosts import this_host
@@ -46,15 +48,57 @@ class Steps(keras.Model):
         return {"loss": loss}
 
 
-def on_towers(noisy=False, **options):
+def on_towers(noisy=False, eager=False, optimizer="sgd", **options):
     """A compiled model on this host's towers."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input([4])
     model = Steps(inputs, keras.layers.Dense(1)(inputs))
     model.noisy = noisy
     parallel = towers.multi_gpu_model(model, check_numerics=True, **options)
-    parallel.compile("sgd")
+    parallel.compile(optimizer, run_eagerly=eager)
     return parallel
+
+
+def continued(mine, folder):
+    """Weights after two epochs, the second of which begins with a checkpoint."""
+    for epochs in (1, 2):
+        parallel = on_towers(optimizer="adam", gpus=mine)
+        kept = [Checkpoint(os.path.join(folder, "run"))]
+        parallel.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, callbacks=kept)
+    return [weight.tolist() for weight in parallel.get_weights()]
+
+
+def shared():
+    """Batches of which each host is given its own rows."""
+    return InRows(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)).dataset()
+
+
+def eagerly(mine, noisy):
+    """What an eager model makes of two epochs, and of an evaluation."""
+    # The second host draws other numbers, and begins with other ones.
+    parallel = on_towers(noisy=noisy, eager=True, gpus=mine)
+    if this_host().index > 0:
+        tf.random.set_seed(7)
+        parallel.set_weights([weight + 1 for weight in parallel.get_weights()])
+    return numbers_of(parallel, shared())
+
+
+def eager_on_one_device():
+    """The same numbers as `eagerly` finds, of plain Keras."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    model = Steps(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", run_eagerly=True)
+    return numbers_of(model, tf.data.Dataset.from_tensor_slices((X, Y)).batch(5))
+
+
+def numbers_of(model, data):
+    """What two epochs make of a model, in one list."""
+    losses = [float(model.train_on_batch(X, Y))]
+    model.fit(data, epochs=2, verbose=0)
+    predicted = model.predict(X, batch_size=5, verbose=0)
+    values = [*model.get_weights(), losses, predicted]
+    return np.concatenate([np.ravel(each) for each in values]).tolist()
 
 
 def said(call):
@@ -83,6 +127,8 @@ def main(rank, addresses, counts, folder):
     found["shift"] = float(parallel.__wrapped__.shift)
     noisy = on_towers(noisy=True, gpus=mine)
     found["draws"] = said(lambda: noisy.train_on_batch(X, Y))
+    found["continued"] = continued(mine, folder)
+    found["eager"], found["noisy"] = (eagerly(mine, noisy) for noisy in (False, True))
     with open(os.path.join(folder, f"found{rank}.json"), "w") as file:
         json.dump(found, file)
 

@@ -387,7 +387,8 @@ def test_a_model_is_built_and_traced_once_for_all_towers_and_sizes():
     parallel = _towers(model, 3)
     x, y = _data(30)
     _fit(parallel, x, y, epochs=2)
-    assert traced == [(None, FEATURES)]
+    # TensorFlow traces once more what creates variables.
+    assert traced == [(None, FEATURES)] * 2
     assert model.built
 
 

@@ -13,10 +13,9 @@ import tensorflow as tf
 from tests import executed, oracle
 from tests.limits import HANG_S
 from towers import multi_gpu_model
-from towers.builders.asynchronous.own_tower_step import OwnTowerStep
+from towers.builders.asynchronous.tower_step import TowerStep
 from towers.layers import variables
 from towers.numerics import NotFiniteStep
-from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -125,7 +124,7 @@ def test_serialised_steps_are_those_of_one_device_in_some_order():
 @pytest.fixture
 def second_tower_first(monkeypatch):
     """The first tower begins to compute when the second one has done its step."""
-    trace, done = OwnTowerStep.trace, threading.Event()
+    trace, done = TowerStep.trace, threading.Event()
 
     def wait(function, *given):
         assert done.wait(HANG_S)
@@ -136,8 +135,8 @@ def second_tower_first(monkeypatch):
         done.set()
         return made
 
-    def traced(step, spec, rows):
-        parts = trace(step, spec, rows)
+    def traced(step, spec):
+        parts = trace(step, spec)
         away = next(k for k, part in enumerate(parts) if not part.at_home)
         for place, tower, wrapped in (away, 0, wait), (-1, 1, end):
             functions = [*parts[place].functions]
@@ -145,7 +144,7 @@ def second_tower_first(monkeypatch):
             parts[place] = parts[place]._replace(functions=functions)
         return parts
 
-    monkeypatch.setattr(OwnTowerStep, "trace", traced)
+    monkeypatch.setattr(TowerStep, "trace", traced)
 
 
 def _momentum(rate):
@@ -389,31 +388,6 @@ def test_a_step_that_fails_reaches_the_caller(bound):
         seen = float(model.seen)
         fit(parallel)
         assert float(model.seen) == seen + 16
-
-
-def test_a_scale_of_losses_is_refused():
-    class Scaled(keras.Model):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self(x) - y))
-                scaled = self.optimizer.scale_loss(loss)
-            gradients = tape.gradient(scaled, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
-
-    def make():
-        inputs = keras.Input([4])
-        return Scaled(inputs, keras.layers.Dense(1)(inputs))
-
-    def optimizer():
-        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-
-    parallel = compiled(towers_of(make()), optimizer=optimizer())
-    with pytest.raises(ModelError, match=r"LossScaleOptimizer.*; expected"):
-        fit(parallel)
-    # A single tower's scale is its own.
-    fit(compiled(towers_of(make(), 1), optimizer=optimizer()))
 
 
 # Where things run.

@@ -40,11 +40,6 @@ def test_towers_compute_with_their_own_rows(ratios, update, caplog):
     assert "with the rows of all towers" not in caplog.text
 
 
-def test_gathered_is_refused():
-    with pytest.raises(ValueError, match="'auto', which gathers what lets examples"):
-        multi_gpu_model(own_rows.made(), gpus=2, loss_placement="gathered")
-
-
 def test_hosts_compute_with_their_own_rows(tmp_path):
     file = tmp_path / "found.json"
     module = "tests.towers.builders.own_rows_on_hosts"

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests import executed, hosts
+from tests.towers.builders import own_steps_on_hosts
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
@@ -227,8 +228,8 @@ def compiled_by_xla(nodes):
 @pytest.mark.parametrize(
     ("way", "updates"),
     [
-        ("parameter_server", {("CPU:0", "home")}),
-        slow("replicated", {("CPU:0", "home"), ("CPU:1", "home")}),
+        ("parameter_server", {("CPU:0", "apply")}),
+        slow("replicated", {("CPU:0", "apply"), ("CPU:1", "apply")}),
     ],
 )
 def test_xla_compiles_what_towers_and_optimizers_do(way, updates):
@@ -334,6 +335,12 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
         assert "own state at" in each["draws"]
         assert "own_steps_on_hosts.py" in each["draws"]
         assert "keras.random" in each["draws"]
+    assert first["continued"] == second["continued"]
+    # One device computes each batch; the first host's numbers count.
+    plain = own_steps_on_hosts.eager_on_one_device()
+    np.testing.assert_allclose(first["eager"], plain, rtol=1e-5)
+    assert first["eager"] == second["eager"]
+    assert first["noisy"] == second["noisy"] != first["eager"]
 
 
 def _assert_copies_are_equal(parallel):
@@ -441,7 +448,7 @@ def test_all_that_an_optimizer_changes_waits_for_the_check(way):
         node
         for each in nodes.values()
         for node in each
-        if node.op.startswith("Assign") and node.name.startswith("home")
+        if node.op.startswith("Assign") and node.name.startswith(("apply", "home"))
     ]
     assert len(changes) == (3 if way == "parameter_server" else 6)
     for node in changes:
@@ -471,19 +478,79 @@ def test_a_branch_that_changes_other_variables_has_copies_of_those():
         parallel.fit(X, Y, verbose=0)
 
 
+REPLICATED = {"variable_update": "replicated"}
+
+
 @pytest.mark.parametrize(
-    "option",
+    "options",
     [
-        {"variable_update": "asynchronous", "loss_placement": "gathered"},
-        {"stages": 2},
+        {"micro_batches": 2},
+        slow({"gpus": 4, "micro_batches": 3, "recompute": "layer"}),
+        slow({"gpus": 4, "micro_batches": 2, **REPLICATED}),
+        slow({"gpus": 4, **REPLICATED, "shard_optimizer_state": True}),
+        slow({"gpus": 2, "shard_embeddings": "rows"}),
+        slow({"placement": "auto", "check_numerics": True}),
     ],
+    ids=str,
 )
-def test_what_such_a_step_cannot_have_is_refused(option):
+def test_stages(options, capsys):
+    """Of two losses, one is a norm of gradients of all layers."""
+    random = np.random.default_rng(1)
+    x = random.integers(0, 9, [13, 5]).astype("int32")
+
+    class Penalized(keras.Model):
+        def train_step(self, data):
+            x, y, *_ = data
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self(x) - y))
+                inner = tape.gradient(loss, self.layers[-1].kernel)
+                total = loss + 0.1 * tf.norm(inner)
+            gradients = outer.gradient(total, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss, "norm": tf.norm(inner)}
+
+    def trained(wrap):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input([5], dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(inputs))
+        for k in range(3):
+            hidden = keras.layers.Dense(4, "tanh", name=f"hidden_{k}")(hidden)
+        model = Penalized(inputs, keras.layers.Dense(1)(hidden))
+        parallel = wrap(model)
+        parallel.compile(keras.optimizers.Adam(0.1, epsilon=1e-4))
+        parallel.train_on_batch(x, (x[:, :1] / 9).astype("float32"))
+        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        logs = parallel.fit(x, x[:, :1] / 9, **how).history
+        return [*model.get_weights(), *logs["loss"], *logs["norm"]]
+
+    def wrap(model):
+        placement = {"hidden_[12]|dense.*": 1, ".*": 0}
+        given = {"gpus": 2, "stages": 2, "placement": placement, **options}
+        return multi_gpu_model(model, **given)
+
+    for mine, other in zip(trained(wrap), trained(lambda model: model), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+    assert "Stages of model 'penalized" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_its_own_has_no_stages():
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.own.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
     inputs = keras.Input([4])
-    hidden = keras.layers.Dense(4)(inputs)
-    model = Clipped(inputs, keras.layers.Dense(1)(hidden))
-    with pytest.raises(ValueError, match="Clipped, which defines its own step"):
-        multi_gpu_model(model, 2, **option)
+    model = Own(inputs, keras.layers.Dense(1)(keras.layers.Dense(4)(inputs)))
+    model.own = keras.optimizers.SGD()
+    parallel = multi_gpu_model(model, 2, stages=2)
+    parallel.compile("sgd")
+    with pytest.raises(ModelError, match=r"optimizer of its own.*, stages=1"):
+        parallel.fit(X, Y, verbose=0)
 
 
 class Plain(keras.Model):
@@ -563,7 +630,31 @@ def looks_up_positions():
     return AsKeras(inputs, keras.layers.Dense(9)(keras.layers.Flatten()(rows)))
 
 
-REPLICATED = {"variable_update": "replicated"}
+def trained_table(make, wrap):
+    """What training, evaluation and prediction make of a model with tables.
+
+    Args:
+        make: Makes the model.
+        wrap: Returns what trains it.
+    """
+    random = np.random.default_rng(1)
+    x = random.integers(-2, 9, [13, 5]).astype("int32")
+    y = random.integers(0, 9, [13]).astype("int32")
+    keras.utils.set_random_seed(3)
+    model = make()
+    parallel = wrap(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    parallel.compile(keras.optimizers.Adam(0.1, epsilon=1e-4), loss)
+    # A table that hosts divide is whole before it is trained, and in parts behind.
+    measured = []
+    for _ in range(2):
+        if make is not Tied:
+            measured.append(parallel.evaluate(x, y, batch_size=4, verbose=0))
+        parallel.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    predicted = parallel.predict(x, batch_size=4, verbose=0)
+    return [*model.get_weights(), *map(np.asarray, measured), predicted]
+
+
 IN_PARTS = {
     "parameter_server": {},
     "replicated": REPLICATED,
@@ -584,28 +675,26 @@ IN_PARTS = {
     ],
 )
 def test_tables_in_parts(make, options):
-    random = np.random.default_rng(1)
-    x = random.integers(-2, 9, [13, 5]).astype("int32")
-    y = random.integers(0, 9, [13]).astype("int32")
-
-    def trained(wrap):
-        keras.utils.set_random_seed(3)
-        model = make()
-        parallel = wrap(model)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        parallel.compile(keras.optimizers.Adam(0.1, epsilon=1e-4), loss)
-        if make is not Tied:
-            parallel.evaluate(x, y, batch_size=4, verbose=0)
-        parallel.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        weights = model.get_weights()
-        return [*weights, parallel.predict(x, batch_size=4, verbose=0)]
-
     def wrap(model):
         options_of_all = {"gpus": 2, "shard_embeddings": "rows", **options}
         return multi_gpu_model(model, **options_of_all)
 
-    for mine, other in zip(trained(wrap), trained(lambda model: model), strict=True):
+    ours, theirs = (trained_table(make, how) for how in (wrap, lambda model: model))
+    for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2)], ids=str)
+def test_tables_that_hosts_divide(layout, tmp_path):
+    file = tmp_path / "found.json"
+    hosts.run("tests.towers.builders.own_tables_on_hosts", layout, file)
+    found = json.loads(file.read_text())
+    refused = {name: found.pop(name) for name in [*found] if "assigns" in name}
+    for said in refused.values():
+        assert "changes a table that hosts divide; expected no change but an" in said
+    assert len(found) > 16 and len(refused) == 4
+    assert {name: said for name, said in found.items() if said != "equal"} == {}
 
 
 @pytest.mark.slow

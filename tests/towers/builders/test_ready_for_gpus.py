@@ -18,12 +18,9 @@ import tensorflow as tf
 from tests import as_on_gpu, executed
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.analysis import rules
-from towers.builders.pieces import batches, reader
-from towers.collectives import batch
+from towers.builders.pieces import batches
 from towers.models.images import resnet_cifar
-from towers.tower import passes
-from towers.tower.traced import Traced
+from towers.partition.partitioned import Partitioned, judge
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -369,15 +366,15 @@ def test_a_recurrent_layer_takes_cudnn_s_kernel(monkeypatch):
     monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
     with as_on_gpu.made_up_gpus(*GPUS):
         model = _model("lstm", 2, None)
-        values = reader.Values(
-            [tf.convert_to_tensor(v.value) for v in model.trainable_variables],
-            [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables],
-        )
-        x = tf.TensorSpec([4, 5, 4])
-        function = functools.partial(passes.forward, model, True, rules.Rules(1))
-        specs = [*batch.specs(values), x, tf.TensorSpec([])]
-        traced = Traced(function, specs, xla=False, noinline=False, on_gpu=True)
-    every = traced._concrete.graph.as_graph_def().node
+        x = tf.TensorSpec([None, 5, 4])
+        verdict = judge(lambda x: model(x, training=True), x, home=GPUS[0])
+        phases = [phase for phase, *_ in Partitioned(verdict).phases]
+    every = [
+        node
+        for phase in phases
+        if phase.place.on_towers
+        for node in phase.function.graph.as_graph_def().node
+    ]
     # Seeds are computed on the host, and all else where the tower is called.
     nodes = {GPUS[0]: [node for node in every if not node.device]}
     kinds = [node.op for node in nodes[GPUS[0]]]

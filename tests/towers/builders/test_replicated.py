@@ -573,7 +573,7 @@ def test_only_gradients_travel_and_in_one_piece(algorithm):
 def test_packed_values_are_those_that_have_no_copy():
     """A tower has the weights; moving averages come from the first one."""
     nodes = _executed(_normalised, packed=True)
-    (packed,) = (n for n in nodes[TOWERS[0]] if n.name == "read/concat")
+    (packed,) = (n for n in nodes[TOWERS[0]] if n.name == "tower_1/read/concat")
     # Each with the zeros behind it.
     assert packed.attr["N"].i == 4
 

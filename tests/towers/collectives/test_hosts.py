@@ -1,19 +1,14 @@
 """What hosts send one another; they are threads here."""
 
-import threading
 import types
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.limits import HANG_S
 from tests.towers.cluster.in_threads import communicators, on_each
-from tests.variants import slow
-from towers.cluster.membership import HostsDifferError
 from towers.collectives import hosts, packing, scattered
-from towers.model import api, arguments
+from towers.model import arguments
 from towers.plan import Plan
 
 TYPES = [
@@ -286,57 +281,3 @@ def test_a_plan_numbers_the_towers_of_all_hosts():
     )
     # Of a small batch, the first towers of all get the rows.
     assert plan.sizes(1) == [0, 0]
-
-
-class _Alone:
-    """A communicator of hosts of which the others have nothing."""
-
-    def __init__(self):
-        self.sums, self.begun = [], threading.Event()
-
-    def grouped_all_reduce(self, arrays, purpose, wire):
-        self.sums.append(sum(array.size for array in arrays))
-        # After what hosts agree on, the first gradients.
-        if len(self.sums) == 2:
-            self.begun.set()
-        return arrays
-
-    def all_gather(self, data, purpose):
-        return [memoryview(data), memoryview(data)]
-
-    def broadcast(self, data, purpose):
-        pass
-
-
-@pytest.mark.parametrize("layers", [0, slow(100)])
-def test_the_last_gradients_travel_while_others_are_computed(monkeypatch, layers):
-    """Also where there are so many layers that towers are functions of their own."""
-    for module in (hosts, packing):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 32)
-    comm, found = _Alone(), []
-    place = hosts.Cluster(["host 0", "host 1"], 0, comm)
-    monkeypatch.setattr(api, "this_host", lambda: place)
-
-    def wait(gradient):
-        # A bound for a test that fails: the sum would come after this.
-        found.append(comm.begun.wait(HANG_S))
-        return gradient
-
-    @tf.custom_gradient
-    def identity(x):
-        def backward(gradient):
-            # If it had a side effect, nothing would come before its end.
-            waited = tf.numpy_function(wait, [gradient], gradient.dtype, stateful=False)
-            return tf.ensure_shape(waited, gradient.shape)
-
-        return tf.identity(x), backward
-
-    first = [keras.layers.Dense(4) for _ in range(1 + layers)]
-    last = [keras.layers.Lambda(identity), keras.layers.Dense(5)]
-    model = keras.Sequential([keras.Input((3,)), *first, *last])
-    parallel = api.multi_gpu_model(model, gpus=1, strict=False)
-    parallel.compile("sgd", "mse")
-    # The other host has no batch.
-    with pytest.raises(HostsDifferError):
-        parallel.train_on_batch(np.ones((4, 3)), np.ones((4, 5)))
-    assert found == [True] and comm.sums[1] == 4 * 5 + 5

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.analysis.kinds import Dependence
 from towers.collectives import reduce
 
 
@@ -32,40 +31,6 @@ def test_rows_by_indices_of_two_types_are_added():
     total = reduce.add([narrow, wide])
     assert total.indices.dtype == tf.int64
     np.testing.assert_array_equal(tf.convert_to_tensor(total), [[0], [0], [5], [0]])
-
-
-def test_16_bits_are_added_in_32():
-    towers = [[tf.constant([value], tf.float16)] for value in (2048.0, 1.0, 1.0)]
-    (total,) = reduce.sum_gradients(towers)
-    assert total.dtype == tf.float16
-    # In 16 bits, 2048 + 1 is 2048.
-    np.testing.assert_array_equal(total, [2050.0])
-
-
-@pytest.mark.parametrize("sources", [(), ("/device:CPU:0", "/device:CPU:1")])
-def test_states_follow_their_rules(sources):
-    fractions = [tf.constant(0.75), tf.constant(0.25)]
-    seed = tf.constant([5, 1], tf.int64)
-    combined = reduce.combine_states(
-        [
-            [tf.constant([0.0, 4.0]), None, seed, tf.constant(3.0)],
-            [tf.constant([8.0, 0.0]), None, seed + 99, tf.constant(4.0)],
-        ],
-        fractions,
-        [Dependence.MEAN, None, Dependence.NONE, Dependence.SUM],
-        sources,
-    )
-    np.testing.assert_array_equal(combined[0], [2.0, 3.0])
-    assert combined[1] is None
-    np.testing.assert_array_equal(combined[2], [5, 1])
-    assert float(combined[3]) == 7
-
-
-def test_a_tower_without_examples_adds_nothing_to_a_mean():
-    means = [[tf.constant(3.0)], [tf.constant(np.nan)]]
-    fractions = [tf.constant(1.0), tf.constant(0.0)]
-    (whole,) = reduce.combine_totals(means, fractions, [(Dependence.MEAN, "Mean")])
-    assert float(whole) == 3.0
 
 
 # All-reduce.

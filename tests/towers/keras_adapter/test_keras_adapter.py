@@ -325,59 +325,6 @@ def _():
     assert not models.compiled_loss(model).built
 
 
-@contract("_loss_tracker", "loss_tracker", "averages the loss that `fit` reports")
-def _():
-    model = _compiled()
-    models.loss_tracker(model).update_state(3.0, sample_weight=4)
-    assert float(model.get_metrics_result()["loss"]) == 3
-
-
-@contract(
-    "_compile_metrics",
-    "compiled_metrics",
-    "updates all compiled metrics, which it lists",
-)
-def _():
-    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", metrics=["mae"])
-    compiled = models.compiled_metrics(model)
-    compiled.update_state(tf.zeros([2, 1]), tf.ones([2, 1]))
-    assert [float(metric.result()) for metric in compiled.metrics] == [1]
-    assert compiled in model.metrics
-
-
-@contract(
-    "metrics",
-    "losses_recorded",
-    "are what the compiled loss tells each output's loss, where there are several",
-)
-def _():
-    inputs = keras.Input([2])
-    outputs = [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)]
-    model = keras.Model(inputs, outputs)
-    model.compile(loss=["mse", "mae"], loss_weights=[2.0, 1.0])
-    batch = [tf.zeros([3, 1])] * 2, [tf.fill([3, 1], 2.0)] * 2
-    models.compiled_loss(model)(*batch)
-    trackers = models.compiled_loss(model).metrics
-    before = [float(tracker.result()) for tracker in trackers]
-    with models.losses_recorded(model) as losses:
-        models.compiled_loss(model)(*batch)
-    assert [float(loss) for loss in losses] == before == [4, 2]
-    assert [float(tracker.count) for tracker in trackers] == [3, 3]
-
-
-@contract(
-    "_fn",
-    "metric_function",
-    "is the function whose mean a metric is, and `_fn_kwargs` are its options",
-)
-def _():
-    function, options = models.metric_function(keras.metrics.CosineSimilarity(axis=0))
-    assert callable(function) and function.__module__.startswith("keras.")
-    assert options["axis"] == 0
-    assert models.metric_function(keras.metrics.AUC()) == (None, {})
-
-
 class _WithoutTraining(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         return tf.reduce_sum(y_pred)
@@ -428,17 +375,14 @@ def _():
 
 
 @contract(
-    "_aggregate_additional_loss",
-    "total_of_added_loss",
-    "makes of a loss that a layer has added a floating scalar, in replicas, too",
+    "_compile_metrics", "symbolic_build", "holds all compiled metrics, built or not"
 )
 def _():
-    model = _compiled()
-    total = models.total_of_added_loss(model, tf.constant([1, 2]))
-    assert total.dtype == tf.float32 and float(total) == 3
-    replicas = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    in_each = replicas.run(models.total_of_added_loss, (model, tf.constant([1, 2])))
-    assert [*map(float, in_each.values)] == [3, 3]
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    assert not model._compile_metrics.built
+    models.symbolic_build(model, _symbols())
+    assert model._compile_metrics.built
 
 
 def _symbols():
@@ -819,31 +763,31 @@ def _():
     assert float(reads()) == 6 and float(variable) == 2
 
 
-# Random numbers.
-
-
 @contract(
-    "keras.src.backend.tensorflow.random",
-    "CAST_SEED",
-    "is where Keras draws random numbers by TensorFlow",
-)
-@contract(
-    "_cast_seed",
-    "CAST_SEED",
-    "makes of a seed what TensorFlow's operations take, in every draw",
+    "tensorflow.python.ops.resource_variable_ops.UninitializedVariable",
+    "without_value",
+    "is a variable whose shape graphs know, and gets a value when it is assigned one",
 )
 def _():
-    drawn, cast = [], []
-    generator = keras.random.SeedGenerator(7)
-    with (
-        patched(randomness.NEXT_SEED, _noting(drawn)),
-        patched(randomness.CAST_SEED, _noting(cast)),
-    ):
-        keras.random.normal([2], seed=generator)
-        keras.layers.Dropout(0.5, seed=3)(tf.ones([2]), training=True)
-    assert len(drawn) == len(cast) == 2
-    seeds = randomness.cast_seed(tf.constant([[7, 0], [8, 1]], tf.uint32))
-    assert seeds.dtype == tf.int32 and seeds.shape == [2, 2]
+    table = tf.Variable([[1.0, 2.0]] * 3)
+    empty = variables.without_value(table, table.device)
+    assert not tf.raw_ops.VarIsInitializedOp(resource=empty.handle)
+
+    @tf.function
+    def filled():
+        variables.fill(empty, table)
+        rows = tf.gather(empty, [2])
+        with tf.control_dependencies([rows]):
+            variables.empty(empty)
+        return rows
+
+    graph = filled.get_concrete_function()
+    assert graph.structured_outputs.shape == (1, 2)
+    assert [*filled()[0]] == [1, 2] == [*filled()[0]]
+    assert tf.raw_ops.ReadVariableOp(resource=empty.handle, dtype=tf.float32).shape == 0
+
+
+# Random numbers.
 
 
 @contract(
@@ -1036,38 +980,6 @@ def _():
     assert isinstance(found, graphs.FunctionDef)
     assert "Sqrt" in [node.op for node in found.node_def]
     assert len(found.signature.input_arg) == 1
-
-
-@contract(
-    "tensorflow.python.ops.custom_gradient",
-    "DEPENDENT_VARIABLES",
-    "is where TensorFlow makes custom gradients",
-)
-@contract(
-    "_get_dependent_variables",
-    "DEPENDENT_VARIABLES",
-    "is asked for the variables behind a custom gradient, and returns a list",
-)
-def _():
-    asked = []
-
-    def none(search, **_):
-        asked.append(search)
-        return []
-
-    @tf.custom_gradient
-    def double(x):
-        return x * 2, lambda upstream: upstream * 5
-
-    @tf.function
-    def gradient(x):
-        with tf.GradientTape() as tape, patched(graphs.DEPENDENT_VARIABLES, none):
-            tape.watch(x)
-            y = double(x)
-        return tape.gradient(y, x)
-
-    assert float(gradient(tf.constant(1.0))) == 5
-    assert asked
 
 
 @contract(
@@ -1270,21 +1182,6 @@ def _():
     assert copy.planes[0].lines[0].events[0].duration_ps == 5
 
 
-@contract(
-    "ReductionToOneDevice, of one replica",
-    "ReductionOverHosts",
-    "has the values of a single replica added, too",
-)
-def _():
-    reduction = runtime.ReductionOverHosts(2, lambda values: 2 * tf.add_n(values))
-    strategy = tf.distribute.MirroredStrategy(["/cpu:0"], reduction)
-
-    def replica():
-        return tf.distribute.get_replica_context().all_reduce("sum", tf.ones([]))
-
-    assert float(strategy.run(replica)) == 2
-
-
 @contract("tensorflow.python.eager.context", "random_seed", "tells the seed")
 def _():
     before = runtime.random_seed()
@@ -1416,24 +1313,39 @@ def _():
 
 
 @contract(
-    "tensorflow.python.framework.function_def_to_graph.function_def_to_graph",
-    "function_graph, keep_functions",
+    "tensorflow.python.framework.func_graph.FuncGraph",
+    "function_graph",
+    "is a graph with inputs and outputs",
+)
+@contract(
+    "tensorflow.python.ops.handle_data_util",
+    "function_graph",
+    "gives a handle the shape of its variable",
+)
+@contract(
+    "tensorflow.python.framework.function_def_to_graph.function_def_to_graph_def",
+    "function_graph, keep_functions, nodes_of",
     "makes a graph of a function that was traced; its definition can be kept",
 )
 def _():
+    factor = tf.Variable([[2.0, 3.0, 4.0]])
+
     @tf.function
     def double(x):
-        return 2 * x
+        return factor * x, x
 
     @tf.function
     def outer(x):
-        return double(x) + 1
+        return double(x)[0] + 1
 
     graph = outer.get_concrete_function(tf.TensorSpec([None, 3])).graph
     (call,) = (op for op in graph.get_operations() if "Call" in op.type)
-    inner = graphs.function_graph(call.get_attr("f").name, [call.inputs[0].shape])
-    assert [t.shape.as_list() for t in inner.inputs] == [[None, 3]]
-    assert len(inner.outputs) == 1
+    shapes = [call.inputs[0].shape, None]
+    inner = graphs.function_graph(call.get_attr("f").name, call.inputs, shapes)
+    assert inner.inputs[0].shape.as_list() == [None, 3]
+    # The handle tells the variable's shape.
+    assert [t.shape.as_list() for t in inner.outputs] == [[None, 3]] * 2
+    assert "Mul" in {node.op for node in graphs.nodes_of(call)}
     part = graphs.GraphDef()
     part.node.add().CopyFrom(call.node_def)
     graphs.keep_functions(part, graph)
@@ -1456,7 +1368,7 @@ def _():
         traced = tf.function(function, autograph=False)
         graph = traced.get_concrete_function(tf.TensorSpec([3])).graph
         (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
-        return graphs.gradient_module(op)
+        return graphs.gradient_module(op.node_def)
 
     assert module(tf.nn.silu) == "tensorflow.python.ops.nn_impl"
     assert module(mine) == __name__

@@ -8,13 +8,11 @@ import keras
 import pytest
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
-from tensorflow.python.ops import custom_gradient
 
 from towers.analysis.layer_calls import recorded_layers
-from towers.keras_adapter.graphs import DEPENDENT_VARIABLES
 from towers.keras_adapter.models import compute_loss_replaced
 from towers.keras_adapter.patching import Target, patched, swapped
-from towers.layers import embeddings, fused, seeds
+from towers.layers import embeddings, fused
 from towers.numerics import search
 from towers.tower import eager
 
@@ -23,15 +21,8 @@ PATCHED = [
     (keras.layers.BatchNormalization, "call", fused.batch_normalization),
     (keras.optimizers.SGD, "update_step", fused.updates),
     (BaseOptimizer, "_backend_apply_gradients", fused.updates),
-    (keras.layers.Embedding, "call", lambda: embeddings.at_home(on_gpu=False)),
-    (keras.random.SeedGenerator, "next", seeds.on_the_host),
-    (keras.src.backend.tensorflow.random, "_cast_seed", seeds.on_the_host),
+    (keras.layers.Embedding, "call", embeddings.in_variables),
     (keras.Operation, "__call__", search._watched),
-    (
-        custom_gradient,
-        "_get_dependent_variables",
-        lambda: patched(DEPENDENT_VARIABLES, id),
-    ),
     (Trainer, "_compute_loss", lambda: compute_loss_replaced(keras.Model(), id)),
     (pdb, "set_trace", lambda: eager.aside(keras.Model())),
 ]

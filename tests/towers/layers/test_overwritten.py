@@ -6,11 +6,8 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.builders.asynchronous.tower_step import scale_as_now
-from towers.builders.pieces.loss import StepOutputs
 from towers.collectives import reduce
 from towers.layers import overwritten
-from towers.tower.passes import TowerResult
 
 DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 
@@ -91,19 +88,3 @@ def test_nobody_knows_how_those_of_a_user_combine():
         trained()
     # Each tower's is 1, of a gradient of 2.
     assert trained(strict=False) == 1.0
-
-
-def test_a_loss_scale_that_has_changed_does_not_change_them():
-    model = _in_float8()
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    parallel = multi_gpu_model(model, gpus=2, variable_update="asynchronous")
-    parallel.compile(optimizer, "mse")
-    optimizer.build(model.trainable_variables)
-    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
-    computed = StepOutputs([TowerResult(gradients=gradients)], [], tf.ones([]), [])
-    before = 2 * optimizer.scale_loss(tf.ones([]))
-    (result,) = scale_as_now(model, computed, before).results
-    places = overwritten.places(model)
-    for i, gradient in enumerate(result.gradients):
-        expected = 1.0 if i in places else 0.5
-        np.testing.assert_array_equal(gradient, np.full(gradient.shape, expected))

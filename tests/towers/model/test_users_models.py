@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import keras
 import numpy as np
@@ -247,14 +248,14 @@ class _Unseeded(layers.Layer):
         return x + keras.random.normal(ops.shape(x))
 
 
-def test_unseeded_random_numbers_name_the_layer():
+def test_unseeded_random_numbers_name_the_layer(capsys):
     inputs = keras.Input((4,))
     outputs = layers.Dense(1)(_Unseeded(name="shaken")(inputs))
     model = towers.multi_gpu_model(keras.Model(inputs, outputs), gpus=2)
     model.compile("sgd", "mse")
-    said = "Layer 'shaken' draws random numbers by .*global random seed.*SeedGenerator"
-    with pytest.raises(ValueError, match=said):
-        model.fit(_rows(), _targets(), verbose=0)
+    model.fit(_rows(), _targets(), verbose=0)
+    said = capsys.readouterr().err
+    assert re.search("random numbers without a seed by shaken", said), said
 
 
 class Follows(layers.Layer):
@@ -314,9 +315,7 @@ def test_a_variable_follows_a_sum_of_all_rows(following, update):
     ],
     ids=["a square", "a divisor", "no graph"],
 )
-def test_other_values_of_sums_are_refused(following, options):
-    said = "assigns '.*follows.*/centre'.* `train_step` of the model's own"
-    if options:
-        said = "a sum over examples to 'follows.*/centre'.* with run_eagerly=False"
-    with pytest.raises(ValueError, match=said):
-        _followed(following, lambda m: towers.multi_gpu_model(m, gpus=3), options)
+def test_other_values_of_sums(following, options):
+    ours = _followed(following, lambda m: towers.multi_gpu_model(m, gpus=3), options)
+    expected = _followed(following, lambda model: model, options)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from tests import warm
 from tests.towers.train.runs import read_settings
 from tests.variants import slow
-from towers import input_pipeline, multi_gpu_model
+from towers import input_pipeline
 from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import reduce
 from towers.layers import fused
@@ -216,9 +216,8 @@ def test_stages():
 
 @pytest.mark.slow
 def test_a_layer_that_mixes_the_examples_of_a_micro_batch():
-    parity = check_parity(
-        compiled(Centre(name="centre")), data(), gpus=1, micro_batches=2, strict=False
-    )
+    model, alone = compiled(Centre(name="centre")), {"loss_placement": "tower"}
+    parity = check_parity(model, data(), gpus=1, micro_batches=2, **alone)
     (reason,) = parity.reasons
     assert reason.startswith("Layer 'centre' mixes the examples of a batch")
 
@@ -226,12 +225,10 @@ def test_a_layer_that_mixes_the_examples_of_a_micro_batch():
 @pytest.mark.slow
 def test_batches_of_several_sizes_and_uneven_shares():
     batches = [data(12), data(7, seed=1), data(2, seed=2), data(12, seed=3)]
-    parity = check_parity(
-        compiled(), batches, gpus=3, split_ratios=(1, 3, 2), loss_placement="gathered"
-    )
+    parity = check_parity(compiled(Centre()), batches, gpus=3, split_ratios=(1, 3, 2))
     assert parity.equal, parity
     assert sum(row.kind == "loss" for row in parity.rows) == 4
-    assert "The loss was computed on gathered outputs." in str(parity)
+    assert "The loss was computed with the rows of all towers." in str(parity)
 
 
 @pytest.mark.slow
@@ -279,7 +276,8 @@ def test_16_bits(policy, optimizer):
 def test_16_bits_still_find_what_is_wrong(policy):
     """With their wider tolerance."""
     keras.config.set_dtype_policy(policy)
-    assert not check_parity(compiled(Centre()), data(), gpus=2).equal
+    model = compiled(Centre())
+    assert not check_parity(model, data(), gpus=2, loss_placement="tower").equal
 
 
 def test_nothing_trained_says_little():
@@ -341,20 +339,12 @@ def test_batch_normalization_of_the_whole_batch_is_not_a_matter_of_design(monkey
 
 
 def test_random_layers():
-    kinds = NoiseInTraining, layers.GaussianNoise, layers.Dropout, layers.Dropout
+    kinds = NoiseInTraining, layers.GaussianNoise, layers.Dropout, Noise
     middle = [kind(0.4, name=f"draws_{i}") for i, kind in enumerate(kinds)]
-    # A layer that would be random if it were asked to is not named.
-    idle = layers.Dropout(0.0, name="idle")
-    model = compiled(idle, *middle)
+    model = compiled(*middle)
     with unchanged(model):
         parity = check_parity(model, data(), gpus=2)
-    assert not parity.equal
-    design, tried = parity.reasons
-    assert design == (
-        "Differs by design: random layers draw differently on each tower (draws_0, "
-        "draws_1, draws_2 and 1 more)."
-    )
-    assert tried.startswith("Tried with random layers silenced, all is equal")
+    assert parity.equal, parity
 
 
 @pytest.mark.slow
@@ -365,10 +355,7 @@ def test_dropout_in_a_recurrent_cell():
     model.compile("sgd", "mse")
     x, y = data()
     parity = check_parity(model, (x.reshape(12, 3, 2), y), gpus=2)
-    assert not parity.equal
-    design, tried = parity.reasons
-    assert "random layers draw differently" in design
-    assert tried.startswith("Tried with random layers silenced, all is equal")
+    assert parity.equal, parity
 
 
 @pytest.mark.slow
@@ -386,70 +373,33 @@ def test_only_what_is_needed_is_named():
 
 def test_a_layer_that_mixes_examples():
     parity = check_parity(compiled(Centre(name="centre")), data(), gpus=2)
+    assert parity.equal and parity.loss_placement == "gathered", parity
+    # The innermost layer is named, and no other.
+    inner = keras.Sequential([layers.Dense(8), Centre(name="centre")], name="outer")
+    parity = check_parity(compiled(inner), data(), gpus=2, loss_placement="tower")
     assert not parity.equal
-    refusal, mixing = parity.reasons
-    assert "strict=False" in refusal
+    (mixing,) = parity.reasons
     assert mixing.startswith("Layer 'centre' mixes the examples of a batch:")
-    # The numbers are compared all the same.
     assert verdicts(parity)["loss", "step 1"] == DIFFERS
 
 
 @pytest.mark.slow
-def test_a_layer_that_mixes_examples_beside_known_causes():
-    middle = [
-        layers.BatchNormalization(),
-        layers.Dropout(0.4),
-        keras.Sequential([layers.Dense(8), Centre(name="centre")], name="outer"),
-    ]
-    parity = check_parity(compiled(*middle), data(), gpus=2, strict=False)
-    remains, mixing = parity.reasons
-    assert remains.startswith("Some of it remains with synchronized=True on Batch")
-    # The innermost layer is named, and no other.
-    assert mixing.startswith("Layer 'centre' mixes")
-
-
-@pytest.mark.slow
-def test_refused_without_need():
-    # Centred in shares, and then what depends on it is thrown away.
-    model = compiled(Centre(), layers.Rescaling(0.0))
-    parity = check_parity(model, data(), gpus=2)
-    assert not parity.equal
-    refusal, same = parity.reasons
-    assert "strict=False" in refusal
-    assert same == "Here the numbers are equal all the same, with strict=False."
-    assert check_parity(model, data(), gpus=2, strict=False).equal
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])
-def test_a_model_that_looks_at_the_order_is_not_rounding(initializer):
-    # With a head of zeros, the first loss does not show it.
+def test_a_model_that_looks_at_the_order(initializer):
     model = compiled(FromFirst())
     head = model.layers[-1].kernel
     head.assign(keras.initializers.get(initializer)(head.shape))
     parity = check_parity(model, data(), gpus=2)
-    assert not parity.equal
-    assert parity.rows
-
-
-@pytest.mark.slow
-def test_noise_that_cannot_be_silenced():
-    parity = check_parity(compiled(Noise(0.5, name="noise")), data(), gpus=2)
-    assert not parity.equal
-    unknown, stubborn = parity.reasons
-    assert "cause unknown" in unknown
-    assert "without a training argument (noise) cannot be silenced" in stubborn
+    assert parity.equal and parity.rows, parity
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
     """A bug of ours, of a thousandth, in one variable."""
-    right = reduce.sum_gradients
-
-    def wrong(gradients, largest):
-        first, *others = right(gradients, largest)
-        return [first * 1.001, *others]
-
-    monkeypatch.setattr(reduce, "sum_gradients", wrong)
+    right = reduce.add
+    monkeypatch.setattr(
+        *(reduce, "add"),
+        lambda parts: right(parts) * (1.001 if parts[0].shape == [6, 8] else 1),
+    )
     model = compiled(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
     parity = check_parity(model, data(), gpus=2)
     assert not parity.equal
@@ -521,7 +471,8 @@ def test_what_is_tried_is_what_is_said(monkeypatch, found, towers, parts, said):
     monkeypatch.setattr(causes, "judge", judge)
     monkeypatch.setattr(causes, "_mixing", lambda trials: ["Layer 'x' mixes."])
     norms = [layers.BatchNormalization(name="norm")]
-    trials = mock.Mock(batch_norms=norms, random_layers=[layers.Dropout(0.5)])
+    random = [layers.Dropout(0.5)]
+    trials = mock.Mock(batch_norms=norms, random_layers=random, unseeded=[])
     trials.plan.count = towers
     trials.plan.pipeline = Pipeline(parts, micro_batches=parts)
     reasons = [*causes.explain(trials, OTHER)]
@@ -531,7 +482,7 @@ def test_what_is_tried_is_what_is_said(monkeypatch, found, towers, parts, said):
 
 def test_what_differs_beside_variables_that_are_equal():
     model = compiled(noise := Noise(0.1, name="noise"))
-    trials = mock.Mock(model=model, random_layers=[noise])
+    trials = mock.Mock(model=model, random_layers=[noise], unseeded=[])
     rows = [Row("variable", v.path, 0.0, 0.0, EQUAL) for v in model.trainable_variables]
     rows += [
         Row("state", v.path, 0.0, 0.0, EQUAL) for v in model.non_trainable_variables
@@ -561,7 +512,7 @@ def test_a_refusal_stays_one():
 
 
 def test_what_is_remarked_of_models_that_are_equal():
-    trials = mock.Mock(changes_variables=True, predicts=False)
+    trials = mock.Mock(changes_variables=True, predicts=False, unseeded=[])
     predicts, rounded = check._remarks(trials, [*SAME, *ROUNDED])
     assert predicts.startswith("Predictions are not compared, as the model does not ")
     assert rounded.startswith("1 of 2 are equal to rounding, which training amplifies")
@@ -580,23 +531,23 @@ def test_towers_of_stages_are_named():
 
 
 class Unseeded(layers.Layer):
+    def __init__(self, random):
+        super().__init__()
+        self.random = random
+
     def call(self, x):
-        return x + keras.random.normal(keras.ops.shape(x))
+        return x + self.random.normal(keras.ops.shape(x))
 
 
-def test_a_model_that_cannot_be_a_tower():
-    model = compiled(Unseeded())
-    with pytest.raises(ValueError) as error:
-        multi_gpu_model(model, gpus=2).train_on_batch(*data())
-    before = everything(model)
-    parity = check_parity(model, data(), gpus=2)
-    for ours, theirs in zip(everything(model)[: len(before)], before, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert not parity.equal
-    assert parity.rows == ()
-    assert parity.reasons == (str(error.value),)
-    assert "random seed" in str(parity)
-    assert isinstance(error.value, ModelError)
+@pytest.mark.parametrize("random", [tf.random, keras.random], ids=["tf", "keras"])
+def test_random_numbers_without_a_seed_are_named(random):
+    model = compiled(Unseeded(random))
+    with unchanged(model):
+        parity = check_parity(model, data(), gpus=2)
+    (reason,) = parity.reasons
+    assert "The train_step draws random numbers without a seed " in reason
+    place = "seed_generator" if random is keras.random else "test_parity.py:"
+    assert place in reason and "keras.random.SeedGenerator" in reason
 
 
 @pytest.mark.quick_one_in(1)
@@ -661,12 +612,9 @@ def test_both_and_the_model_is_unchanged():
     with unchanged(model):
         parity = check_parity(model, data(seed=1), gpus=2)
     assert len(everything(model)) == count
-    # Both kinds of layers were to be changed.
-    norm, drop, tried = parity.reasons
-    assert "(norm)" in norm and "(drop)" in drop
-    assert tried.startswith(
-        "Tried with synchronized=True on BatchNormalization and random layers silenced,"
-    )
+    norm, tried = parity.reasons
+    assert "(norm)" in norm
+    assert tried.startswith("Tried with synchronized=True on BatchNormalization,")
     # It goes on as a model that was never checked.
     keras.utils.set_random_seed(1)
     again = Subclassed()

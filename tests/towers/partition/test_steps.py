@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests import executed
 from towers import multi_gpu_model
 from towers.analysis import effects
-from towers.builders.steps.own_steps import OwnSteps
+from towers.layers.pipeline import Pipeline, Placement
 from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned, judge
 from towers.tower.errors import ModelError
@@ -81,8 +81,10 @@ def test_a_part_computes_again_what_it_has_not_kept(recomputes):
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile("sgd", "mse")
     spec = tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])
-    parts = {id(layer): k for k, layer in enumerate(layers)} if recomputes else None
-    made = Partitioned(judge(model.train_step, spec, recomputed=parts))
+    parts = {id(layer): k for k, layer in enumerate(layers)}
+    recompute = "layer" if recomputes else "none"
+    pipeline = Pipeline(recompute=recompute, placement=Placement(model, layers=parts))
+    made = Partitioned(judge(model.train_step, spec, pipeline=pipeline))
     (phase,) = [phase for (phase,) in made.phases if phase.place.on_towers]
     graph = phase.function.graph.as_graph_def()
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
@@ -99,20 +101,6 @@ def test_rows_are_looked_up_and_no_table_is_read():
         for tensor in [*(taken.tensor for taken in phase.takes), *phase.makes]
     ]
     assert [t for t in travels if t.shape.rank and t.shape[0] == ROWS] == []
-
-
-def test_the_step_of_kerass_may_be_cut_too(monkeypatch):
-    """As long as there are two engines; ARCHITECTURE.md compares them."""
-    monkeypatch.setenv("TOWERS_ENGINE", "cut")
-    model, plain = words(), words()
-    parallel = multi_gpu_model(model, 2, variable_update="parameter_server")
-    assert isinstance(parallel.builder.training, OwnSteps)
-    for each in (parallel, plain):
-        each.compile("sgd", "mse", metrics=["mae"])
-    given = {"batch_size": 3, "epochs": 2, "shuffle": False, "verbose": 0}
-    found, wanted = (each.fit(IDS, Y, **given).history for each in (parallel, plain))
-    for name, values in wanted.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-6)
 
 
 def test_a_verdict_is_there_before_a_step():
@@ -361,3 +349,37 @@ def test_optimizers_may_have_variables_that_nobody_lists(optimizer, way, caplog)
         np.testing.assert_allclose(mine, other, atol=1e-5)
     # What is only read is in no checkpoint's way.
     assert ("checkpoints do not contain it" in caplog.text) == (optimizer is Fading)
+
+
+class Checked(keras.layers.Layer):
+    """Hands on its inputs once they were found to be small."""
+
+    def call(self, x):
+        small = tf.debugging.assert_less(tf.abs(x), 100.0, "Too large.")
+        with tf.control_dependencies([small]):
+            return tf.identity(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": 1},
+        {"gpus": 2},
+        {"gpus": 2, "variable_update": "replicated"},
+        {"gpus": 2, "stages": 2, "placement": {"last": 1, ".*": 0}},
+        {"gpus": 2, "variable_update": "replicated", "shard_optimizer_state": True},
+    ],
+    ids=str,
+)
+def test_nothing_is_updated_before_a_check_has_passed(options):
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(4)(Checked()(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="last")(hidden))
+    parallel = multi_gpu_model(model, **options)
+    parallel.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    before, x = model.get_weights(), np.ones([8, 4], "float32")
+    x[5] = 1000
+    with pytest.raises(Exception, match="Too large"):
+        parallel.train_on_batch(x, x[:, :1])
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)

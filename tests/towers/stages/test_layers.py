@@ -1,7 +1,5 @@
 """Each class of `keras.layers` in a stage of its own, against the same graph whole."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -9,15 +7,12 @@ import tensorflow as tf
 from keras import layers
 
 from tests.towers.analysis import layers as every
+from tests.towers.stages.stage import traced
 from tests.variants import slow
 from towers.analysis.layer_calls import key
-from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline, Placement
-from towers.stages.staged import StagedTower
-from towers.tower import passes
-from towers.tower.traced import Traced
 
-COMPUTED = "trusted", "proved", "compared", "by design"
+COMPUTED = "trusted", "proved", "at home", "by design"
 ROWS = [row for row in every.table() if row.outcome in COMPUTED]
 
 
@@ -60,28 +55,21 @@ def compare(row, recompute):
     parts = {id(each): k for k, each in enumerate([model.before, layer, model.behind])}
     placement = Placement(model, 3, layers=parts)
     pipeline = Pipeline(3, 1, recompute=recompute, placement=placement)
-    labels = Labels(parts)
-    variables = [*model.trainable_variables, *model.non_trainable_variables]
-    values = [tf.convert_to_tensor(variable.value) for variable in variables]
-    split = len(model.trainable_variables)
-    arguments = [values[:split], values[split:], x, tf.ones([])]
-    specs = [
-        *tf.nest.map_structure(tf.type_spec_from_value, arguments[:2]),
-        tf.nest.map_structure(every._spec, every.INPUTS[row.inputs]),
-        tf.TensorSpec([]),
-    ]
-    probe = functools.partial(passes.probe, model, True)
-    traced = Traced(probe, specs, False, False, labels=labels)
-    staged = StagedTower(traced, labels, pipeline, variables)
-    given = tf.nest.flatten(arguments, expand_composites=True)
-    made = dict(zip(map(key, traced.inputs), given, strict=True))
+    spec = tf.nest.map_structure(every._spec, every.INPUTS[row.inputs])
+    function, staged = traced(model, pipeline, spec)
+    before = [np.array(variable) for variable in model.variables]
+    trained = [tf.convert_to_tensor(each.value) for each in model.trainable_variables]
+    whole = tf.nest.flatten(function(x, trained), expand_composites=True)
+    for variable, value in zip(model.variables, before, strict=True):
+        # The next call draws the same.
+        variable.assign(value)
+    given = tf.nest.flatten([x, trained], expand_composites=True)
+    made = dict(zip(map(key, staged.inputs), given, strict=True))
     for phase in staged.phases:
         values, _ = phase([made[each] for each in phase.takes])
         made.update(zip(phase.makes, values, strict=True))
-    whole = tf.nest.flatten(traced(*arguments), expand_composites=True)
-    inside = tf.nest.flatten(traced.returned, expand_composites=True)
-    for expected, tensor in zip(whole, inside, strict=True):
-        if tensor is not None and tensor.dtype != tf.string:
+    for expected, tensor in zip(whole, staged.outputs, strict=True):
+        if tensor.dtype != tf.string:
             np.testing.assert_allclose(made[key(tensor)], expected, 1e-5, 1e-6)
     return staged
 

@@ -78,7 +78,7 @@ def test_each_layer_is_where_its_stage_is(builder, towers, recompute):
             if made := re.search(r"block_\d", operation.name):
                 # Nothing in a phase is placed anywhere but where it is called.
                 assert operation.device == ""
-                backward = operation.name.startswith("gradients")
+                backward = operation.name.startswith("gradient")
                 where[made[0], backward][operation.op].add(device)
     for k in range(4):
         devices = {CPU[2 * tower + k // 2] for tower in range(towers)}
@@ -108,7 +108,7 @@ def test_of_each_micro_batch_one_activation_travels_and_one_gradient():
         (source, target)
         for source, target, dtype, name in executed.transfers(nodes)
         # Times are float64.
-        if "PartitionedCall" in name and dtype != tf.float64
+        if re.match("tower_.*PartitionedCall", name) and dtype != tf.float64
     )
     # `test_phases.py` has what they are.
     assert phases == {(CPU[0], CPU[1]): 2, (CPU[1], CPU[0]): 2}
@@ -144,8 +144,7 @@ class FailsOnZeros(layers.Layer):
     """As layers are measured on."""
 
     def call(self, x):
-        tf.debugging.assert_greater(tf.reduce_max(x), 0.0, "Zeros came.")
-        return x
+        return tf.debugging.check_numerics(1 / x, "Zeros came.")
 
 
 def test_what_hinders_measuring_is_said(caplog):
@@ -155,7 +154,7 @@ def test_what_hinders_measuring_is_said(caplog):
     parallel.compile("sgd", "mse")
     x = np.ones([4, 6], "float32")
     parallel.train_on_batch(x, x)
-    assert "as they cannot be measured: assertion failed: [Zeros came.]" in caplog.text
+    assert "as they cannot be measured: Zeros came." in caplog.text
 
 
 def test_a_deterministic_run_measures_no_layers(caplog, monkeypatch):
@@ -171,7 +170,7 @@ def test_a_deterministic_run_measures_no_layers(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"run_eagerly": True}, "so each tower computes on its first device"),
+        ({"run_eagerly": True}, "so one device computes all of each batch"),
         ({"jit_compile": True}, "XLA does not compile model"),
     ],
 )
@@ -213,4 +212,4 @@ def test_layers_in_a_loop_are_said(capsys):
     parallel.compile("sgd", "mse")
     for rows in (4, 4, 3):
         parallel.train_on_batch(np.ones([rows, 6]), np.ones([rows, 6]))
-    assert capsys.readouterr().err.count("calls b in a branch, a loop or a") == 1
+    assert capsys.readouterr().err.count("calls b in a branch or a loop, of which") == 1

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from towers import multi_gpu_model
 from towers.layers.pipeline import Pipeline, Placement
-from towers.stages import measure, table
+from towers.partition.partitioned import Partitioned, judge
+from towers.stages import table
 
 layers = keras.layers
 ROWS, WIDTH = 2, 64
@@ -25,9 +26,12 @@ def build():
 
 
 def count(model, stages, micro_batches):
-    pipeline = Pipeline(stages, micro_batches, placement=Placement(model, stages))
-    spec = tf.TensorSpec([ROWS, WIDTH])
-    tower = measure.tower_alone(pipeline, (spec, spec, None))
+    places = Placement(model, stages)
+    pipeline = Pipeline(stages, micro_batches, placement=places)
+    spec = tf.TensorSpec([None, WIDTH])
+    function, specs = model.train_step, (spec, spec)
+    verdict = judge(function, specs, updates_apart=True, pipeline=pipeline)
+    tower = Partitioned(verdict).staged(ROWS)
     kept = table.activation_bytes(tower, pipeline, ROWS)
     return table.held_by_stages(pipeline, kept)
 

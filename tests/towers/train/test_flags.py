@@ -112,10 +112,6 @@ def test_what_own_data_leave_no_room_for():
             "--cache=memory with --data_service",
         ),
         (
-            {"cutmix_alpha": 1.0, "loss_placement": "gathered"},
-            "--loss_placement=gathered with --mixup_alpha",
-        ),
-        (
             {"cache": "memory", "cache_dir": "a"},
             "--cache_dir=a with --cache=memory, which keeps no files",
         ),

@@ -332,7 +332,7 @@ def test_split_ratios_and_loss_placement(tmp_path):
     for tower, size in enumerate((4, 6, 6)):
         assert re.search(rf"^ +{tower} +/device:CPU:{tower} .* {size}$", said, re.M)
     assert job.parallel.builder.plan.split_ratios == (2, 3, 3)
-    assert job.parallel.builder.context.loss_placement == "gathered"
+    assert job.parallel.builder.context.loss_placement == "auto"
 
 
 @pytest.mark.slow

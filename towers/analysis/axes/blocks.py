@@ -46,6 +46,10 @@ class RowBlocks:
         """Returns the blocks of a tensor; `None` if its rows are one block."""
         return self._blocks.get(key(tensor))
 
+    def set(self, tensor: tf.Tensor, blocks: Blocks) -> None:
+        """Is told the blocks of a tensor."""
+        self._blocks[key(tensor)] = blocks
+
     def same(self, tensor: tf.Tensor, like: tf.Tensor) -> None:
         """Is told that a tensor has the blocks of another."""
         if (blocks := self.of(like)) is not None:

@@ -23,6 +23,7 @@ from towers.analysis.kinds import (
     NONE,
     ROWS,
     SUM,
+    TURNED,
     UNKNOWN,
     Dependence,
 )
@@ -131,8 +132,8 @@ def _of_padding(tensor, op, inputs):
 @_rule("StridedSlice")
 def _of_slice(tensor, op, inputs):
     """The examples stay if the slice takes all of their axis."""
-    begin, steps = integers(inputs[1]), integers(inputs[3])
-    if None in (begin, steps):
+    begin, steps = (tf.get_static_value(inputs[i], partial=True) for i in (1, 3))
+    if begin is None or steps is None:
         return UNKNOWN
     marks = {
         name: [bool(op.get_attr(f"{name}_mask") >> i & 1) for i in range(len(begin))]
@@ -158,7 +159,17 @@ def _of_slice(tensor, op, inputs):
     return with_examples_at(place)
 
 
-@_rule("TensorListFromTensor")
-def _of_list(tensor, op, inputs):
-    """A list of rows, one for each place of the first axis."""
-    return ROWS
+@_rule("Shape")
+def _of_shape(tensor, op, inputs):
+    return TURNED
+
+
+@_rule("GatherV2")
+def _of_gather(tensor, op, inputs):
+    """Numbers of places stand for the first axis, or for a later one."""
+    axis, rank, places = integers(inputs[2]), inputs[0].shape.rank, inputs[1].shape.rank
+    if axis is None or places is None or op.get_attr("batch_dims"):
+        return UNKNOWN
+    if axis[0] % rank == 1:
+        return UNKNOWN
+    return with_examples_at(1 if axis[0] % rank else places, tensor.shape.rank)

@@ -15,6 +15,7 @@ from towers.analysis.kinds import (
     ROWS,
     SHAPE,
     SIZE,
+    TURNED,
     UNKNOWN,
     Dependence,
 )
@@ -24,7 +25,8 @@ from towers.analysis.static_values import integers, leading
 # They make a shape, or a part of one, of what is as long or has as many rows.
 _OF_SHAPES = set(
     """Cast ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape Shape ShapeN
-    Slice SplitV Squeeze StridedSlice Unpack""".split()
+    Slice SplitV Squeeze StridedSlice TensorListGetItem TensorListPopBack
+    TensorListPushBack TensorListSetItem Unpack""".split()
 )
 _MASKS = "begin", "ellipsis", "new_axis", "shrink_axis"
 
@@ -58,6 +60,10 @@ class RowCounts:
             kinds: How that depends on the examples.
         """
         op, kinds = tensor.op, [*kinds]
+        if op.type in ("Equal", "NotEqual") and kinds in ([SHAPE, SHAPE], [SIZE, SIZE]):
+            # Whatever number of examples there is, both have it.
+            first, second = map(self.of, inputs)
+            return NONE if first is not None and first == second else UNKNOWN
         if op.type == "FloorDiv" and kinds == [SIZE, NONE]:
             return SIZE if self._divides(*inputs) else UNKNOWN
         if op.type == "Reshape" and kinds == [ROWS, NONE]:
@@ -113,7 +119,7 @@ class RowCounts:
             kinds: How that depends on them.
             by_layer: Whether a layer returns it, which keeps rows apart.
         """
-        if kind not in (ROWS, COLUMNS, LAST, SHAPE, SIZE):
+        if kind not in (ROWS, COLUMNS, LAST, SHAPE, SIZE, TURNED):
             return
         pairs = [*zip(inputs, kinds, strict=True)]
         count = self._of_all(pairs)

@@ -19,7 +19,6 @@ from towers.analysis.axes.types import (
     rule_for,
 )
 from towers.analysis.kinds import (
-    COLUMNS,
     COUPLED,
     MEAN,
     NONE,
@@ -81,23 +80,6 @@ def of_rows(
 
 _rule = functools.partial(rule_for, _RULES)
 _rule_of_first = functools.partial(rule_for, _RULES_OF_FIRST)
-
-
-@_rule("TensorListSetItem")
-def _of_list_with_item(tensor, op, inputs, kinds):
-    """A list is rows if each of its tensors is: it was, or there was none."""
-    fits = kinds[0] is ROWS or inputs[0].op.type == "TensorListReserve"
-    return ROWS if fits and kinds[1:] == [NONE, ROWS] else UNKNOWN
-
-
-@_rule_of_first("TensorListGetItem")
-def _of_list_item(op, inputs):
-    return ROWS
-
-
-@_rule_of_first("TensorListStack")
-def _of_stacked_list(op, inputs):
-    return COLUMNS
 
 
 def _of_matrices(op, inputs, kinds):
@@ -301,18 +283,20 @@ def _of_gather(tensor, op, inputs, kinds):
 @_rule_of_first("StridedSlice")
 def _of_slice(op, inputs):
     """Rows stay if the slice takes all of the first axis."""
-    begin = tf.get_static_value(inputs[1])
-    steps = tf.get_static_value(inputs[3])
-    if begin is None or steps is None or op.get_attr("new_axis_mask") & 1:
+    begin, steps = leading(inputs[1], 1), leading(inputs[3], 1)
+    if not begin or not steps or op.get_attr("new_axis_mask") & 1:
         return UNKNOWN
     if op.get_attr("ellipsis_mask") & 1:
-        rank = inputs[0].shape.rank
-        return ROWS if rank is not None and len(begin) - 1 < rank else UNKNOWN
+        rank, count = inputs[0].shape.rank, inputs[1].shape[0]
+        return ROWS if None not in (rank, count) and count - 1 < rank else UNKNOWN
     whole = (
-        (op.get_attr("begin_mask") & 1 or int(begin[0]) == 0)
+        (op.get_attr("begin_mask") & 1 or begin == [0])
         and op.get_attr("end_mask") & 1
         and not op.get_attr("shrink_axis_mask") & 1
-        and int(steps[0]) == 1
+        and steps == [1]
     )
+    if whole:
+        return ROWS
     # Some examples picked out; of integers, perhaps for a shape.
-    return ROWS if whole else COUPLED if inputs[0].dtype.is_floating else UNKNOWN
+    known = tf.get_static_value(inputs[1]) is not None
+    return COUPLED if known and inputs[0].dtype.is_floating else UNKNOWN

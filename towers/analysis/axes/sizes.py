@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.analysis.axes.types import rule_for
-from towers.analysis.kinds import NONE, ROWS, SHAPE, SIZE, UNKNOWN, Dependence
+from towers.analysis.kinds import (
+    NONE,
+    ROWS,
+    SHAPE,
+    SIZE,
+    TURNED,
+    UNKNOWN,
+    Dependence,
+)
 from towers.analysis.static_values import integers, leading
 
 # Each element is drawn by itself. They take a shape, and then what is of the seed.
@@ -66,6 +74,28 @@ def of_sizes(
     if op.type in DRAWS and kinds[0] is SHAPE and set(kinds[1:]) <= {NONE}:
         return ROWS
     return UNKNOWN
+
+
+def of_turned(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
+) -> Dependence:
+    """Tells what an operation makes of a shape of columns.
+
+    Args:
+        op: The operation.
+        inputs: What it takes.
+        kinds: How each input depends on the examples: one is TURNED.
+    """
+    if kinds[0] is not TURNED or {*kinds[1:]} - {NONE}:
+        return UNKNOWN
+    if op.type == "Identity":
+        return TURNED
+    if op.type != "StridedSlice" or not op.get_attr("shrink_axis_mask"):
+        return UNKNOWN
+    begin, rank = integers(inputs[1]), inputs[0].shape[0]
+    if begin is None or rank is None:
+        return UNKNOWN
+    return SIZE if begin[0] % rank == 1 else NONE
 
 
 _rule = functools.partial(rule_for, _RULES_OF_SHAPES)

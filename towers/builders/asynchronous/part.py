@@ -1,4 +1,9 @@
-"""What a tower does in one go: the parts that its step is cut into."""
+"""What a tower does in one go: the parts that its step is cut into.
+
+A step tells its parts: each at home or on the tower, and whether it reads or updates
+there. Threads and staleness know nothing else of it. A tower that updates and goes on
+becomes the newest in flight, so the bound holds for each update.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -25,20 +25,18 @@ import tensorflow as tf
 
 from towers.builders.asynchronous.part import Part
 from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.checks import is_synchronized, refuse_stateful
 from towers.builders.common import Pieces
-from towers.builders.pieces.sizes import usual_rows_of
-from towers.builders.steps.keras_steps import Scope, train_function
+from towers.builders.train_function import Scope, train_function
 from towers.collectives import batch
 from towers.loop import loop
 from towers.loop.ahead import Ahead, Fetched
 from towers.loop.streams import Streams
-from towers.tower import eager
 from towers.tower.errors import ModelError
-from towers.tower.run import is_synchronized, refuse_stateful
 
 
 class Step(Protocol):
-    """A tower's step, which comes in parts: see `TowerStep`, `OwnTowerStep`."""
+    """A tower's step, which comes in parts: see `TowerStep`."""
 
     def forget(self) -> None:
         """Forgets what was traced."""
@@ -49,11 +47,8 @@ class Step(Protocol):
     def parts(self) -> list[Part]:
         """Returns the parts as they are, to be called in turn."""
 
-    def trace(self, spec: Any, rows: int | None) -> list[Part]:
+    def trace(self, spec: Any) -> list[Part]:
         """Returns the parts, traced for local batches of a kind."""
-
-    def computed_with(self, made: Sequence[Any]) -> Any:
-        """Returns what a tower has computed with, if that is known."""
 
 
 class Asynchronous:
@@ -85,12 +80,16 @@ class Asynchronous:
         self._fetching_s = 0.0  # in all, of the thread that fetches
         self._steps: dict[str, list[Part]] = {}
 
+    def create_variables(self, data: Any) -> None:
+        """Has the step create what it creates late; `data` is a batch, or its specs."""
+        self._step.create_variables(data)
+
     def train_step(
         self, data: Any, local_batches: Sequence[Any] | None = None
     ) -> dict[str, tf.Tensor]:
         """Trains on one global batch, of known size: towers take turns.
 
-        `fit` uses this with `run_eagerly` only; see `TrainStep`.
+        `fit` uses this with `run_eagerly` only.
         """
         context, plan = self._context, self._context.plan
         kept = self._pieces.batches.cut(data)
@@ -105,12 +104,10 @@ class Asynchronous:
             )
         self._check()
         self._step.create_variables(data)
-        parts, logs, turns = self._step.parts(), {}, eager.Turns(context.model)
+        parts, logs = self._step.parts(), {}
         for k, local in enumerate(local_batches):
             if sizes[k]:
                 self._run(k, parts, kept[k], local, logs)
-        if context.model.run_eagerly and min(sizes[:2]) > 0:
-            context.say(turns.lines_of_all(len(local_batches)))
         return logs
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
@@ -122,7 +119,9 @@ class Asynchronous:
         """
         context = self._context
         if context.model.run_eagerly:
-            return train_function(self._pieces, self.train_step, scope)
+            return train_function(
+                self._pieces, self.train_step, scope, self.create_variables
+            )
         steps, fetched = context.model.steps_per_execution, []
         self._steps = {}
         self._step.forget()
@@ -213,7 +212,7 @@ class Asynchronous:
                     computed_s = time.perf_counter()
         except tf.errors.OutOfRangeError:
             if guard is not None:
-                guard.on_tower(k, self._step.computed_with(made))
+                guard.on_tower(k)
             raise
         finally:
             self.staleness.drop(k)
@@ -254,13 +253,12 @@ class Asynchronous:
 
     def _trace(self, local):
         """Returns the parts of a step for such local batches, traced if need be."""
-        rows = usual_rows_of(self._context, local)
-        spec = batch.local_spec(local, rows)
+        spec = batch.local_spec(local, None)
         key = str(spec)
         if key not in self._steps:
             self._check()
             self._step.create_variables(spec)
-            self._steps[key] = self._step.trace(spec, rows)
+            self._steps[key] = self._step.trace(spec)
         return self._steps[key]
 
     def _check(self):

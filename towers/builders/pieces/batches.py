@@ -1,19 +1,16 @@
-"""The batches on their way to the towers: cut, placed and preprocessed."""
+"""The batches on their way to the towers: cut and placed."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.builders.pieces.sizes import TraceSizes
 from towers.collectives import batch, packing
 from towers.devices import is_gpu
 from towers.layers import embeddings
-from towers.tower.run import TowerCall, run, without_auto_control_deps
-from towers.tower.traced import Traced
 
 _INDICES = tf.int32, tf.int64
 
@@ -82,70 +79,19 @@ class LocalBatches:
         It looks through all layers, and batches are placed in each step.
         """
         context = self.context
-        if is_gpu(context.plan.home) or not context.looks_up:
+        if is_gpu(context.plan.home) or context.model.run_eagerly:
             return True
         return not embeddings.tables(context.model)
 
-    def preprocess_batch(
-        self, data: Any, training: bool, local_batches: Sequence[Any] | None = None
-    ) -> tuple[Sequence[Any] | None, Callable[[], Any]]:
-        """Has each tower preprocess its local batch.
+    def preprocess(self, data: Any, training: bool) -> Any:
+        """Returns a whole batch as the loss sees it, computed at home.
 
         Args:
-            data: (x, y, sample_weight) of a whole batch.
+            data: (x, y, sample_weight) of the batch.
             training: Whether this is a part of training.
-            local_batches: What `place` made of it, if that was done ahead.
-
-        Returns:
-            The local batches, `None` if nobody has made them yet; and what returns the
-            whole batch, as the loss is to see it.
         """
-        plan = self.context.plan
-        if self.context.preprocess is None:
-            return local_batches, functools.partial(self.whole, data)
-        if local_batches is None:
-            local_batches = self.place(data)
-        data = tf.nest.map_structure(batch.as_tensor, data)
-        size = batch.batch_size(data)
-        towers = self._preprocessing(data, size, training)
-        calls = [
-            TowerCall(tower.index, tower.device, mine, tf.ones([]), [rows])
-            for tower, rows, mine in zip(
-                plan.towers, local_batches, plan.sizes(size), strict=True
-            )
-        ]
-        with tf.name_scope("preprocess"), without_auto_control_deps():
-            results = run(towers, calls)
-        outputs = {result.tower: result.outputs for result in results}
-
-        def whole():
-            with tf.device(plan.home), tf.name_scope("gather"):
-                sizes = [result.size for result in results]
-                mine = batch.join(list(outputs.values()), sizes)
-                return plan.gather(mine, size, "preprocessed")
-
-        # Towers known to be idle have no result.
-        nothing = batch.take(next(iter(outputs.values())), 0, 0)
-        return [outputs.get(k, nothing) for k in range(len(calls))], whole
-
-    def _preprocessing(self, data, size, training):
-        """The function of each tower: traced, or in eager execution plain Python."""
-        context = self.context
-        towers = [
-            context.preprocess.on_tower(tower.index, training)
-            for tower in context.plan.towers
-        ]
-        if context.model.run_eagerly:
-            return towers
-        xla = context.xla and (training or context.found.compiled)
-        sizes = TraceSizes.of(context, data, size, xla)
-
-        def trace(function, rows=None, xla=False):
-            spec = batch.local_spec(data, rows)
-            return Traced(function, [spec], xla, False, context.plan.on_gpus)
-
-        traced = []
-        for k, function in enumerate(towers):
-            one, mine = functools.partial(trace, function), sizes.of_tower(k)
-            traced += mine.trace_all(one, mine.trace_first(one))
-        return traced
+        data, preprocess = self.whole(data), self.context.preprocess
+        if preprocess is None:
+            return data
+        with tf.device(self.context.plan.home):
+            return preprocess(tf.nest.map_structure(batch.as_tensor, data), training)

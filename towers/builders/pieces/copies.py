@@ -5,6 +5,10 @@ current. Each host has its own; those of the first host are what all others copy
 they may have been changed from outside, the other copies are made anew: at the start of
 `fit` and of each epoch, and before each call of training if a callback runs in between
 that may change them (`listeners.py`).
+
+Copies are equal between two steps: a way to update variables whose copies differ, such
+as local SGD, would need an average before anybody reads. They are variables of their
+own, not one buffer, as the user's optimizer treats variables one by one.
 """
 
 import contextlib
@@ -36,7 +40,12 @@ from towers.tower.errors import ModelError
 
 
 class HostsParts:
-    """Variables that several hosts divide: none of them has the whole of one."""
+    """Variables that several hosts divide: none of them has the whole of one.
+
+    Before hosts change, each gets the whole, and the next generation divides it anew. A
+    host that dies leaves zeros, and the next generation reads the checkpoint: copies of
+    a neighbour's part would cost as much traffic in each step as the parts do.
+    """
 
     def __init__(self, context: Context):
         self._context = context
@@ -243,15 +252,6 @@ class Copies:
         """Tells whether the copies may have other values than the model's variables."""
         written = self.stale or self._context.callbacks_may_write
         return bool(self._originals) and written
-
-    def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
-        """Assigns what layers assign to trainable variables; see `StateCombiner`."""
-        for copies in self._copies:
-            # The trainable ones come first in the state.
-            for copy, value in zip(self.trainable(copies), state, strict=False):
-                if copy is not None and value is not None:
-                    with tf.device(copy.device), tf.name_scope("state"):
-                        copy.assign(value)
 
     def update(self, updates: Sequence[Callable[[], None]]) -> None:
         """Has the optimizer update each tower's copy.

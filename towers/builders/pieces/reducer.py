@@ -1,4 +1,4 @@
-"""Makes one of what towers return: of their gradients, and of their state."""
+"""Adds the gradients that towers have computed."""
 
 import abc
 import dataclasses
@@ -8,17 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.analysis.rules import Rules
 from towers.builders.context import Context
 from towers.builders.guard import finite
-from towers.builders.pieces.copies import Copies
 from towers.collectives import reduce, scattered
 from towers.collectives.optimizer_shards import OptimizerShards
 from towers.collectives.parts import part_of
 from towers.collectives.spread import tables as spread_tables
 from towers.devices import HOST
 from towers.layers import overwritten, sharded
-from towers.tower.passes import TowerResult
 
 Seen = Callable[[reduce.Packed], Any]
 
@@ -43,7 +40,8 @@ class Reducer(abc.ABC):
         hosts divide tables, rows go to those that have them.
 
         Args:
-            gradients: Lists of gradients; see `TowerResult.gradients`.
+            gradients: A list for each tower: a gradient for each target of a trainable
+                variable (see `sharded.targets`), `None` where it has none.
             towers: Which towers of this host have them.
             seen: Is told of what has travelled packed; see `reduce.all_reduce`.
             over_hosts: Adds this host's sums to those of others, if there are others;
@@ -341,44 +339,3 @@ class ReduceScatter(Reducer):
             else:
                 found.append(part_of(gradient, part))
         return found
-
-
-@dataclasses.dataclass
-class StateCombiner:
-    """Combines what the towers made of the model's variables, by rules."""
-
-    context: Context
-    copies: Copies
-
-    def combine_state(
-        self, results: Sequence[TowerResult], rules: Rules
-    ) -> list[tf.Tensor | None]:
-        """Combines, at home, what the towers made of the model's variables, by rules.
-
-        With several hosts, what they return adds up to what it is with one.
-
-        Returns:
-            A value for each trainable and then each non-trainable variable, `None` for
-            those that no tower changed.
-        """
-        plan = self.context.plan
-        count = len(self.context.variables)
-        sources = [plan.devices[result.tower] for result in results]
-        with tf.device(plan.home), tf.name_scope("state"):
-            return reduce.combine_states(
-                [result.state for result in results],
-                [result.fraction for result in results],
-                [rules[f"state {i}"] for i in range(count)],
-                sources if any(map(plan.packs, sources)) else (),
-                plan.hosts,
-            )
-
-    def assign_state(self, state: Sequence[tf.Tensor | None]) -> None:
-        """Assigns to the model's variables what `combine_state` returned."""
-        home_of = self.context.plan.home_of
-        with tf.name_scope("state"):
-            for variable, value in zip(self.context.variables, state, strict=True):
-                if value is not None:
-                    with tf.device(home_of(variable)):
-                        variable.assign(value)
-        self.copies.assign_state(state)

@@ -1,4 +1,9 @@
-"""A host's connections to others, and the exchange of bytes over them."""
+"""A host's connections to others, and the exchange of bytes over them.
+
+A head before each message tells purpose and size. Hosts that trace differently would
+add what does not belong together, or wait for ever: so what does not match is an error
+on both sides.
+"""
 
 import contextlib
 import itertools

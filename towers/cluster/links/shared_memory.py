@@ -1,6 +1,10 @@
 """A connection through memory that two processes of one machine share.
 
 Over a socket, even one to the same machine, the kernel copies all bytes twice.
+
+The memory has no name, so nothing is left behind, and only processes of the same user
+can open it. It is for x86 only, as Python has no means to put writes in order
+elsewhere.
 """
 
 import contextlib

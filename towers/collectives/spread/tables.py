@@ -4,9 +4,20 @@ A host has the rows from one number to another, divided over its own devices, an
 optimizer slots. In each step, hosts tell the owners which rows they look up, each row
 once, and get them (`fetch`); towers look up in these. The gradients of rows go to the
 owners, with all duplicates, as optimizers square each by itself (`give`).
+
+A step that is traced as on one device reads a stand-in for the whole table, which has
+no value (`standing_in`). Whoever runs what was traced has hosts exchange rows where it
+looks up some of these (`look_up`), and whole tables where it reads one.
+
+A tower cannot take part in a collective: towers run side by side, more on one host than
+on another. So look-ups are a phase of their own, in which home joins the numbers of
+this host's towers, and hands each tower its rows. Where all hosts look up the same, all
+ask for them.
 """
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,8 +33,10 @@ from towers.keras_adapter import optimizers
 from towers.keras_adapter.variables import (
     bytes_of,
     put_behind,
+    swapped_values,
     value_behind,
     variable_like,
+    without_value,
 )
 from towers.layers import sharded, tables
 from towers.layers.sharded_variable import ShardedVariable
@@ -57,6 +70,11 @@ class SpreadTable(SpreadVariable):
         """The type in which numbers of its rows travel."""
         return tf.int32 if self.shape[0] < 2**31 else tf.int64
 
+    @functools.cached_property
+    def stand_in(self) -> tf.Variable:
+        """What a step is traced with instead of the table: it has no value."""
+        return without_value(self, HOST)
+
     def gradients_of(self, gradient: Any) -> list[Any]:
         """See `ShardedVariable`."""
         return [None] * len(self.shards) + [gradient]
@@ -64,6 +82,26 @@ class SpreadTable(SpreadVariable):
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
         """See `ShardedVariable`."""
         return parts[-1]
+
+    def parts_of(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[Any]:
+        """Makes gradients of this host's shards of a sum that all hosts have.
+
+        Returns:
+            Those, and behind them the norm of what the other hosts apply.
+        """
+        last = self.start + self.own_rows.shape[0]
+        if isinstance(gradient, tf.IndexedSlices):
+            ids = gradient.indices
+            own = (ids >= self.start) & (ids < last)
+            values, ids = (tf.boolean_mask(t, own) for t in (gradient.values, ids))
+            mine = tf.IndexedSlices(values, ids - self.start, gradient.dense_shape)
+            others = tf.boolean_mask(gradient.values, ~own)
+        else:
+            mine = gradient[self.start : last]
+            others = tf.concat([gradient[: self.start], gradient[last:]], 0)
+        # The largest of nothing is no number.
+        others = tf.concat([tf.reshape(others, [-1]), tf.zeros([1], others.dtype)], 0)
+        return [*self.own_rows.split(mine), sharded.norm(others)]
 
     def look_up_own(self, ids: tf.Tensor) -> tf.Tensor:
         """Looks up rows of this host."""
@@ -76,6 +114,15 @@ def of(variables: Sequence[keras.Variable]) -> dict[int, SpreadTable]:
     """Returns those variables that are such tables, by their places."""
     found = {i: sharded.of(variable) for i, variable in enumerate(variables)}
     return {i: each for i, each in found.items() if isinstance(each, SpreadTable)}
+
+
+@contextlib.contextmanager
+def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Inside, a stand-in is behind each of some variables that is such a table."""
+    found = of(variables)
+    tables = [variables[i] for i in found]
+    with swapped_values(tables, [table.stand_in for table in found.values()]):
+        yield
 
 
 def refusal(plan: Any, way: str) -> str | None:
@@ -222,6 +269,46 @@ def fetch(
         for each, table in zip(found, spread, strict=True):
             each.set_shape([None, table.shape[1]])
         return [*zip(asked[:count], found, strict=True)]
+
+
+def look_up(
+    hosts: Cluster,
+    spread: Sequence[SpreadTable],
+    ids: Sequence[Sequence[tf.Tensor]],
+) -> list[list[tf.Tensor]]:
+    """Looks up rows, whichever host has them; all hosts call it together.
+
+    Args:
+        hosts: The hosts.
+        spread: The tables; one may come more than once.
+        ids: For each, tensors of numbers of rows, of any shape.
+
+    Returns:
+        For each of those tensors, a row for each number.
+    """
+    unique = [*{id(table): table for table in spread}.values()]
+    with tf.device(HOST):
+        wanted = [
+            [
+                tf.reshape(tf.cast(each, table.ids_type), [-1])
+                for other, of_other in zip(spread, ids, strict=True)
+                for each in (of_other if other is table else ())
+            ]
+            for table in unique
+        ]
+        fetched = dict(zip(map(id, unique), fetch(hosts, unique, wanted), strict=True))
+        return [
+            [_rows_of(*fetched[id(table)], each) for each in of_table]
+            for table, of_table in zip(spread, ids, strict=True)
+        ]
+
+
+def _rows_of(numbers, rows, ids):
+    """Rows for numbers of rows, of those that were fetched."""
+    flat = tf.reshape(tf.cast(ids, numbers.dtype), [-1])
+    found = tf.gather(rows, tf.searchsorted(numbers, flat))
+    shape = tf.concat([tf.shape(ids), [rows.shape[1]]], 0)
+    return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, rows.shape[1]])
 
 
 def give(

@@ -1,4 +1,9 @@
-"""A variable of which each of several hosts has a part, such as an optimizer's slot."""
+"""A variable of which each of several hosts has a part, such as an optimizer's slot.
+
+To read it is a collective, since all hosts run the same callbacks: between batches, no
+host may read it alone. As `fit` ends, each host maps a file with the whole state,
+because a script may save the model on one host alone.
+"""
 
 import dataclasses
 import tempfile

@@ -1,4 +1,10 @@
-"""Starts hosts that come and go, and others where some have failed or are wanted."""
+"""Starts hosts that come and go, and others where some have failed or are wanted.
+
+A slot is a place for one process after another. All that happens is an event in one
+queue: signals, ends of processes, what the coordinator tells. A slot that fails three
+times running is left out while enough others remain. A fixed number of hosts keeps the
+simpler supervisor, as all its processes end together.
+"""
 
 import contextlib
 import math

@@ -1,4 +1,7 @@
-"""Chooses the best checkpoint of a run, by a metric."""
+"""Chooses the best checkpoint of a run, by a metric.
+
+The end of a run makes `best.keras` of it: two rules for what is kept would disagree.
+"""
 
 import dataclasses
 import itertools

@@ -3,6 +3,9 @@
 The thread writes from a copy of the state, so that training goes on meanwhile. Where
 there is no room for one, training waits, and the thread reads each variable as it
 writes it.
+
+Only the first host writes here. Others have a temporary folder, as there may be no
+shared file system; to restore, the first host sends them its checkpoint.
 """
 
 import concurrent.futures
@@ -120,6 +123,9 @@ class CheckpointManager:
         if self._hosts.index > 0 and not self._elastic:
             path = self._hosts.send_files(None, self.directory)
             contents = path and store.load(path)
+            if contents is not None:
+                # A step of the model's own builds optimizers as late as it trains.
+                saved_model.check_is_of(path, contents.about, model)
         elif which == "last":
             load = store.load
             path, contents = saved_model.newest_good(self.directory, load, model)

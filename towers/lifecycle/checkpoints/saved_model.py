@@ -1,4 +1,8 @@
-"""The variables of a model that is saved, and which checkpoints are of it."""
+"""The variables of a model that is saved, and which checkpoints are of it.
+
+They are a list, with names, shapes and types beside: Keras does not track random seeds
+as children of a checkpoint. A changed model needs a new run.
+"""
 
 import itertools
 import math

@@ -2,6 +2,10 @@
 
 Keras counts epochs and batches, opens data and notes their end, as in the earlier run,
 but nothing is computed, and no callback is called.
+
+A `Pipeline` is a value, so one that begins at the right record takes its place. Other
+data are read, in all calls that were made before, so that a seeded shuffle draws the
+same orders.
 """
 
 import contextlib

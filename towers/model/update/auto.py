@@ -3,6 +3,9 @@
 The candidates train on the first batches of the run, in turn; then every variable gets
 back the value that it had. What a candidate is made of is the builders' business, and
 where the choice is remembered the caller's.
+
+Candidates race the best so far, call by call, as a machine's speed drifts. One that is
+not 10% faster is not taken. A deterministic run measures nothing.
 """
 
 import collections

@@ -1,4 +1,9 @@
-"""How the variables of a model are updated: by which builder, and whether by XLA."""
+"""How the variables of a model are updated: by which builder, and whether by XLA.
+
+Other towers are another builder. The graphs of the last eight layouts are kept, as
+tracing takes longer than many steps. Copies on devices that are left are emptied, and
+given room again.
+"""
 
 import contextlib
 import itertools
@@ -9,6 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.builders.builder import Builder
+from towers.builders.checks import is_synchronized
 from towers.cluster import process_group
 from towers.cluster.membership import Membership
 from towers.collectives import batch, reduce
@@ -29,7 +35,6 @@ from towers.model.update.layout import Layout
 from towers.model.update.recipe import Recipe
 from towers.model.update.xla_wish import XlaWish
 from towers.tower.errors import explained_leaks
-from towers.tower.run import is_synchronized
 
 # Layouts whose graphs are kept, beside the one in use.
 _MOST_KEPT = 8
@@ -325,9 +330,9 @@ class VariableUpdate:
 
     def create_first(self, batches: ReplayableBatches) -> None:
         """Creates the variables for the first call; its batches have the usual size."""
-        self.create_variables(batches.first)
         first = tf.nest.map_structure(batch.as_tensor, batches.first)
         self.builder.context.usual_rows = int(batch.batch_size(first))
+        self.create_variables(batches.first)
 
     def create_variables(self, data: Any) -> None:
         """Creates missing variables; `data` is a batch or its `tf.TypeSpec`s."""
@@ -361,14 +366,11 @@ class _Kept(NamedTuple):
 def _agree_to_use(kept, hosts, needs_first_call):
     """Tells whether this host may use what it has kept; all hosts call it together.
 
-    Those that trace anew may have to meet others for it, in their first call, or to
-    compare rows.
+    Those that trace anew may have to meet others for it, in their first call.
     """
-    compared = 0 if kept is None else len(kept.builder.pieces.comparison.verdicts)
-    told = hosts.tell_all([kept is not None, needs_first_call, compared])
-    have_it, meet, compared = zip(*told, strict=True)
-    alike = all(have_it) or not any(meet)
-    return kept is not None and alike and len({*compared}) == 1
+    told = hosts.tell_all([kept is not None, needs_first_call])
+    have_it, meet = zip(*told, strict=True)
+    return kept is not None and (all(have_it) or not any(meet))
 
 
 def _limit(kept):

@@ -1,4 +1,9 @@
-"""Copies of variables on each device, for loops of one's own."""
+"""Copies of variables on each device, for loops of one's own.
+
+TensorFlow does not tell that a variable was assigned, so each step compares digests of
+all copies first. A number is never that of an old copy, but each variable is read once
+more.
+"""
 
 from collections.abc import Iterable, Sequence
 

@@ -3,6 +3,8 @@
 TensorFlow's stateless random numbers come from a counter (Salmon et al. 2011): the n-th
 block of them from the counter plus n. So a tower draws its rows alone, by a counter
 that is ahead by what the rows before take.
+
+Draws that take an unknown part of the counter are made at home, and cut.
 """
 
 import functools

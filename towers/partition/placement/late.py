@@ -17,12 +17,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from towers.analysis import effects
-from towers.analysis.kinds import COLUMNS, LAST, PACKED, ROWS, SHAPE
+from towers.analysis.kinds import COLUMNS, LAST, PACKED, ROWS, SHAPE, TURNED
 from towers.keras_adapter.graphs import is_stateful
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
 
-_OF_ROWS = {COLUMNS, LAST, PACKED, ROWS, SHAPE}
+_OF_ROWS = {COLUMNS, LAST, PACKED, ROWS, SHAPE, TURNED}
 
 
 class Group(NamedTuple):
@@ -96,6 +96,7 @@ class Late:
             and not place.on_towers
             # Nobody may ask for what checks.
             and op.outputs
+            and op.name not in trace.loss_scales
             and not effects.checks(op)
             and not any(effects.of([op]))
         }

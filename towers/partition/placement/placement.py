@@ -6,10 +6,17 @@ something takes them that is not linear, such as an optimizer, a metric, or a no
 does not depend on examples runs once, at home, and so does what lets examples meet, on
 the rows of all towers. Compilers call this partitioning by propagated shardings (GSPMD,
 Xu et al. 2021): a tensor is split by rows, replicated, or partial.
+
+What is small, whole, and made of what home reads, such as a seed, home makes on the
+host: a GPU reads seeds there, and would be waited for at each Dropout. What is small
+and made of totals alone runs at home, too, so that each tower computes once, and not
+again for a metric's mean. Look-ups are apart, where the table lives, so that only rows
+travel.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import keras
 import tensorflow as tf
@@ -29,12 +36,19 @@ from towers.analysis.kinds import (
     SHAPE,
     SIZE,
     SUM,
+    TURNED,
     UNKNOWN,
     Dependence,
 )
 from towers.analysis.layer_calls import key
+from towers.collectives.spread.tables import SpreadTable
 from towers.devices import HOST
-from towers.keras_adapter.graphs import before, calls_functions, is_stateful
+from towers.keras_adapter.graphs import (
+    before,
+    calls_functions,
+    is_stateful,
+    may_change,
+)
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
 from towers.layers.sharded_variable import WHOLE_SCOPE
@@ -43,13 +57,16 @@ from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
 
 # What towers have of a tensor, so that it makes the batch's.
-_ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM
+_ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM, TURNED
 _TOTALS = MEAN, SIZE, SUM
 # Home computes nothing larger that towers can compute, too.
 _MANY = 1024
 _OF_ONE_VARIABLE = set(
     "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp".split()
 )
+# What reads a variable in a way that hosts can exchange.
+LOOK_UP = "ResourceGather"
+_EXCHANGED = {LOOK_UP, "ReadVariableOp"}
 # They are stateful for TensorFlow, as each makes another value.
 _FRESH = {"EmptyTensorList"}
 # By type, the place of the shape among what a stateful operation takes that draws.
@@ -80,6 +97,8 @@ class Place:
         on_copies: Whether it runs on each copy of the variables, as at home.
         on_device: Whether it runs on the device of home, or of the tower. If not, home
             runs it on the host, and a tower at home, as it does a look-up of rows.
+        exchanges: Whether hosts exchange what it reads of tables that they divide: once
+            for all towers of a host.
     """
 
     # In the order in which they are compared: what runs later is larger.
@@ -88,6 +107,7 @@ class Place:
     on_device: bool = True
     updates: bool = False
     on_copies: bool = False
+    exchanges: bool = False
 
     def is_behind(self, other: "Place") -> bool:
         """Tells whether, at the same level, it runs later than the other."""
@@ -103,7 +123,10 @@ class Placement:
         order: Those operations, each behind what it takes.
         gathered: What lets examples meet, and so runs at home on rows of all towers.
         hosted: The names of those that run on the host, as does a GPU's random seed.
+        unreadable: The names of operations of which nothing may be known in the next
+            trace of the same function, as home has to run them.
         refused: Why towers cannot compute the function, a sentence for each reason.
+        waits: By name, those that an operation waits for, whatever it takes.
     """
 
     def __init__(
@@ -111,6 +134,7 @@ class Placement:
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
         home: str = HOST,
+        divided: Mapping[int, SpreadTable] = MappingProxyType({}),
     ):
         """Places the operations.
 
@@ -119,13 +143,17 @@ class Placement:
             is_copied: Tells of a handle from outside whether each tower has a copy of
                 its variable.
             home: The device of home.
+            divided: By the `id` of the handle of its stand-in, each table that hosts
+                divide.
         """
-        self._home = home
+        self._home, self._divided = home, divided
         self._trace, self._reader, self._is_copied = trace, trace.reader, is_copied
         self.places: dict[str, Place] = {}
         self.gathered: list[tf.Operation] = []
         self.hosted: set[str] = set()
+        self.unreadable: frozenset[str] = frozenset()
         self.refused: list[str] = []
+        self.waits: dict[str, list[str]] = {}
         self._by_design: dict[object, Dependence] = {}
         self._made_at_home: set[object] = set()
         self._handles = {
@@ -157,13 +185,15 @@ class Placement:
             if op.type != "Const":
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
+                exchanges = op.type in _EXCHANGED and self.table_of(op) is not None
                 on_device = op.name not in self.hosted and not self._looks_up(op)
                 place = Place(
                     level=0,
                     on_towers=on_towers,
-                    on_device=on_device,
+                    on_device=on_device and not exchanges,
                     updates=updates,
                     on_copies=op.name in on_copies,
+                    exchanges=exchanges,
                 )
                 level = self._level(op, place)
                 self.places[op.name] = dataclasses.replace(place, level=level)
@@ -171,6 +201,7 @@ class Placement:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
         self.refused += _refused_look_ups(self.order)
+        self.refused += map(_why_not_changed, filter(self._changes_divided, self.order))
         if self._reader.own is not None:
             self.refused += _refused_own(self._reader.own, trace.returned, self.order)
 
@@ -199,6 +230,24 @@ class Placement:
         """Tells whether a tensor is a variable's gradient, or rows of a sparse one."""
         return key(tensor) in self._trace.gradients
 
+    def reads(self) -> dict[object, tf.Tensor]:
+        """Returns, by the key of what reads a variable again, what has read it before.
+
+        Nothing changes the variable in between.
+        """
+        first: dict[object, tf.Tensor] = {}
+        found = {}
+        for op in self._trace.graph.get_operations():
+            if op.type == "ReadVariableOp" and op.name in self.places:
+                value = op.outputs[0]
+                before = first.setdefault((key(op.inputs[0]), value.dtype), value)
+                if before is not value:
+                    found[key(value)] = before
+            elif any(effects.of([op])):
+                changed = {key(each) for each in may_change(op)}
+                first = {n: each for n, each in first.items() if n[0] not in changed}
+        return found
+
     def is_given(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is a part of the batch, or the tower's fraction."""
         return key(tensor) in self._given
@@ -210,6 +259,20 @@ class Placement:
     def outside(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor that one of those stands for."""
         return self._handles[key(tensor)]
+
+    def table_of(self, op: tf.Operation) -> SpreadTable | None:
+        """Returns the table that hosts divide that an operation has to do with."""
+        handles = (self._handles.get(key(tensor)) for tensor in op.inputs)
+        return next(iter(self.tables_of(handles)), None)
+
+    def tables_of(self, handles: Iterable[tf.Tensor | None]) -> list[SpreadTable]:
+        """Returns the tables that hosts divide, of the handles of some stand-ins."""
+        return [self._divided[id(h)] for h in handles if id(h) in self._divided]
+
+    def _changes_divided(self, op):
+        """Whether it changes a table that hosts divide, beside what optimizers do."""
+        mine = op.name not in self._trace.updates and any(effects.of([op]))
+        return mine and self.table_of(op) is not None
 
     def is_on_towers(self, tensor: tf.Tensor) -> bool:
         """Tells whether each tower makes a tensor, or is given its part of it."""
@@ -391,8 +454,11 @@ class Placement:
     def _bring_lists_home(self):
         """Has home make lists of tensors that it takes, as they cannot be joined.
 
-        A loop that home runs, as nobody can read it, takes such.
+        A loop that home runs, as nobody can read it, takes such. What makes more than
+        that list, as a loop does for its gradient, is to be read as home's, and so is
+        what would take the list on towers.
         """
+        moved = set()
         for op in reversed(self.order):
             takers = [t.consumers() for t in op.outputs if t.dtype == tf.variant]
             if any(
@@ -402,7 +468,21 @@ class Placement:
             ):
                 if self._on_towers[op.name]:
                     self.gathered.append(op)
+                    moved.add(op.name)
                 self._on_towers[op.name] = False
+        lists = [
+            op
+            for op in self.order
+            if op.name not in self._trace.regions
+            and (
+                (op.name in moved and any(t.dtype != tf.variant for t in op.outputs))
+                or (
+                    self._on_towers[op.name]
+                    and any(t.op.name in moved for t in op.inputs)
+                )
+            )
+        ]
+        self.unreadable = frozenset(op.name for op in lists)
 
     def _decide_others(self):
         """Has towers compute what is alike, where nobody else needs it."""
@@ -433,7 +513,10 @@ class Placement:
         if self._reader.own is not None:
             # A quotient of sums, say, is each tower's own.
             return False
-        few = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
+        few = all(
+            t.dtype != tf.variant and (t.shape.num_elements() or _MANY) < _MANY
+            for t in op.outputs
+        )
         taken = {*map(self._reader.of, op.inputs)}
         made = {*map(self._reader.of, op.outputs)}
         return few and taken <= {NONE, *_TOTALS} and made <= {*_TOTALS}
@@ -461,7 +544,10 @@ class Placement:
             level = max(level, place.level + (away or place.is_behind(mine)))
             if away:
                 self._check_combined(op, tensor)
-        for name in before(op, self.places):
+        # What stands for the batch, and variables, is there.
+        waits = [*before(op, self.places)] if op.control_inputs else []
+        self.waits[op.name] = waits
+        for name in waits:
             place = self.places[name]
             level = max(level, place.level + place.is_behind(mine))
         return level
@@ -505,6 +591,18 @@ class Placement:
                 f"{name} computes on one device, with the rows of all towers: "
                 f"{_listed(first)}."
             )
+        whole = [
+            op
+            for op in self.order
+            if op.type != LOOK_UP
+            and op.name not in self._trace.updates
+            and self.table_of(op) is not None
+        ]
+        if whole:
+            lines.append(
+                f"{name} reads whole tables that hosts divide, in each step, and not "
+                f"only rows: {_listed(whole)}."
+            )
         if own := _own_firsts(self._reader.own, self.order):
             lines.append(
                 f"{name} computes with each tower's own rows what lets examples meet, "
@@ -518,6 +616,13 @@ def _taker(op):
     if op is None:
         return "The function returns"
     return f"Operation '{op.name}' ({op.type}){where(op)} takes"
+
+
+def _why_not_changed(op):
+    return (
+        f"Operation '{op.name}' ({op.type}){where(op)} changes a table that hosts "
+        "divide; expected no change but an optimizer's, or shard_embeddings='none'."
+    )
 
 
 def _refused_look_ups(order):

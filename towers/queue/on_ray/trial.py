@@ -1,4 +1,8 @@
-"""What runs on a node of Ray's cluster for a run: towers.train, in a process."""
+"""What runs on a node of Ray's cluster for a run: towers.train, in a process.
+
+Ray Tune has ways of its own to stop, to save and to print. So it only chooses where and
+when; the table, the record and the exit code are the queue's.
+"""
 
 import dataclasses
 import os

@@ -1,4 +1,8 @@
-"""Describes a trained model's inputs and outputs, as preprocessing.json has them."""
+"""Describes a trained model's inputs and outputs, as preprocessing.json has them.
+
+`model.keras` is the user's own model; what it needs besides stands beside it. A scaling
+layer within would make it another model than the one that was compared with one device.
+"""
 
 import dataclasses
 import os

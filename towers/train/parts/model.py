@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers import input_pipeline, models
-from towers.builders.steps.own_steps import has_own_steps
+from towers.builders.steps import has_own_steps
 from towers.devices import Devices, is_gpu
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel

@@ -1,4 +1,9 @@
-"""A file of the user's, --model=file.py, and what it defines beside the model."""
+"""A file of the user's, --model=file.py, and what it defines beside the model.
+
+Its syntax tells which names it defines, before it runs and touches devices. A function
+of the user's is called if all that it needs is known by its parameters' names; another
+one is the value itself.
+"""
 
 import dataclasses
 import inspect

@@ -1,4 +1,8 @@
-"""Data that a file of the user's reads: its `train_data` and `eval_data`."""
+"""Data that a file of the user's reads: its `train_data` and `eval_data`.
+
+They have the manners of a data set (`OwnData`), so that the rest of a run does not ask
+whose data they are.
+"""
 
 import contextlib
 import dataclasses

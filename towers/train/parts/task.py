@@ -2,6 +2,9 @@
 
 A task knows its loss and metrics, which output it expects of a model, and how to read a
 prediction from one.
+
+So loss, metrics, logs and predictions agree. Metrics are of Keras's own classes, so
+that `model.keras` opens without this package.
 """
 
 import dataclasses

@@ -89,13 +89,14 @@ HELPS = {
         "parts."
     ),
     "loss_placement": (
-        "Where to compute the loss. tower: on the towers. gathered: once, on the "
-        "outputs of all towers. auto: on the towers where that is exact, else "
-        "gathered. If the model has its own train_step and a part of it combines "
-        "examples with one another, auto gathers that part, and tower makes each "
-        "tower treat its part of the batch as the whole batch."
+        "Where examples meet, as in a loss over pairs. auto: on one device, with the "
+        "rows of all towers. tower: each tower treats its part of the batch as the "
+        "whole batch. gathered: as auto, for one more release."
     ),
-    "strict": ("Refuse a model if towers would compute other numbers than one device."),
+    "strict": (
+        "Refuse a model with a variable that is overwritten with its gradient, if "
+        "nobody knows how to combine the gradients of several towers."
+    ),
     "steps_per_loop": "Number of training steps in one call of the graph.",
     "enable_xla": (
         "What to compile with XLA. true: towers and update. auto: the towers if the "

@@ -1,4 +1,9 @@
-"""What a model begins with, and which of its layers stay as they are."""
+"""What a model begins with, and which of its layers stay as they are.
+
+Weights are matched in the file: Keras numbers layers by how many were made before, and
+`load_weights` does not say what it left out. What fits is copied into a file of the new
+model, which Keras then loads.
+"""
 
 import fnmatch
 import math

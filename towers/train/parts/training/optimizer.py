@@ -1,4 +1,8 @@
-"""The optimizer and its learning rate, as settings describe them."""
+"""The optimizer and its learning rate, as settings describe them.
+
+A schedule of ours is not saved, or the model would not load without this package. In a
+saved model, Keras's constant schedule stands for it, at the rate of the last step.
+"""
 
 import contextlib
 import inspect
