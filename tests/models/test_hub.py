@@ -20,7 +20,6 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.keras_adapter.layers import layers_of
 from towers.parity.report import difference
-from towers.tower.errors import ModelError
 
 hub = pytest.importorskip("keras_hub").models
 
@@ -85,9 +84,8 @@ def test_a_step_equals_that_of_one_device(name, capsys):
 
 
 @pytest.mark.parametrize("name", _variants(cases.COMPARED))
-def test_what_is_not_read_is_compared_and_equals(name, capsys):
+def test_what_is_not_read_equals(name):
     _assert_equal(name)
-    assert "cannot be read; compared on 6 rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", _variants(["DenseNet", "ResNet"]))
@@ -96,15 +94,10 @@ def test_synchronized_statistics_equal_those_of_one_device(name):
 
 
 @pytest.mark.parametrize("name", _variants(cases.COUPLED))
-def test_examples_that_meet_are_refused(name):
+def test_examples_that_meet_equal_those_of_one_device(name):
     network = _network(name)
-    x = cases.inputs(name, network)
-    assert _meet(network, x)
-    y = cases.targets(network)
-    model = multi_gpu_model(network, gpus=2)
-    model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(ModelError, match=cases.COUPLED[name].named):
-        model.train_on_batch(x, y[0] if len(y) == 1 else y)
+    assert _meet(network, cases.inputs(name, network))
+    _assert_equal(name)
 
 
 def _meet(network, x):

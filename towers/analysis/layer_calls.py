@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.analysis.trust import APART, is_trusted
+from towers.analysis.trust import is_trusted
 from towers.keras_adapter.layers import (
     LAYER_CALL,
-    LOSS_CALL,
     MASK,
     layers_of,
     logits_of,
@@ -33,20 +32,13 @@ class LayerCall(NamedTuple):
     inputs: Sequence[tf.Tensor]
     packed: bool
     trusted: bool
-    layer: keras.layers.Layer | keras.losses.Loss
+    layer: keras.layers.Layer
     around: "list[LayerCall]"
 
 
 @contextlib.contextmanager
-def recorded_layers(
-    losses: bool = True, synchronized: bool = True
-) -> Iterator[dict[Any, LayerCall]]:
+def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
     """Inside, remembers what layers made of what.
-
-    Args:
-        losses: Whether it remembers losses, too.
-        synchronized: Whether layers with synchronized=True may be trusted, as towers
-            run them together.
 
     Yields:
         For the key of each tensor that a layer returned, how it was made.
@@ -60,9 +52,8 @@ def recorded_layers(
         masks = [tag(each, MASK) for each in given]
         inputs = [part for _, part in parts([given, masks])]
         known = {key(tensor) for tensor in inputs}
-        trusted = is_trusted(layer, inputs) and (
-            synchronized or not any(map(_is_synchronized, layers_of(layer)))
-        )
+        apart = not any(map(_is_synchronized, layers_of(layer)))
+        trusted = apart and is_trusted(layer, inputs)
         made = outputs
         if trusted and not {key(part) for _, part in parts(outputs)} & known:
             # What passes its input through has not made its logits.
@@ -81,17 +72,7 @@ def recorded_layers(
                 inner.around.append(call)
         return outputs
 
-    def record_loss(original, loss, y_true, y_pred):
-        values = original(loss, y_true, y_pred)
-        if isinstance(loss, APART) and tf.is_symbolic_tensor(values):
-            call = LayerCall([y_true, y_pred], False, True, loss, [])
-            calls[key(values)] = call
-        return values
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(patched(LAYER_CALL, record))
-        if losses:
-            patches.enter_context(patched(LOSS_CALL, record_loss))
+    with patched(LAYER_CALL, record):
         yield calls
 
 

@@ -28,8 +28,6 @@ _READ = (
     keras.layers.TFSMLayer,
     keras.layers.TorchModuleWrapper,
 )
-# Keras's own losses whose graphs cannot be read, with a value for each example.
-APART = (keras.losses.CTC,)
 # Attributes with functions that a layer applies.
 _ACTIVATIONS = "activation", "recurrent_activation"
 # Of these activations, the last axis is one.

@@ -75,7 +75,7 @@ class Builder:
         self.pieces, self.training, self.evaluation = self._compose()
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls; see `steps.train_function`."""
+        """Makes the function that Keras's `fit` calls; see `train_function`."""
         return self.training.train_function(scope)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:

@@ -22,6 +22,6 @@ class Pieces:
         """Puts them together; none knows anything of the model yet."""
         self.context, self.copies = context, copies or Copies(context)
         self.batches = LocalBatches(context)
-        self.creator = VariableCreator(context, self.batches, self.copies)
+        self.creator = VariableCreator(context, self.copies)
         sharded = self.copies.shards is not None
         self.updater = (ShardedUpdater if sharded else Updater)(context, self.copies)

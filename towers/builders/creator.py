@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.builders.pieces.batches import LocalBatches
 from towers.builders.pieces.copies import Copies
 from towers.cluster import process_group
 from towers.collectives import batch
@@ -38,7 +37,6 @@ class VariableCreator:
     """Creates the variables at home, and their copies, if there are to be any."""
 
     context: Context
-    batches: LocalBatches
     copies: Copies
     _looked_up: dict[int, int] | None = None
 
@@ -54,17 +52,18 @@ class VariableCreator:
         with self._tables_placed(data), self.copies.creating():
             self._create(data, rows)
 
-    def build_apart(self, data: Any) -> None:
+    def build_apart(self, data: Any, trains: bool = True) -> None:
         """Creates the variables of layers and the optimizer, and cuts what is cut.
 
         Args:
             data: A batch, or its `tf.TypeSpec`s.
+            trains: Whether the optimizer is needed.
         """
         model = self.context.model
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         self.build_layers(x)
         with self._tables_placed(data):
-            if model.compiled and model.optimizer is not None:
+            if trains and model.compiled and model.optimizer is not None:
                 self.build_optimizer()
 
     def place(self, data: Any, divided: bool) -> None:
@@ -109,7 +108,7 @@ class VariableCreator:
             return False
         layers = {id(layer): k for k, layer in enumerate(weighted(model))}
         each_alone = Placement(model, layers=layers)
-        begun_s = time.perf_counter()
+        begun_s, seconds = time.perf_counter(), None
         try:
             # Not in an `init_scope`, where no tape records.
             towers = tower(Pipeline(len(layers), placement=each_alone))
@@ -122,6 +121,8 @@ class VariableCreator:
                 f"weights, as they cannot be measured: {words.error_line(error)}"
             )
             context.say([line])
+        # All hosts divide them alike.
+        if not all(plan.hosts.tell_all(seconds is not None)):
             return False
         placement.balance(plan.hosts.broadcast(seconds))
         taken_s = time.perf_counter() - begun_s

@@ -22,7 +22,7 @@ from towers.collectives import batch, reduce
 from towers.collectives.spread import tables as spread_tables
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import layers_of
-from towers.keras_adapter.models import measuring, overrides
+from towers.keras_adapter.models import COMPUTE_LOSS, measuring, overrides
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import value_behind
 from towers.layers import sharded, tables, variables
@@ -107,16 +107,22 @@ class Steps:
             if any(isinstance(t, tf.TypeSpec) for t in flat):
                 self.pieces.creator.build_all(data)
             return
-        self._created.add(step)
         checks.refuse_stateful(context.model)
         if step == "train_step":
             self._create_for_training(data)
+        elif self._cuts or self._has_stages:
+            # What is traced here reads variables where they stay.
+            with tf.init_scope():
+                self.pieces.creator.build_apart(data, trains=False)
+                variables.move(context.model, self.pieces.copies.home_of)
         # Not in an `init_scope`, where no tape records.
         with tf.device(context.plan.home):
             found = self._partition(step, _local_spec(data))
         if step == "train_step":
             with tf.init_scope():
                 self._describe_stages(found, data)
+        # Only now, as a second try has to do what a first one could not.
+        self._created.add(step)
 
     def _create_for_training(self, data):
         """Creates what has to be there before a step of training is traced."""
@@ -214,11 +220,16 @@ class Steps:
                 checks.check_variables(context.model)
             self._partitioned[step, str(spec)] = found
             if trains:
-                gathered = found.placement.gathered
-                context.found.loss_placed = "gathered" if gathered else "tower"
-                context.found.unseeded = self._unseeded(found)
+                self.note(found)
             self.say(step, found, found.lines)
         return self._partitioned[step, str(spec)]
+
+    def note(self, partitioned: Partitioned) -> None:
+        """Notes what was found out about a step of training."""
+        gathered = partitioned.placement.gathered
+        found = self.pieces.context.found
+        found.loss_placed = "gathered" if gathered else "tower"
+        found.unseeded = self._unseeded(partitioned)
 
     def _reading_stand_ins(self, function):
         """A function in which tables that hosts divide are what stands in for them."""
@@ -381,11 +392,11 @@ class Steps:
         found = self._partition(step, _local_spec(data))
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
-        for line in found.stateful_draws if plan.hosts.count > 1 else ():
+        if plan.hosts.count > 1 and (draws := found.stateful_draws):
             raise ModelError(
                 f"Model '{model.name}' draws random numbers of TensorFlow's own state"
-                f"{line}, which differs between hosts; expected a step that draws by "
-                "keras.random with a seed generator, or run_eagerly=True."
+                f"{draws[0]}, which differs between hosts; expected a step that draws "
+                "by keras.random with a seed generator, or run_eagerly=True."
             )
         observer = None
         if step == "train_step":
@@ -439,17 +450,24 @@ class Steps:
             return self.function(step)(data)
         model = self.pieces.context.model
         observer = self.observer(data, self.steps_done(), self._state())
+        losses = []
+
+        def compute_loss(original, called, *args, **kwargs):
+            loss = original(called, *args, **kwargs)
+            losses.extend([loss] if called is model else ())
+            return loss
 
         def apply(original, optimizer, grads, trainable_variables=None):
             observed = contextlib.nullcontext()
             # Others may be within it.
             if optimizer in variables.optimizers(model, only_built=False).values():
                 given = [*grads]
-                observed = observer.gradients([given], given)
+                observed = observer.gradients([given], given, targets=lambda: losses)
             with observed:
                 return original(optimizer, grads, trainable_variables)
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(patched(COMPUTE_LOSS, compute_loss))
             for each in optimizers.APPLY:
                 stack.enter_context(patched(each, apply))
             return self.function(step)(data)

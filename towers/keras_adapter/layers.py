@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import stateless_scope
 from keras.src.backend.tensorflow import numpy
-from keras.src.losses.losses import LossFunctionWrapper
 
 from towers.keras_adapter.patching import Target
 
@@ -20,9 +19,6 @@ OPERATION_CALL = Target(keras.Operation, "__call__")
 
 LAYER_CALL = Target(keras.layers.Layer, "__call__")
 """`keras.layers.Layer.__call__`, through which Keras calls every layer."""
-
-LOSS_CALL = Target(LossFunctionWrapper, "call")
-"""`LossFunctionWrapper.call(y_true, y_pred)`, which returns a value an example."""
 
 BATCH_NORMALIZATION_CALL = Target(
     keras.layers.BatchNormalization, "call", unless_replaced=True

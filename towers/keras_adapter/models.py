@@ -12,7 +12,9 @@ from keras.src.trainers.trainer import Trainer
 
 from towers.keras_adapter.patching import Target, patched, swapped
 
-_COMPUTE_LOSS = Target(Trainer, "_compute_loss")
+COMPUTE_LOSS = Target(Trainer, "_compute_loss")
+"""`_compute_loss(x, y, y_pred, sample_weight, training)` of a model."""
+
 _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
 
 
@@ -145,7 +147,7 @@ def compute_loss_replaced(model: keras.Model, by: Callable[..., Any]) -> Iterato
             return original(called, *args, **kwargs)
         return by(*args, **kwargs)
 
-    with patched(_COMPUTE_LOSS, dispatch):
+    with patched(COMPUTE_LOSS, dispatch):
         yield
 
 

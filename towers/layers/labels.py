@@ -1,4 +1,4 @@
-"""Which part of a model each operation of a traced tower was made for.
+"""Which part of a model each operation of a traced step was made for.
 
 An operation that a layer makes belongs to the layer's part, and the operations of its
 gradient do, too. TensorFlow notes what they are the gradient of; those of a tape are
@@ -18,7 +18,7 @@ from towers.keras_adapter.patching import patched
 
 
 class Labels:
-    """Notes, while a tower is traced, what each operation was made for.
+    """Notes, while a step is traced, what each operation was made for.
 
     Attributes:
         parts: The part of each operation that a layer of one has made, by name.
@@ -40,7 +40,7 @@ class Labels:
 
     @contextlib.contextmanager
     def noting_layers(self) -> Iterator[None]:
-        """Inside, a tower is traced."""
+        """Inside, a step is traced."""
         outside = tf.compat.v1.get_default_graph()
 
         def call(original, layer, *args, **kwargs):
@@ -63,7 +63,7 @@ class Labels:
             yield
 
     def forget(self) -> None:
-        """Forgets what was noted, as the tower is traced once more."""
+        """Forgets what was noted, as the step is traced once more."""
         for noted in (self.parts, self.backward, self.beside, self.enclosed):
             noted.clear()
 

@@ -62,6 +62,8 @@ def left_out(model: keras.Model) -> dict[int, str]:
         table = embedding_table(layer)
         if layer.lora_enabled or layer.quantization_mode or not table.trainable:
             reasons[id(table)] = "it is frozen, adapted or quantized"
+        if type(layer).call is not keras.layers.Embedding.call:
+            reasons[id(table)] = "a class of its own looks up its rows"
         for part in ("regularizer", "constraint"):
             if getattr(layer, f"embeddings_{part}") is not None:
                 reasons[id(table)] = f"its {part} takes it as a whole"

@@ -195,7 +195,6 @@ def multi_gpu_model(
         # Others may come.
         arguments.check_hosts(2, variable_update)
     arguments.check_sharding(shard_embeddings, variable_update)
-    arguments.check_own_steps(model, {})
     if shard_optimizer_state:
         arguments.check_optimizer_shards(variable_update, all_reduce_alg)
     given = dict(

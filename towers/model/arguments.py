@@ -59,26 +59,6 @@ def check_loss_placement(placement: Any) -> str:
     return "auto"
 
 
-def check_own_steps(model: keras.Model, options: Mapping[str, Any]) -> None:
-    """Checks that towers can run the steps that a model defines itself, if it does.
-
-    Args:
-        model: The model.
-        options: What was asked for, by the names of arguments of `multi_gpu_model`,
-            each with the values that such a model can have.
-    """
-    if not has_own_steps(model):
-        return
-    name = type(model).__name__
-    for option, (value, *known) in options.items():
-        if value not in known:
-            raise ValueError(
-                f"Received {option}={value!r} with {name}, which defines its own step, "
-                f"such as `train_step`; expected {' or '.join(map(repr, known))}, as "
-                "towers run such a step as it stands."
-            )
-
-
 def chosen_update(model: keras.Model, variable_update: str) -> str:
     """Returns the way to update variables; of "auto", the one that such models need."""
     if variable_update != "auto" or not has_own_steps(model):

@@ -41,12 +41,15 @@ def _compute(builder, step, data):
     if step == "predict":
         data = (data, None, None)
     data = keras.utils.unpack_x_y_sample_weight(data)
+    preprocess = builder.context.preprocess
+    # Of this host alone: the others need not have failed.
     with tf.device(HOST):
-        parts = builder.pieces.batches.cut(builder.preprocess_batch(data, training))
+        parts = builder.pieces.batches.cut(data)
     for part in parts:
         if batch.batch_size(part):
             with tf.device(HOST), eager.aside(builder.model):
-                _compute_part(builder.model, step, *part)
+                given = part if preprocess is None else preprocess(part, training)
+                _compute_part(builder.model, step, *given)
 
 
 def _compute_part(model, step, x, y=None, sample_weight=None):

@@ -227,7 +227,8 @@ class Partitioned:
         """
         phases = [each for each, *_ in self.phases if each.makes]
         some = [phase for phase in phases if phase.labels is not None]
-        return [phase.staged(rows=rows) for phase in some]
+        shapes: dict[Any, tf.TensorShape] = {}
+        return [phase.staged_of(rows, shapes) for phase in some]
 
     @property
     def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:
@@ -469,9 +470,11 @@ class Call:
             tables = self._placement.tables_of(phase.captured.values())
         for table in tables:
             fill(table.stand_in, tf.convert_to_tensor(table))
-        yield
-        for table in tables:
-            empty(table.stand_in)
+        try:
+            yield
+        finally:
+            for table in tables:
+                empty(table.stand_in)
 
     def _exchange(self, phase):
         """Has hosts exchange what a phase reads of tables that they divide.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.analysis import effects
-from towers.analysis.kinds import ROWS
 from towers.analysis.layer_calls import key
 from towers.devices import short
 from towers.keras_adapter.graphs import (
@@ -97,9 +96,7 @@ class _Part:
 
     def _has_rows(self, tensor, whole):
         rows = self._place.on_towers and not whole and tensor.shape.rank
-        if not rows or self._placement.kind(tensor) is not ROWS:
-            return False
-        return self._placement.blocks(tensor) is None
+        return bool(rows) and self._placement.is_a_row_an_example(tensor)
 
     def _name(self, op, i):
         """The name of an input of an operation, as the phase has it."""
@@ -199,7 +196,7 @@ class Phase:
             inner = self.function
             self.function = traced(lambda *v: inner(*v), *self._specs, stays=True)
         self._of_rows: dict[tuple[bool, int | None, bool], Any] = {}
-        self._staged: dict[tuple[bool, int | None], Staged] = {}
+        self._staged: dict[bool, Staged] = {}
 
     @property
     def takes(self) -> list[Taken]:
@@ -247,7 +244,7 @@ class Phase:
         several = self.labels is not None and self.pipeline.stages > 1
         return several and bool(self.makes)
 
-    def staged(self, timed: bool = False, rows: int | None = None) -> Staged:
+    def staged(self, timed: bool = False) -> Staged:
         """Returns what the stages of a tower compute of it, in turns.
 
         It takes what the phase takes, and behind that what it draws with; and returns
@@ -255,29 +252,43 @@ class Phase:
 
         Args:
             timed: See `Staged`.
-            rows: Number of a tower's examples; `None` for any.
         """
-        if (timed, rows) not in self._staged:
-            specs = self._specs
-            for i, taken in enumerate(self.takes) if rows is not None else ():
-                if taken.rows:
-                    specs[i] = tf.TensorSpec(
-                        [rows, *specs[i].shape[1:]], specs[i].dtype
-                    )
-            function = self.function if rows is None else traced(self._run, *specs)
-            graph, count = function.graph, len(specs)
-            parts = self.pipeline.parts_of_handles
-            of_copy = {
-                id(self.captured[feed]): parts.get(id(handle))
-                for feed, handle in self.part.captured.items()
-            }
-            inside = {key(each): of_copy.get(id(of)) for of, each in graph.captures}
-            self._staged[timed, rows] = Staged(
-                *(graph, graph.inputs[:count], graph.outputs),
-                *(self.labels, self.pipeline, inside),
-                timed=timed,
-            )
-        return self._staged[timed, rows]
+        if timed not in self._staged:
+            self._staged[timed] = self._cut(self.function, timed)
+        return self._staged[timed]
+
+    def staged_of(self, rows: int, shapes: dict[Any, tf.TensorShape]) -> Staged:
+        """Returns the same for a known number of a tower's examples.
+
+        Args:
+            rows: The number.
+            shapes: By their keys, the shapes of what phases before have made. Those of
+                what this one makes are added.
+        """
+        specs = self._specs
+        for i, taken in enumerate(self.takes):
+            shape = [rows, *specs[i].shape[1:]] if taken.rows else specs[i].shape
+            shape = shapes.get(key(taken.tensor), shape)
+            specs[i] = tf.TensorSpec(shape, specs[i].dtype)
+        function = traced(self._run, *specs)
+        made = [tensor.shape for tensor in function.outputs]
+        shapes.update(zip(map(key, self.makes), made, strict=True))
+        return self._cut(function)
+
+    def _cut(self, function, timed=False):
+        """Cuts a function of the phase for the stages of a tower."""
+        graph, count = function.graph, len(self._specs)
+        parts = self.pipeline.parts_of_handles
+        of_copy = {
+            id(self.captured[feed]): parts.get(id(handle))
+            for feed, handle in self.part.captured.items()
+        }
+        inside = {key(each): of_copy.get(id(of)) for of, each in graph.captures}
+        return Staged(
+            *(graph, graph.inputs[:count], graph.outputs),
+            *(self.labels, self.pipeline, inside),
+            timed=timed,
+        )
 
     @functools.cached_property
     def _gated(self):

@@ -224,8 +224,7 @@ class Trace:
             self._records_all = False
             return original(tape)
 
-        # What a loss does runs operation by operation, and is read so.
-        with recorded_layers(losses=False, synchronized=False) as calls:
+        with recorded_layers() as calls:
             self.reader = Reader(
                 *(batch, calls if self._knows_regions else {}),
                 meets=self._is_read,

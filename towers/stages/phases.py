@@ -1,4 +1,4 @@
-"""Cuts the graph of a traced tower into phases: what one part computes at a time.
+"""Cuts the graph of what a tower computes into phases, each of one part at a time.
 
 A part is a stage, or a layer. A phase is a function. It takes what earlier phases, of
 this part or of others, have made, and returns what later ones need. So the phases of
@@ -142,7 +142,7 @@ def cut(
     """Cuts a graph into phases.
 
     Args:
-        graph: The graph of a traced tower.
+        graph: The graph of what a tower computes.
         outputs: What it returns.
         labels: What its operations were made for.
         given: The keys of what it is called with, each with the part that has it, if

@@ -486,8 +486,8 @@ def test_models_of_all_kinds_learn(make, eager):
     losses = _fit(parallel, x, y, epochs=4).history["loss"]
     assert losses[-1] < losses[0]
     assert int(model.optimizer.iterations) == 4 * 12
-    placed = "gathered" if make is _own_loss else "tower"
-    assert parallel.loss_placement == placed
+    # Without a graph, nobody knows.
+    assert parallel.loss_placement == (None if eager else "tower")
     parallel.evaluate(_batches(x, y), verbose=0)
     parallel.predict(_batches(x), verbose=0)
 
@@ -684,10 +684,9 @@ def test_a_bound_for_towers_that_wait():
 # Where things run, and what comes of it.
 
 
-# Forth go four parameters and a loss scale; back four gradients, the loss, outputs and
-# the size and fraction of the share.
+# Forth go four parameters; back four gradients, the loss and two sums of a metric.
 @pytest.mark.slow
-@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 5, 8), (True, 2, 5)])
+@pytest.mark.parametrize(("packed", "forth", "back"), [(False, 4, 7), (True, 1, 1)])
 def test_towers_compute_on_their_devices(packed, forth, back):
     name = f"asynchronous_{packed}"
     nodes = _executed(name, name, packed=packed)
@@ -699,15 +698,6 @@ def test_towers_compute_on_their_devices(packed, forth, back):
     ways = collections.Counter(found)
     expected = {(HOME, device): forth for device in DEVICES}
     assert ways == expected | {(device, HOME): back for device in DEVICES}
-
-
-@pytest.mark.slow
-def test_shares_do_not_come_back():
-    """Home takes the targets, for metrics, from where the batch came from."""
-    nodes = _executed("one_way", "apply/adam")
-    found = [w for w in executed.transfers(nodes) if w[3].startswith("local")]
-    ways = [w for w in found if w[1] == HOME]
-    assert ways == [("/device:CPU:0", HOME, tf.float32, "local_1")]
 
 
 DEVICES, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"

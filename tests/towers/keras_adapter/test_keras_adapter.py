@@ -1282,18 +1282,6 @@ def _():
 
 
 @contract(
-    "keras.src.losses.losses.LossFunctionWrapper",
-    "LOSS_CALL",
-    "computes by its `call` a loss's values, one an example",
-)
-def _():
-    noted = []
-    with patched(layers.LOSS_CALL, _noting(noted)):
-        keras.losses.CTC()(tf.ones([2, 3], tf.int32), tf.zeros([2, 7, 4]))
-    assert [len(args) for args in noted] == [3]
-
-
-@contract(
     "keras.src.backend.tensorflow.numpy",
     "ARGMAX",
     "has `keras.ops.argmax`, for which -0.0 is below 0.0",

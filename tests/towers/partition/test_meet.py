@@ -267,3 +267,32 @@ def test_logits_are_as_well_known_as_their_layer(caplog):
     parallel.train_on_batch(x, x > 0)
     assert parallel.loss_placement == "tower"
     assert not _said(caplog)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_embeddings": "rows"},
+        {"shard_embeddings": "rows", "variable_update": "replicated"},
+        {"stages": 2},
+    ],
+    ids=str,
+)
+def test_a_model_that_predicts_before_it_trains(options):
+    """What is traced first reads variables that are moved, or cut, later."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 50, [16, 3]).astype("int32")
+    y = random.normal(size=[16, 1]).astype("float32")
+
+    def results(wrap):
+        keras.utils.set_random_seed(1)
+        every = keras.layers.Embedding(50, 4), keras.layers.Flatten()
+        model = wrap(keras.Sequential([*every, *map(keras.layers.Dense, [3, 1])]))
+        model.compile("adam", "mse", jit_compile=False)
+        found = [model.predict(x, verbose=0), model.evaluate(x, y, verbose=0)]
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False)
+        return [*found, model.predict(x, verbose=0), model.evaluate(x, y, verbose=0)]
+
+    ours = results(lambda model: multi_gpu_model(model, 2, **options))
+    for mine, other in zip(ours, results(lambda model: model), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)

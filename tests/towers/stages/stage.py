@@ -34,7 +34,8 @@ def traced(model, pipeline, spec):
             tape.watch(values)
             outputs = model(x, training=True)
             floats = [t for t in tf.nest.flatten(outputs) if t.dtype.is_floating]
-            total = tf.add_n([tf.reduce_sum(tf.cast(t, tf.float32)) for t in floats])
+            sums = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in floats]
+            total = tf.add_n([tf.zeros([]), *sums])
         with made_in(total.graph) as made:
             gradients = tape.gradient(total, values)
         labels.note_gradients(made)

@@ -13,7 +13,11 @@ from towers.analysis.layer_calls import key
 from towers.layers.pipeline import Pipeline, Placement
 
 COMPUTED = "trusted", "proved", "at home", "by design"
-ROWS = [row for row in every.table() if row.outcome in COMPUTED]
+ROWS = [
+    row
+    for row in every.table()
+    if row.outcome in COMPUTED and row.inputs in every.INPUTS
+]
 
 
 class Scale(layers.Layer):

@@ -20,6 +20,7 @@ from towers.collectives import batch, packing
 from towers.partition.partitioned import Partitioned, judge
 from towers.partition.phases import phases
 from towers.partition.placement.late import Late, use
+from towers.tower.errors import explained_trace
 
 _DONE = "steps done"
 
@@ -66,13 +67,15 @@ class TowerStep:
         """Returns the parts, traced for local batches of a kind, of any size."""
         spec = self._alike(spec)
         found = self._partition(spec)
-        self._context.found.graph = found.trace.graph
         call = _Call(self._own, found)
         made, parts = [], []
         for function, *of_part in call.functions():
             traced = graph(function).get_concrete_function(spec, *made)
             made.append(batch.specs(traced.structured_outputs))
             parts.append((traced, *of_part))
+            if not of_part[0]:
+                # Each tower calls it.
+                self._context.found.graph = traced.graph
         return self._parts(parts)
 
     def _parts(self, found):
@@ -104,13 +107,15 @@ class TowerStep:
             # Not in an `init_scope`, where no tape records.
             with tf.device(context.plan.home):
                 # Its rows are all there are: they may meet on the tower.
-                verdict = judge(
-                    *(function, spec), loss_placement="tower", keeps_loss_scale=True
-                )
-                if verdict.refused is not None:
-                    verdict = judge(function, spec, keeps_loss_scale=True)
+                with explained_trace(context.model):
+                    verdict = judge(
+                        *(function, spec), loss_placement="tower", keeps_loss_scale=True
+                    )
+                    if verdict.refused is not None:
+                        verdict = judge(function, spec, keeps_loss_scale=True)
             found = Partitioned(verdict)
             self._partitioned[str(spec)] = found
+            self._own.note(found)
             self._own.say("train_step", found, found.compiled)
         return self._partitioned[str(spec)]
 
@@ -158,7 +163,11 @@ class _Call:
             observed = contextlib.nullcontext()
             if gradients:
                 observer = self._own.observer(local, done)
-                observed = observer.gradients([gradients], gradients)
+                # Of a loss, as far as it is at home by now.
+                losses = [known[n] for n in _names(self._trace.targets) if n in known]
+                observed = observer.gradients(
+                    [gradients], gradients, targets=lambda: losses
+                )
             with observed as gate:
                 results = phase(values, gate=gate)
             found = dict(zip(_names(phase.makes), results, strict=True))
@@ -166,7 +175,8 @@ class _Call:
 
     def _on_tower(self, phase, following, local, *made):
         """Runs a phase where it is called, on the tower; sends home what home takes."""
-        with tf.device(None if phase.place.on_device else self._plan.home):
+        device = None if phase.place.on_device else self._plan.home
+        with tf.device(device), tf.name_scope("tower"):
             mine = self._given(local) | _joined(each.tower for each in made)
             home = _joined(each.home for each in made)
             names = dict.fromkeys(taken.tensor.name for taken in phase.takes)
@@ -212,7 +222,9 @@ class _Call:
 
     def _needed(self, following):
         """The names of what home, and the tower, take from a phase on."""
-        at_home, on_tower = {*_names(self._trace.returned)}, set()
+        guarded = self._own.pieces.context.guard is not None
+        wanted = [*self._trace.returned, *(self._trace.targets if guarded else ())]
+        at_home, on_tower = {*_names(wanted)}, set()
         for phase, used in self._phases[following:]:
             names = _names(taken.tensor for taken in phase.takes)
             (at_home if _is_at_home(phase, used) else on_tower).update(names)

@@ -111,7 +111,7 @@ class Asynchronous:
         return logs
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls; see `steps.train_function`.
+        """Makes the function that Keras's `fit` calls; see `train_function`.
 
         The caller's thread fetches and cuts batches, and traces: Keras keeps what it
         does by thread, and tracing changes classes for all. A thread for each tower

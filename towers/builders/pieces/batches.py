@@ -33,30 +33,17 @@ class LocalBatches:
             bounds = [(start - first, end - first) for start, end in bounds]
         return [batch.take(data, start, end) for start, end in bounds]
 
-    def of_host(self, x: Any, rows: Any) -> Any:
-        """Returns those rows of whole tensors that x has, which this host is given."""
-        if batch.part_of(x) is None:
-            return rows
-        return batch.take(rows, *self.context.plan.share.bounds(batch.batch_size(x)))
-
-    def whole(self, data: Any, inputs: bool = True) -> Any:
+    def whole(self, data: Any) -> Any:
         """Returns a whole batch, also where this host is given only some rows of it.
 
         Args:
             data: (x, y, sample_weight), as it is given.
-            inputs: Whether x is needed; `None` stands for it otherwise, if it would
-                have to travel.
         """
         part = batch.part_of(data)
         if part is None:
             return data
-        rows = (part.x if inputs else None, *data[1:])
+        rows = (part.x, *data[1:])
         return self.context.plan.gather(rows, batch.batch_size(data), "batch")
-
-    def fractions(self, data: Any) -> list[tf.Tensor]:
-        """Returns the part of the global batch that each local batch is."""
-        plan, size = self.context.plan, batch.batch_size(data)
-        return plan.fractions(plan.sizes(size), size)
 
     def place(self, data: Any) -> list[Any]:
         """Cuts a batch as `cut` does, and copies each part to its tower."""

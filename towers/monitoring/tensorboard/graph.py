@@ -14,7 +14,7 @@ from towers.keras_adapter.graphs import FunctionDef, GraphDef, NodeDef
 _MOST_NODES = 20_000
 # What a reader looks for: the name scopes of a step, and where batches come from.
 _PARTS = re.compile(
-    r"(place|read|preprocess|tower|totals|gather|measured|state|reduce|apply|metrics)"
+    r"(place|read|home|preprocess|exchange|tower|reduce|apply)"
     r"(_\d+)*(/|$)|iterator$|IteratorGetNext$"
 )
 _REST = "rest"
@@ -80,6 +80,9 @@ def _opened(
                 each.input[:] = [_placed(placed, passed, name) for name in each.input]
                 each.name = placed[each.name]
             opened += body
+            if not function.signature.output_arg and body:
+                # Others may wait for a call that returns nothing.
+                sources[node.name, 0] = body[-1].name
             for index, result in enumerate(function.signature.output_arg):
                 tensor = function.ret[result.name]
                 sources[node.name, index] = _placed(placed, passed, tensor)

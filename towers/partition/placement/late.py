@@ -115,7 +115,7 @@ class Late:
                 # An optimizer runs where what it needs is computed again.
                 place = dataclasses.replace(placement.places[op.name], updates=False)
                 self._export(op, place)
-        for tensor in trace.returned:
+        for tensor in [*trace.returned, *trace.targets]:
             self._carry(tensor.op)
         self.groups = [self._group(place) for place in sorted(self._members)]
 

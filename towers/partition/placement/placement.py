@@ -222,6 +222,11 @@ class Placement:
         count = self._reader.counts.of(tensor) or 1
         return self._reader.blocks.of(tensor) or ((count,) if count > 1 else None)
 
+    def is_a_row_an_example(self, tensor: tf.Tensor) -> bool:
+        """Tells whether it is known that each example has one row of a tensor."""
+        rows = self.blocks(tensor) is None and self.kind(tensor) is ROWS
+        return rows and self._reader.counts.of(tensor) == 1
+
     def takes_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
         return self._trace.is_total(op, index)
