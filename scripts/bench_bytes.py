@@ -53,10 +53,10 @@ def main() -> None:
     tf.config.set_logical_device_configuration(cpu, logical)
     network = transformer_lm.build(flags.vocabulary, flags.tokens)
     model = keras.Model(network.inputs, network.outputs, name="bench_bytes")
-    options = {"variable_update": flags.variable_update}
-    if flags.variable_update == "parameter_server":
-        options["local_parameter_device"] = HOME
-    parallel = towers.multi_gpu_model(model, TOWERS, **options)
+    update = flags.variable_update
+    if update == "parameter_server":
+        update = towers.ParameterServer(HOME)
+    parallel = towers.multi_gpu_model(model, TOWERS, variable_update=update)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     parallel.compile("sgd", loss, metrics=["accuracy"])
     size = flags.rows, flags.tokens + 1

@@ -46,7 +46,7 @@ def main(argv):
     del argv
     import keras
 
-    from towers import devices, multi_gpu_model
+    from towers import Stages, devices, multi_gpu_model
 
     placed = devices.configure(FLAGS.stages)
     print(
@@ -60,9 +60,8 @@ def main(argv):
         parallel = multi_gpu_model(
             model,
             placed.towers,
-            stages=FLAGS.stages,
+            stages=Stages(FLAGS.stages, schedule=schedule),
             micro_batches=int(count),
-            pipeline_schedule=schedule,
             shard_embeddings=FLAGS.shard_embeddings,
         )
         parallel.compile("adam", works.loss(), jit_compile=False)

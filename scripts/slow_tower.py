@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from towers.keras_adapter.graphs import run_independently
 from towers.keras_adapter.patching import Target, patched
-from towers.partition import partitioned
+from towers.partition.call import PartitionedCall
 
-_ON_A_TOWER = Target(partitioned.Call, "_made")
+_ON_A_TOWER = Target(PartitionedCall, "_call_on_tower")
 
 
 @contextlib.contextmanager

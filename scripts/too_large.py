@@ -57,11 +57,11 @@ def count(model, stages, micro_batches):
     """Returns what each device holds."""
     import tensorflow as tf
 
-    from towers.layers.pipeline import Pipeline, Placement
+    from towers.layers.pipeline import LayerPlacement, Pipeline
     from towers.partition.partitioned import Partitioned, judge
     from towers.stages import table
 
-    placement = Placement(model, stages)
+    placement = LayerPlacement(model, stages)
     pipeline = Pipeline(stages, micro_batches, "1f1b", FLAGS.recompute, placement)
     rows = FLAGS.examples // micro_batches
     x, y = works.batch("transformer_lm", 1)
@@ -83,17 +83,17 @@ def row(model, devices, micro_batches, budget):
 
 def train(model, devices, stages):
     """Trains a few steps in stages, and prints where variables are."""
-    from towers import multi_gpu_model
+    from towers import Stages, multi_gpu_model
     from towers.layers import tables
-    from towers.layers.pipeline import Placement, weighted
+    from towers.layers.pipeline import LayerPlacement, weighted
 
     # As it was counted; by default, time counts as well.
-    places = Placement(model, stages).layers
+    places = LayerPlacement(model, stages).layers
+    placement = {layer.name: places[id(layer)] for layer in weighted(model)}
     parallel = multi_gpu_model(
         model,
         devices,
-        stages=stages,
-        placement={layer.name: places[id(layer)] for layer in weighted(model)},
+        stages=Stages(stages, placement),
         micro_batches=FLAGS.micro_batches,
         recompute=FLAGS.recompute,
     )

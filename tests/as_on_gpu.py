@@ -49,7 +49,7 @@ def made_up_gpus(*gpus: str, measures: bool = False) -> Iterator[None]:
 
 
 def _keep_the_first(choices, *_, **__):
-    return [auto.Trial(choice, None, "not measured") for choice in choices]
+    return [auto.CandidateTrial(choice, None, "not measured") for choice in choices]
 
 
 def without_kernel(nodes: Nodes, gpus: Sequence[str]) -> list[str]:

@@ -8,6 +8,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+# What sends a tensor to another device, or to the host for one.
+SENDS = "_Send", "_HostSend"
+
 Nodes = Mapping[str, Sequence[Any]]
 
 
@@ -45,7 +48,7 @@ def _connected(partitions):
         exchanged = {
             tuple(node.attr[end].s for end in ends)
             for node in partition.node
-            if node.op in ("_Send", "_Recv")
+            if node.op in (*SENDS, "_Recv")
         }
         for group in [group for group in groups if group[1] & exchanged]:
             groups.remove(group)
@@ -65,7 +68,7 @@ def transfers(nodes: Nodes) -> list[tuple[str, str, tf.DType, str]]:
     found = []
     for source, each in nodes.items():
         for node in each:
-            if node.op != "_Send" or "/ctrl/" in node.input[0]:
+            if node.op not in SENDS or "/ctrl/" in node.input[0]:
                 continue
             target = node.attr["recv_device"].s.decode()
             target = target[target.index("/device") :]
@@ -85,7 +88,7 @@ def behind(nodes: Nodes, node: Any) -> set[str]:
         n.attr["tensor_name"].s: n
         for each in nodes.values()
         for n in each
-        if n.op == "_Send"
+        if n.op in SENDS
     }
     seen, left = set(), [node]
     while left:
@@ -115,13 +118,13 @@ def sizes(nodes: Nodes, traced: tf.Graph | None) -> Mapping[str, int]:
         n.attr["tensor_name"].s: n
         for each in nodes.values()
         for n in each
-        if n.op == "_Send"
+        if n.op in SENDS
     }
     every = list(itertools.chain.from_iterable(nodes.values()))
     handles = {node.name: node.attr["_handle_shapes"] for node in every}
     whole = tf.compat.v1.GraphDef()
     for node in every:
-        if node.op in ("_Send", "_Retval", "_DeviceRetval"):
+        if node.op in (*SENDS, "_Retval", "_DeviceRetval"):
             continue
         made = whole.node.add()
         made.CopyFrom(node)

@@ -109,14 +109,13 @@ def main() -> None:
         expected = fit(build(MODELS[name]))
     found = {}
     for builder, algorithm in WAYS:
-        home = placed.home if builder == "parameter_server" else None
         for xla in (False, True) if name in WITH_XLA else (False,):
             parallel = towers.multi_gpu_model(
                 build(MODELS[name]),
                 gpus=placed.towers,
-                local_parameter_device=home,
-                variable_update=builder,
-                all_reduce_alg=algorithm,
+                variable_update=towers.ParameterServer(placed.home)
+                if builder == "parameter_server"
+                else towers.Replicated(algorithm),
             )
             # One step a call has batches placed ahead; several are a loop.
             steps = 1 if algorithm in ("auto", "ring") else 4

@@ -82,9 +82,9 @@ def test_tensorflow_is_imported_when_it_is_needed():
 
 
 NAMES = {
-    towers: "GradientStep GradientTowers Parity PruneBlocks RigL Trained TowerModel "
-    "callbacks check_parity configure load_model multi_gpu_model numerics parallelize "
-    "sparsify",
+    towers: "Asynchronous Auto GradientStep GradientTowers ParameterServer Parity "
+    "PruneBlocks Replicated RigL Sharded Stages Trained TowerModel callbacks "
+    "check_parity configure load_model multi_gpu_model numerics parallelize sparsify",
     parity: "Parity Row check_parity",
     input_pipeline: "ADVICE CACHES RECIPES ArraySource BadRecordError LocalStore Mix "
     "Pipeline Scaling Source SourceOptions Target blame_records cached "

@@ -21,6 +21,7 @@ KNOWN = {
     "input_pipeline/sources/__init__.py": {"importlib.import_module"},
     "towers/machine/nvml.py": {"importlib.import_module"},
     "towers/program/lazy.py": {"importlib.import_module"},
+    "towers/program/features.py": {"importlib.import_module"},
     # Tokens of a cache in a folder that the user names.
     "input_pipeline/sources/texts/tokens.py": {"json.load"},
 }

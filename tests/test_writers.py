@@ -34,7 +34,7 @@ ALLOWED = {
     "towers/doctor/probe.py": _STREAM,
     "towers/cluster/links/shared_memory.py": "memory that two processes share",
     "towers/collectives/spread/variable.py": _TEMPORARY,
-    "towers/collectives/hosts.py": "a copy of the first host's checkpoint",
+    "towers/cluster/hosts.py": "a copy of the first host's checkpoint",
     "towers/train/parts/training/fine_tune.py": _TEMPORARY,
     "input_pipeline/sources/examples/framing.py": _TEMPORARY,
     "input_pipeline/sources/files/stored.py": _TEMPORARY,

@@ -14,7 +14,6 @@ ARGUMENTS = {
     "multi_gpu_model": {
         "builder": "variable_update",
         "shares": "split_ratios",
-        "home": "local_parameter_device",
     },
     "check_parity": {
         "builder": "variable_update",
@@ -26,6 +25,23 @@ ARGUMENTS = {
     "Stall": {"seconds": "stall_seconds"},
     "Starvation": {"every_steps": "log_steps"},
     "TensorBoard": {"every_steps": "log_steps"},
+}
+# By arguments that are options of a value now: the argument that takes the value, a
+# class of `towers` that has the option, and the option.
+OPTIONS = {
+    "local_parameter_device": ("variable_update", "ParameterServer", "device"),
+    "home": ("variable_update", "ParameterServer", "device"),
+    "packed": ("variable_update", "ParameterServer", "packed"),
+    "all_reduce_alg": ("variable_update", "Replicated", "all_reduce"),
+    "shard_optimizer_state": (
+        "variable_update",
+        "Replicated",
+        "shard_optimizer_state",
+    ),
+    "max_staleness": ("variable_update", "Asynchronous", "max_staleness"),
+    "choice_file": ("variable_update", "Auto", "choice_file"),
+    "placement": ("stages", "Stages", "placement"),
+    "pipeline_schedule": ("stages", "Stages", "schedule"),
 }
 # By class: new names of attributes, by the old ones.
 ATTRIBUTES = {
@@ -48,11 +64,18 @@ TAGS = {"images_per_sec": "examples_per_sec", "samples_per_sec": "examples_per_s
 Named = TypeVar("Named", bound=Callable[..., Any])
 
 
-def accepts_old_names(named: Named) -> Named:
-    """Decorates a function or class whose arguments or attributes have new names."""
+def accepts_old_names(named: Named, **values: Callable[..., Any]) -> Named:
+    """Decorates a function or class whose arguments or attributes have new names.
+
+    Args:
+        named: The function or class.
+        **values: For each argument of `OPTIONS` that takes a value: a function that
+            returns one. It takes what was given for the argument, if anything was, and
+            options by their names.
+    """
     arguments = ARGUMENTS.get(named.__name__, {})
     if not isinstance(named, type):
-        return _accepting(named, arguments)
+        return _accepting(named, arguments, values)
     if arguments:
         named.__init__ = _accepting(named.__init__, arguments)
     for old, new in ATTRIBUTES.get(named.__name__, {}).items():
@@ -103,7 +126,7 @@ def with_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, **old}
 
 
-def _accepting(function, arguments):
+def _accepting(function, arguments, values=()):
     @functools.wraps(function)
     def call(*args, **kwargs):
         for old in kwargs.keys() & arguments.keys():
@@ -115,6 +138,15 @@ def _accepting(function, arguments):
                 )
             _warn(f"The argument {old}", new)
             kwargs[new] = kwargs.pop(old)
+        moved = {argument: {} for argument in values}
+        for old in [name for name in kwargs if values and name in OPTIONS]:
+            argument, owner, option = OPTIONS[old]
+            _warn(f"The argument {old}", f"{argument}=towers.{owner}({option}=...)")
+            moved[argument][option] = kwargs.pop(old)
+        for argument, options in moved.items():
+            if options:
+                given = [kwargs[argument]] if argument in kwargs else []
+                kwargs[argument] = values[argument](*given, **options)
         return function(*args, **kwargs)
 
     return call

@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import batch
-from towers.collectives.hosts import ONE_HOST, OneHost
-from towers.devices import is_gpu
+from towers.collectives.world import ALONE, World
+from towers.devices.names import is_gpu
 from towers.layers.pipeline import ONE_STAGE, Pipeline
 
 T = TypeVar("T")
@@ -38,9 +38,9 @@ class Share:
         bounds = batch.split_bounds(total, self.split_ratios)[self.first : self.end]
         return bounds[0][0], bounds[-1][1]
 
-    def of_batch(self, x: Any, first: Any, total: Any, mark: Any) -> batch.Part:
+    def of_batch(self, x: Any, first: Any, total: Any, mark: Any) -> batch.HostPart:
         """Says which rows of a batch x has; see `batch.Part`."""
-        return batch.Part(x, *(tf.cast(n, tf.int32) for n in (first, total, mark)))
+        return batch.HostPart(x, *(tf.cast(n, tf.int32) for n in (first, total, mark)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Plan:
     merges: tuple[str, ...]
     on_gpus: bool
     packed: bool | None
-    hosts: OneHost
+    hosts: World
     split_ratios: tuple[int, ...]
     by_host: tuple[int, ...]
     pipeline: Pipeline = ONE_STAGE
@@ -102,7 +102,7 @@ class Plan:
         home: str | Sequence[str],
         merges: Sequence[str] | None = None,
         packed: bool | None = None,
-        hosts: OneHost = ONE_HOST,
+        hosts: World = ALONE,
         pipeline: Pipeline = ONE_STAGE,
         ratios_of_hosts: Sequence[Sequence[int]] | None = None,
     ) -> "Plan":
@@ -122,7 +122,7 @@ class Plan:
                 them, for which all call this together.
         """
         count = pipeline.micro_batches
-        told = ratios_of_hosts or hosts.tell_all([*split_ratios])
+        told = ratios_of_hosts or hosts.exchange([*split_ratios])
         ratios = [[n for n in mine for _ in range(count)] for mine in told]
         first = itertools.count(sum(map(len, ratios[: hosts.index])))
         towers = tuple(
@@ -223,11 +223,11 @@ class Plan:
         """Puts together what the towers of all hosts have of a global batch.
 
         Args:
-            rows: A nest of what this host's towers have; see `OneHost.gather`.
+            rows: A nest of what this host's towers have; see `World.all_gather`.
             total: Number of examples of the global batch.
-            purpose: See `OneHost.gather`.
+            purpose: See `World.all_gather`.
         """
-        return self.hosts.gather(rows, total, purpose)
+        return self.hosts.all_gather(rows, total, purpose)
 
     def sizes(self, total: tf.Tensor | int) -> list[Any]:
         """Computes the sizes of the local batches of this host's towers."""

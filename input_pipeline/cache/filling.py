@@ -6,11 +6,11 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from towers.input_pipeline.cache.store import Store
-from towers.input_pipeline.pipeline.stages import Stages
+from towers.input_pipeline.pipeline.stages import RecordStages
 
 
 @dataclasses.dataclass(frozen=True)
-class Filling(Stages):
+class Filling(RecordStages):
     """Puts the examples of batches into a store, and hands on their rows.
 
     Attributes:

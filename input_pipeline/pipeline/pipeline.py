@@ -23,7 +23,7 @@ from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.sizes import unknown_size
-from towers.input_pipeline.pipeline.stages import Stages
+from towers.input_pipeline.pipeline.stages import RecordStages
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
 
@@ -261,7 +261,7 @@ class Pipeline:
         recipe = recipes.find(
             self.recipe, self.training, self.image_shape[:2], self.randaugment
         )
-        stages = Stages(
+        stages = RecordStages(
             self.source,
             self._rows_given,
             self.image_shape,

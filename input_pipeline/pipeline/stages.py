@@ -21,7 +21,7 @@ _FEW_CORES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class RecordStages:
     """What becomes of raw records; see ``Pipeline`` for the attributes.
 
     Attributes:

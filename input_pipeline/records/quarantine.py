@@ -32,14 +32,14 @@ class Hosts(Protocol):
     count: int
     index: int
 
-    def tell_all(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         """Returns what each has told: anything that JSON can hold."""
 
 
 class _Alone:
     count, index = 1, 0
 
-    def tell_all(self, value):
+    def exchange(self, value):
         return [value]
 
 
@@ -94,7 +94,7 @@ def inspect(
         for found in known
         if found.fingerprint == key and [*found.splits] == [*splits]
     ]
-    if same := hosts.tell_all(same[:1])[0]:
+    if same := hosts.exchange(same[:1])[0]:
         found = _from_json(same[0])
         _check_count(source, [*itertools.chain(*found.bad.values())], most)
         return found
@@ -122,12 +122,12 @@ def _look_at(
     for path in source.files(split) if source.labels_need_checking else ():
         if next(source.walk(path), None) is None:
             voice.warn(f"{path} holds no record.")
-    counts = hosts.tell_all(_count_if_good(source, split, hosts))
+    counts = hosts.exchange(_count_if_good(source, split, hosts))
     if None not in counts:
         return [], sum(counts)
     some, count = _sort(source, split, most, hosts)
     some = [dataclasses.asdict(record) for record in some]
-    of_hosts = hosts.tell_all([some, count])
+    of_hosts = hosts.exchange([some, count])
     bad = [_record(each) for some, _ in of_hosts for each in some]
     bad.sort(key=lambda record: record.number)
     return bad, sum(count for _, count in of_hosts)

@@ -88,7 +88,8 @@ class Contender:
         steps_per_call: Steps that one call of the compiled function trains.
         tables: How embedding tables lie on the towers' devices.
         shards_state: Whether each tower has a part of the optimizer's state.
-        options: Further arguments of `multi_gpu_model`, and `jit_compile`.
+        options: Further arguments of `multi_gpu_model`, options of the way, and
+            `jit_compile`.
     """
 
     text: str

@@ -205,7 +205,7 @@ def configure(job: Job) -> Any:
 
     from towers import devices
 
-    home = dict(job.parsed.options).get("local_parameter_device")
+    home = dict(job.parsed.options).get("device")
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus and job.parsed.name in ("one_device", "micro_batches"):
         return devices.configure(1)

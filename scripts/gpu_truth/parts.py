@@ -104,7 +104,7 @@ class Race:
 
 
 _SERVER = "towers:parameter_server"
-_ON_CPU = f"{_SERVER}?local_parameter_device=cpu"
+_ON_CPU = f"{_SERVER}?device=cpu"
 _XLA = "one_device+xla", _SERVER, f"{_SERVER}+xla"
 _FEW = "one_device+xla", f"{_SERVER}+xla", "mirrored"
 _IMAGENET = {"tower_mb": IMAGENET_TOWER_MB, "limit_s": 280, "steps": 10}
@@ -167,7 +167,7 @@ ALL_REDUCE = Race(
     (
         "mirrored",
         *(
-            f"towers:replicated?all_reduce_alg={name}"
+            f"towers:replicated?all_reduce={name}"
             for name in ("nccl", "ring", "device", "cpu")
         ),
     ),

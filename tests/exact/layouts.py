@@ -11,6 +11,7 @@ import keras
 import towers
 from tests.exact import oracle
 from tests.exact.case import Case
+from tests.valued import valued
 from towers.layers.pipeline import balanced, weighted
 
 # Of models that are built by their data: how many layers have weights.
@@ -44,7 +45,7 @@ class Layout:
         shard_embeddings: How towers divide embedding tables: "rows", "columns", "auto".
         resized: Whether the towers change before each call of training or validation.
         compiled_first: Whether the model is compiled before it is wrapped.
-        options: Further arguments of `multi_gpu_model`, as pairs.
+        options: Further ones, as pairs; see `valued`.
     """
 
     update: str = "parameter_server"
@@ -100,11 +101,11 @@ class Layout:
                 options["shard_optimizer_state"] = True
             if self.stages > 1 or self.micro_batches > 1:
                 options["micro_batches"] = self.micro_batches
-                options["pipeline_schedule"] = self.schedule
+                options["schedule"] = self.schedule
                 options["recompute"] = self.recompute
             gpus = 2 if self.resized else count * options.get("stages", 1)
             options |= {"variable_update": self.update, **dict(self.options)}
-            return towers.multi_gpu_model(model, gpus, **options)
+            return towers.multi_gpu_model(model, gpus, **valued(**options))
 
         return wrapped
 
@@ -153,7 +154,7 @@ def alone(case: Case) -> Case:
 
 
 def in_stages(case: Case, model: keras.Model, most: int) -> dict[str, Any]:
-    """Returns arguments of `multi_gpu_model`, for as many stages as there can be.
+    """Returns options for `valued`, for as many stages as there can be.
 
     Each has a layer with weights. Sizes decide which ones, and no clock.
     """

@@ -25,9 +25,9 @@ from tests.exact import oracle, table
 from tests.exact.layouts import Layout
 from tests.variants import number_of
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
 from towers.collectives import batch
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts.membership import Membership
 from towers.plan import Share
 
 
@@ -90,7 +90,7 @@ def run(layout: Layout, rank: int, names: Sequence[str], file: str) -> None:
                 verdict = f"raises: {type(error).__name__}: {error}"
         print(name, verdict[:300], flush=True)
         # Nobody begins the next before all have ended this one.
-        this_host().tell_all(name)
+        this_host().exchange(name)
 
 
 def main(rank, addresses, counts, layout, names, file):

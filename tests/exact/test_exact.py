@@ -24,7 +24,8 @@ from tests.exact import (
 )
 from tests.exact.layouts import Layout
 from tests.variants import ALL, number_of, slow
-from towers.layers import tables
+from towers.keras_adapter import optimizers
+from towers.layers import sharded, tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 # For scripts/parity_report.py.
@@ -267,7 +268,7 @@ def test_named_cases_exist():
     for group, names in QUICK.items():
         assert {*names} <= {case.name for case in CASES.values() if case.group == group}
     named = {*LONG, *QUICK_STATE, *WITH_STAGES, *QUICK_STEPS, *QUICK_PUBLISHED}
-    named |= {*OFTEN, *WITH_SHARDED_STATE, *TABLES, *FURTHER_SHARDED}
+    named |= {*OFTEN, *WITH_SHARDED_STATE, *WITH_PARTS, *TABLES, *FURTHER_SHARDED}
     assert named <= CASES.keys()
 
 
@@ -308,7 +309,7 @@ RESIZED = [
     Layout(COPIES, resized=True, options=(("prefetch", 1),)),
     Layout("auto", resized=True, options=(("prefetch", 2),)),
     Layout(SERVER, resized=True, options=(("check_numerics", True),)),
-    Layout(SERVER, resized=True, options=(("local_parameter_device", "gpu"),)),
+    Layout(SERVER, resized=True, options=(("device", "gpu"),)),
     Layout(SERVER, resized=True, options=(("cpu_merge", False),)),
     Layout(SERVER, stages=2, micro_batches=2, resized=True),
 ]
@@ -352,7 +353,7 @@ IN_SHARDS = [
 ]
 # What else there is to do with a table: another home, other ways to carry values, the
 # towers' stages.
-ELSEWHERE = ("packed", True), ("local_parameter_device", "/device:CPU:3")
+ELSEWHERE = ("packed", True), ("device", "/device:CPU:3")
 BESIDE = [
     Layout(options=(("packed", True),)),
     Layout(options=(("cpu_merge", False),)),
@@ -498,6 +499,47 @@ def test_stages(case, layout):
     check(layout.outcome(case))
 
 
+# All parameters, however small, are in parts on several devices.
+PARTS = functools.partial(Layout, "sharded")
+SMALL = ("min_bytes", 1)
+PARAMETERS_IN_PARTS = [
+    PARTS(options=(SMALL,)),
+    PARTS(towers=(2,), micro_batches=2, options=(SMALL,)),
+    PARTS(towers=(2,), micro_batches=2, recompute="layer", options=(SMALL,)),
+    PARTS(resized=True, options=(SMALL,)),
+    PARTS(options=(SMALL, ("packed", True))),
+    PARTS(options=(SMALL, ("check_numerics", True))),
+    PARTS(compiled_first=True, options=(SMALL,)),
+]
+
+
+def in_parts(case):
+    """Returns a case with what is expected of it where parameters are in parts."""
+    optimizer = case.optimizer and optimizers.innermost(case.optimizer())
+    if optimizer is None or not optimizers.is_elementwise(optimizer):
+        return case
+    if sharded.refuse_others(optimizer) is None:
+        return case
+    return dataclasses.replace(case, expect="variable_update='sharded'")
+
+
+def layout_in_parts(case):
+    """Returns the layout in which a case runs; a few go with neither of some."""
+    number = number_of(case) // 5
+    layout = PARAMETERS_IN_PARTS[number % len(PARAMETERS_IN_PARTS)]
+    plain = case.reference is not None or "split_ratios" in case.options
+    return PARAMETERS_IN_PARTS[0] if plain or case.verdict != "equal" else layout
+
+
+@pytest.mark.quick_one_in(5)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [row(case, layout_in_parts(case), not is_slow(case)) for case in SHORT],
+)
+def test_parameters_in_parts(case, layout):
+    check(layout.outcome(in_parts(case), later=("evaluate",)))
+
+
 # A gradient of a gradient, and a condition.
 QUICK_STEPS = "own steps/maml", "own steps/accumulate"
 QUICK_PUBLISHED = (
@@ -519,8 +561,8 @@ def layouts_of_step(case):
     layouts = {
         Layout(towers=(2,)): name == "own steps/maml",
         Layout(towers=(3,)): name == "own steps/accumulate",
-        Layout(COPIES, (2,), options=(("all_reduce_alg", "ring"),)): quick,
-        Layout(COPIES, (3,), options=(("all_reduce_alg", "device"),)): quick,
+        Layout(COPIES, (2,), options=(("all_reduce", "ring"),)): quick,
+        Layout(COPIES, (3,), options=(("all_reduce", "device"),)): quick,
         Layout(ASYNCHRONOUS, (1,)): quick,
         # Where home is on another GPU, values travel in one piece.
         Layout(ASYNCHRONOUS, (1,), options=(("packed", True),)): quick,
@@ -563,6 +605,14 @@ WITH_SHARDED_STATE = (
     "optimizers/EMA, overwrite",
     "optimizers/Muon",
     "optimizers/gradient accumulation and clipping",
+)
+# Each host has all parts; one may have a single tower.
+WITH_PARTS = (
+    *OFTEN,
+    "losses that layers add/mean and sum",
+    "mixed precision/mixed_float16, overflow on the second tower",
+    "optimizers/EMA, overwrite",
+    "optimizers/Muon",
 )
 # Rows that hosts divide; each of them has some that the other looks up.
 CHOSEN_ROWS = [str(case) for case in lookups.CASES if "rows" in case.name]
@@ -638,6 +688,7 @@ def run_on_hosts(layout, names, folder):
             slow(Layout(COPIES, towers, shard_optimizer_state=True), WITH_SHARDED_STATE)
             for towers in HOSTS
         ],
+        *[slow(PARTS(towers=towers, options=(SMALL,)), WITH_PARTS) for towers in HOSTS],
         *[
             slow(Layout(way, towers, shard_embeddings=cut), TABLES)
             for towers, way, cut in [

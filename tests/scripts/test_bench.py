@@ -75,10 +75,10 @@ def test_what_is_no_contender_is_said_in_a_line(text):
 
 
 def test_options_have_the_types_of_python():
-    text = "towers@2?prefetch=0&packed=False&all_reduce_alg=cpu&choice_file=None"
+    text = "towers@2?prefetch=0&packed=False&all_reduce=cpu&choice_file=None"
     assert dict(contenders.parse(text).options) == {
         **{"prefetch": 0, "packed": False},
-        **{"all_reduce_alg": "cpu", "choice_file": None},
+        **{"all_reduce": "cpu", "choice_file": None},
     }
     for wrong in ("towers?", "towers?prefetch", "mirrored?prefetch=0"):
         with pytest.raises(ValueError, match="contender"):

@@ -1,5 +1,6 @@
 """Old public names, one by one: they work, and tell the new ones."""
 
+import functools
 import inspect
 
 import keras
@@ -9,6 +10,7 @@ from absl import flags
 import towers
 from towers import _deprecated, input_pipeline, numerics
 from towers.callbacks import Checkpoint, Stall, Starvation, TensorBoard, Throughput
+from towers.model import moved
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def ended(old, new):
 CALLS = {
     towers.multi_gpu_model: (
         ["model"],
-        {"builder": "fast", "shares": (0,), "home": "moon"},
+        {"builder": "fast", "shares": (0,)},
     ),
     towers.check_parity: (
         ["model", None],
@@ -61,6 +63,91 @@ def test_arguments(named, old, model):
 def test_all_arguments_are_tried():
     tried = {named.__name__: {*bad} for named, (_, bad) in CALLS.items()}
     assert tried == {name: {*old} for name, old in _deprecated.ARGUMENTS.items()}
+
+
+# What each option was given as before, and the value that has it now.
+OPTIONS = {
+    "local_parameter_device": ("cpu:1", towers.ParameterServer(device="cpu:1")),
+    "home": ("cpu:1", towers.ParameterServer(device="cpu:1")),
+    "packed": (True, towers.ParameterServer(packed=True)),
+    "all_reduce_alg": ("ring", towers.Replicated(all_reduce="ring")),
+    "shard_optimizer_state": (True, towers.Replicated(shard_optimizer_state=True)),
+    "max_staleness": (3, towers.Asynchronous(max_staleness=3)),
+    "choice_file": ("choice.json", towers.Auto(choice_file="choice.json")),
+    "placement": ({"a": 0, ".*": 1}, towers.Stages(2, {"a": 0, ".*": 1})),
+    "pipeline_schedule": ("gpipe", towers.Stages(2, schedule="gpipe")),
+}
+
+
+def of_value(old):
+    """The argument that takes the value, its shorthand, and what is said."""
+    argument, owner, _ = _deprecated.OPTIONS[old]
+    value = OPTIONS[old][1]
+    assert type(value) is getattr(towers, owner)
+    asked = value.name if argument == "variable_update" else value.count
+    return argument, asked, ended(f"The argument {old}", _as_option(old))
+
+
+def _as_option(old):
+    argument, owner, option = _deprecated.OPTIONS[old]
+    return f"{argument}=towers.{owner}({option}=...)"
+
+
+def test_all_options_are_tried():
+    assert [*OPTIONS] == [*_deprecated.OPTIONS]
+
+
+@pytest.mark.parametrize("old", OPTIONS)
+def test_options_become_values(old):
+    @functools.partial(
+        _deprecated.accepts_old_names,
+        variable_update=moved.update_with,
+        stages=moved.stages_with,
+    )
+    def takes_values(**options):
+        return options
+
+    argument, asked, words = of_value(old)
+    before, value = OPTIONS[old]
+    with pytest.warns(FutureWarning) as warned:
+        options = takes_values(**{argument: asked, old: before, "strict": False})
+    assert options == {argument: value, "strict": False}
+    assert [str(each.message) for each in warned] == [words]
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("function", [towers.multi_gpu_model, towers.check_parity])
+@pytest.mark.parametrize("old", OPTIONS)
+def test_options_are_no_arguments_any_more(function, old):
+    assert old not in inspect.signature(function).parameters
+
+
+@pytest.mark.filterwarnings("ignore:.*the old name works until:FutureWarning")
+def test_options_as_they_were_given_before(model):
+    def homes(**options):
+        return towers.multi_gpu_model(model, 2, **options).builder.plan.homes
+
+    assert homes(local_parameter_device="cpu:1") == ("/device:CPU:1",)
+    # Without effect, as before: the defaults of other ways, and the first copy's place.
+    homes(all_reduce_alg="auto", shard_optimizer_state=False, max_staleness=None)
+    homes(variable_update="replicated", local_parameter_device="gpu")
+    homes(variable_update=towers.Replicated(), packed=None)
+    for options, words in (
+        ({"max_staleness": 1}, "expected it as an option of towers.Asynchronous"),
+        ({"all_reduce_alg": "ring"}, "expected it as an option of towers.Replicated"),
+        (
+            {"variable_update": "replicated", "local_parameter_device": "cpu:1"},
+            "towers.Asynchronous or towers.Auto or towers.ParameterServer, so give",
+        ),
+        (
+            {"variable_update": towers.Replicated(), "all_reduce_alg": "ring"},
+            "expected it as an option of towers.Replicated",
+        ),
+        ({"stages": towers.Stages(2), "placement": "auto"}, "an option of that value"),
+        ({"variable_update": "magic", "max_staleness": None}, "'magic'; expected one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            homes(**options)
 
 
 def test_attributes():

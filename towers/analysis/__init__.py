@@ -1,1 +1,1 @@
-"""What the graph of a traced step tells: how its tensors depend on the examples."""
+"""Reads in the graph of a traced step how its tensors depend on the examples."""

@@ -15,7 +15,7 @@ the sums is that of the whole batch: such a total is added up before towers go o
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -43,7 +43,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import is_zero, of_layer, of_operation, of_target
-from towers.analysis.states import LOST, State, after_a_turn, merged
+from towers.analysis.states import LOST, ValueState, after_a_turn, merged
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -67,7 +67,7 @@ _LOOP = ("body", "cond")
 
 
 class Culprit(NamedTuple):
-    """What makes a tensor coupled or unknown.
+    """The operation that makes a tensor coupled or unknown.
 
     Attributes:
         operation: An operation.
@@ -95,25 +95,27 @@ class Reader:
         local_batch: Any,
         calls: dict[Any, LayerCall],
         known: Mapping[Any, Dependence] | None = None,
-        seeds: Iterable[tf.Tensor] = (),
         meets: Callable[[tf.Operation], bool] | None = None,
         decided: Decided | None = None,
         at_home: Container[str] = (),
     ):
-        """Takes a local batch, and what `recorded_layers` remembered.
+        """Starts to read a graph.
 
-        Its tensors have one row an example; the graph must not know how many. `known`
-        has what else is known, by the key of the tensor. `seeds` are those of random
-        numbers that each tower has its own of. `meets` tells of an operation whether
-        it may take totals of the whole batch, whatever they depend on; then random
-        numbers are those of the whole batch, too, and no layer of the user's is taken
-        to keep rows apart. With `decided`, what lets examples meet is a tower's own.
-        `at_home` has the names of operations of which nothing is to be known.
+        Args:
+            local_batch: A nest of tensors, each with one row an example. The graph must
+                not know how many.
+            calls: The calls of layers that `recorded_layers` remembered.
+            known: How other tensors depend on the examples, by their keys.
+            meets: Tells whether an operation may take totals of the whole batch. Then
+                random numbers are those of the whole batch, too. `None` within a
+                function that an operation calls.
+            decided: Which tensors are each tower's own where examples meet; `None` if
+                none is to be.
+            at_home: The names of operations of which nothing is to be known.
         """
-        self._seeds = {key(seed) for _, seed in parts([*seeds])}
         self._calls, self._at_home = calls, at_home
         # What is known of what functions return, by who calls them, and of what kinds.
-        self._returned: dict[Any, Sequence[State]] = {}
+        self._returned: dict[Any, Sequence[ValueState]] = {}
         # Lists of which no tensor is set, of those that a function is given.
         self._empty: set[Any] = set()
         self._culprits = {}
@@ -190,14 +192,6 @@ class Reader:
         self._of_data = seen
         return True
 
-    def rows_of(self, tensor: tf.Tensor) -> int | None:
-        """Returns how many rows of a tensor each example has, `None` if unknown."""
-        return self.counts.of(tensor) if self.of(tensor) is ROWS else None
-
-    def is_seeded(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is made of a seed that each tower has its own of."""
-        return _is_made_of(tensor, self._seeds)
-
     def why(self, tensor: tf.Tensor) -> Culprit:
         """Returns what made `tensor` coupled or unknown, or else what made it."""
         return self._culprits.get(key(tensor), Culprit(tensor.op))
@@ -213,20 +207,14 @@ class Reader:
         if call is None:
             return self._of(tensor.op.inputs, self._of_operation, tensor)
         if call.trusted:
-            found = self._of(call.inputs, of_layer, tensor, call.packed)
+            kind = self._of(call.inputs, of_layer, tensor, call.packed)
             kinds = [self._known[key(t)] for t in call.inputs]
-            self.counts.keep(tensor, found, call.inputs, kinds, by_layer=True)
+            self.counts.keep(tensor, kind, call.inputs, kinds, by_layer=True)
             self._blame(tensor, call)
-            return found
-        seen = self._of(tensor.op.inputs, self._of_operation, tensor)
+            return kind
+        kind = self._of(tensor.op.inputs, self._of_operation, tensor)
         self._blame(tensor, call)
-        if seen is not UNKNOWN or self._meets is not None:
-            return seen
-        # That an operation cannot be read says nothing against the layer.
-        self._culprits.pop(key(tensor))
-        taken = self._of(call.inputs, of_layer, tensor, call.packed)
-        self._blame(tensor, call)
-        return taken
+        return kind
 
     def _blame(self, tensor, call):
         """Names the layer in which a tensor has become coupled or unknown."""
@@ -244,10 +232,10 @@ class Reader:
             if any(key(t) in self._of_totals for t in inputs):
                 self._of_totals.add(key(tensor))
             return NONE
-        found = self._of_examples(inputs, kinds, rule, tensor, *extra)
+        whole = self._of_examples(inputs, kinds, rule, tensor, *extra)
         if self.own is None:
-            return found
-        return self.own.read(tensor, list(inputs), kinds, found)
+            return whole
+        return self.own.read(tensor, list(inputs), kinds, whole)
 
     def _of_examples(self, inputs, kinds, rule, tensor, *extra):
         if any(map(self._is_for_all_rows, inputs)):
@@ -257,19 +245,19 @@ class Reader:
         whole = self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
         if tensor.op.type == "Reshape" and rule == self._of_operation and not whole:
             kinds[1] = of_target(tensor, kinds[1])
-        for kind in (COUPLED, UNKNOWN):
-            if kind in kinds:
-                self._culprits[key(tensor)] = self.why(inputs[kinds.index(kind)])
-                return kind
-        found = rule(tensor, list(inputs), kinds, *extra)
+        for lost in (COUPLED, UNKNOWN):
+            if lost in kinds:
+                self._culprits[key(tensor)] = self.why(inputs[kinds.index(lost)])
+                return lost
+        kind = rule(tensor, list(inputs), kinds, *extra)
         by_layer = rule is of_layer
         if self.blocks is not None and (by_layer or tensor.op.type not in _CALLS):
-            found = self.blocks.read(tensor, list(inputs), kinds, found, by_layer)
-        if found in (COUPLED, UNKNOWN) and self._totals is not None:
-            found = self._by_totals(tensor, list(inputs), kinds) or found
-        if found in (COUPLED, UNKNOWN):
+            kind = self.blocks.read(tensor, list(inputs), kinds, kind, by_layer)
+        if kind in (COUPLED, UNKNOWN) and self._totals is not None:
+            kind = self._by_totals(tensor, list(inputs), kinds) or kind
+        if kind in (COUPLED, UNKNOWN):
             self._culprits[key(tensor)] = Culprit(tensor.op)
-        return found
+        return kind
 
     def _of_operation(self, tensor, inputs, kinds):
         op = tensor.op
@@ -278,42 +266,41 @@ class Reader:
         if op.type in _CALLS:
             return self._of_call(tensor, inputs, kinds)
         if is_of_lists(op):
-            found = of_list(tensor, inputs, kinds, self._is_empty(inputs[0]))
+            kind = of_list(tensor, inputs, kinds, self._is_empty(inputs[0]))
         else:
-            found = of_operation(tensor, inputs, kinds)
-        draws = op.type in STATELESS_DRAWS and self._meets is None
-        if draws and not self.is_seeded(inputs[1]):
-            # By the same seed, each tower would draw the first rows of one device.
-            found = UNKNOWN
+            kind = of_operation(tensor, inputs, kinds)
+        if op.type in STATELESS_DRAWS and self._meets is None:
+            # In a function, each tower would draw the first rows of one device.
+            kind = UNKNOWN
         if self._is_of_unknown_count(op):
             # Whoever draws for all towers could not cut them.
-            found = UNKNOWN
-        elif found is UNKNOWN:
-            found = self.counts.read(tensor, inputs, kinds)
-        self.counts.keep(tensor, found, inputs, kinds)
-        return found
+            kind = UNKNOWN
+        elif kind is UNKNOWN:
+            kind = self.counts.read(tensor, inputs, kinds)
+        self.counts.keep(tensor, kind, inputs, kinds)
+        return kind
 
     def _of_call(self, tensor, inputs, kinds):
-        """What an operation returns that calls functions."""
+        """Reads how the result of an operation that calls functions depends on them."""
         op = tensor.op
         names = [op.get_attr(each).name for each in _CALLS[op.type]]
         # A gradient has a loop keep more than before.
         asked = op.name, *names, tuple(kinds)
         if asked not in self._returned:
-            given = [*map(self._state, inputs, kinds)]
+            given = [*map(self._state_of, inputs, kinds)]
             self._returned[asked] = self._of_functions(op, names, inputs, given)
         state = self._returned[asked][tensor.value_index]
         self._take(tensor, state)
         return state.kind
 
     def _of_functions(self, op, names, inputs, given):
-        """What functions return that an operation calls: for each output, its state."""
+        """Returns what is known of each output of the functions of an operation."""
         nothing = [LOST for _ in op.outputs]
         if self._meets is not None and any(effects.of([op])):
             # It runs once, for all rows.
             return nothing
         if _CALLS[op.type] == _LOOP:
-            found = self._of_loop(op, names, inputs, given)
+            states = self._of_loop(op, names, inputs, given)
         else:
             if _CALLS[op.type] == _BRANCHES:
                 # What decides between branches must not depend on examples.
@@ -322,38 +309,38 @@ class Reader:
                 inputs, given = inputs[1:], given[1:]
             shapes = [each.shape for each in inputs]
             graphs = [function_graph(name, inputs, shapes) for name in names]
-            found = functools.reduce(
+            states = functools.reduce(
                 merged, [self._of_function(graph, given) for graph in graphs]
             )
         if self._meets is None:
-            return found
-        found = [LOST if state.is_countless else state for state in found]
+            return states
+        states = [LOST if state.is_countless else state for state in states]
         # It runs in one place, so where it returns one such thing, all are. Not so
         # lists, some of which only serve a gradient: home may ask for them later.
         odd = any(
             state.kind in (COUPLED, UNKNOWN) and made.dtype != tf.variant
-            for state, made in zip(found, op.outputs, strict=True)
+            for state, made in zip(states, op.outputs, strict=True)
         )
-        return nothing if odd else found
+        return nothing if odd else states
 
     def _of_loop(self, op, names, inputs, given):
-        """What a loop returns: what stays true of its values at each turn."""
+        """Returns what is known of each output of a loop: what stays true each turn."""
         # A turn may make another shape than there was before the first.
         shapes = [
             before.shape.most_specific_compatible_shape(after.shape)
             for before, after in zip(inputs, op.outputs, strict=True)
         ]
         turn, decides = (function_graph(name, inputs, shapes) for name in names)
-        before, found = None, given
-        while found != before:
-            before = found
-            found = after_a_turn(before, self._of_function(turn, before))
-        (another,) = self._of_function(decides, found)
+        before, states = None, given
+        while states != before:
+            before = states
+            states = after_a_turn(before, self._of_function(turn, before))
+        (another,) = self._of_function(decides, states)
         # How many turns there are must not depend on examples.
-        return found if another.kind is NONE else [LOST for _ in found]
+        return states if another.kind is NONE else [LOST for _ in states]
 
     def _of_function(self, graph, given):
-        """What a function returns: for each output, its state."""
+        """Returns what is known of each output of a function."""
         known = {
             key(tensor): state.kind
             for tensor, state in zip(graph.inputs, given, strict=True)
@@ -362,17 +349,16 @@ class Reader:
         reader.blocks = None if self.blocks is None else RowBlocks(reader.counts)
         for tensor, state in zip(graph.inputs, given, strict=True):
             reader._take(tensor, state)
-        return [reader._state(tensor, reader.of(tensor)) for tensor in graph.outputs]
+        return [reader._state_of(tensor, reader.of(tensor)) for tensor in graph.outputs]
 
-    def _state(self, tensor, kind):
-        """What is known of a tensor that depends on the examples in a way."""
-        return State(
+    def _state_of(self, tensor, kind):
+        """Returns all that is known of a tensor that depends on the examples so."""
+        return ValueState(
             kind,
             self.counts.of(tensor),
             None if self.blocks is None else self.blocks.of(tensor),
             empty=self._is_empty(tensor),
             zero=kind is NONE and is_zero(tensor),
-            seeded=bool(self._seeds) and self.is_seeded(tensor),
             of_totals=key(tensor) in self._of_totals,
         )
 
@@ -386,8 +372,6 @@ class Reader:
             self._empty.add(key(tensor))
         if state.of_totals:
             self._of_totals.add(key(tensor))
-        if state.seeded:
-            self._seeds.add(key(tensor))
 
     def _is_empty(self, tensor):
         """Tells whether a tensor is a list of which no tensor is set."""
@@ -401,19 +385,19 @@ class Reader:
         return whole and self.counts.of(op.inputs[0]) is None
 
     def _by_totals(self, tensor, inputs, kinds):
-        """What an operation returns if it takes totals of the whole batch.
+        """Returns how a result depends on the examples if inputs are totals.
 
-        Returns `None` if that does not help.
+        Those are then of the whole batch. `None` if that does not help.
         """
         op = tensor.op
         if _CALLS.get(op.type) == _LOOP:
             # What it keeps for its gradient would be of totals, too.
             return None
-        if self._meets is not None and not self._meets(op):
+        if not self._meets(op):
             return None
         if self.own is not None and not self.own.may_take_totals(tensor, inputs, kinds):
             return None
-        if op.type in EXTREMES and kinds[0] is ROWS and self._may_be_total(tensor):
+        if op.type in EXTREMES and kinds[0] is ROWS:
             total = Total(tensor, COUPLED)
             self.extremes[key(tensor)] = total
             for consumer in tensor.consumers():
@@ -423,9 +407,7 @@ class Reader:
             self._of_totals.add(key(tensor))
             return NONE
         totals = [
-            index
-            for index, (each, kind) in enumerate(zip(inputs, kinds, strict=True))
-            if kind in (SUM, SIZE, MEAN) and self._may_be_total(each)
+            index for index, kind in enumerate(kinds) if kind in (SUM, SIZE, MEAN)
         ]
         # As few as possible, and rather a divisor than what is divided.
         ways = [
@@ -433,25 +415,24 @@ class Reader:
             for count in range(1, len(totals) + 1)
             for taken in itertools.combinations(totals[::-1], count)
         ]
-        if self._meets is not None:
-            # Those that variables decide as well may all be needed.
-            of_data = [i for i in totals if self.is_of_data(inputs[i])]
-            ways = [taken for taken in ways if {*taken} <= {*of_data}]
-            ways += [totals] if len(of_data) < len(totals) else []
+        # Those that variables decide as well may all be needed.
+        of_data = [i for i in totals if self.is_of_data(inputs[i])]
+        ways = [taken for taken in ways if {*taken} <= {*of_data}]
+        ways += [totals] if len(of_data) < len(totals) else []
         for taken in ways:
             assumed = [
                 NONE if index in taken else kind for index, kind in enumerate(kinds)
             ]
-            found = NONE
+            made = NONE
             if any(kind is not NONE for kind in assumed):
-                found = self._of_operation(tensor, inputs, assumed)
-            if found not in (COUPLED, UNKNOWN):
+                made = self._of_operation(tensor, inputs, assumed)
+            if made not in (COUPLED, UNKNOWN):
                 self._totals |= {
                     Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
                 }
-                if found is NONE:
+                if made is NONE:
                     self._of_totals.add(key(tensor))
-                return found
+                return made
         return None
 
     def _is_for_all_rows(self, tensor):
@@ -459,19 +440,3 @@ class Reader:
         known = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
         whole = tensor.dtype.is_integer or not known
         return whole and key(tensor) in self._of_totals
-
-    def _may_be_total(self, tensor):
-        return self._meets is not None or self.is_of_data(tensor)
-
-
-def _is_made_of(tensor, keys):
-    """Tells whether something that has one of the keys is behind a tensor."""
-    waiting, seen = [tensor], set()
-    while waiting:
-        current = waiting.pop()
-        if key(current) in keys:
-            return True
-        if key(current) not in seen:
-            seen.add(key(current))
-            waiting.extend(current.op.inputs)
-    return False

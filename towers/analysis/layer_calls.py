@@ -81,7 +81,7 @@ def _is_synchronized(layer):
 
 
 def _logits(outputs):
-    """What sigmoids and softmaxes were made of: a loss uses it in their place."""
+    """Returns what sigmoids and softmaxes were made of, which a loss takes instead."""
     return [*map(logits_of, tf.nest.flatten(outputs))]
 
 

@@ -75,16 +75,16 @@ def of_operation(
         return of_last(tensor, op, inputs, kinds)
     if present == {TURNED}:
         return of_turned(op, inputs, kinds)
-    found = UNKNOWN
+    kind = UNKNOWN
     if present <= {SUM, MEAN}:
-        found = _of_totals(tensor, op, inputs, kinds, present)
+        kind = _of_totals(tensor, op, inputs, kinds, present)
     elif present <= {SIZE, SHAPE}:
-        found = of_sizes(tensor, op, inputs, kinds)
+        kind = of_sizes(tensor, op, inputs, kinds)
     elif op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, SIZE]:
-        found = MEAN
+        kind = MEAN
     elif present <= {ROWS, SHAPE}:
-        found = of_rows(tensor, op, inputs, kinds)
-    if found is UNKNOWN and op.type in ELEMENTWISE:
+        kind = of_rows(tensor, op, inputs, kinds)
+    if kind is UNKNOWN and op.type in ELEMENTWISE:
         # It knows no axis: where it takes a total and does none of the above, examples
         # meet. Integers are sizes for shapes, of which nothing is said; nor is it of a
         # comparison with a size.
@@ -94,7 +94,7 @@ def of_operation(
         elif any(t.dtype.is_floating for t in inputs):
             meeting = {SUM, MEAN}
         return COUPLED if present & meeting else UNKNOWN
-    return found
+    return kind
 
 
 def _of_parts(op, inputs, kinds):
@@ -162,7 +162,7 @@ def is_zero(tensor: tf.Tensor) -> bool:
 
 
 def of_target(tensor: tf.Tensor, kind: Dependence) -> Dependence:
-    """How the shape that a tensor is given depends on the examples.
+    """Tells how the shape that a tensor is given depends on the examples.
 
     Where all but one axis are known, the number of elements tells that one.
     """

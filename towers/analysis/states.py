@@ -1,4 +1,4 @@
-"""What is known of values that go into a function, and of those that come out.
+"""The states of values that go into a function, and of those that come out.
 
 A loop is read until a turn changes nothing of what is known: what is known of its
 values goes into its body, and what comes out is merged with it. Then it is proved for
@@ -28,8 +28,8 @@ from towers.analysis.kinds import (
 _COUNTED = {COLUMNS, LAST, ROWS, SHAPE, SIZE, TURNED}
 
 
-class State(NamedTuple):
-    """What is known of a value.
+class ValueState(NamedTuple):
+    """All that is known of a value.
 
     Attributes:
         kind: How it depends on the examples.
@@ -37,7 +37,6 @@ class State(NamedTuple):
         blocks: In which blocks, as `RowBlocks` tells.
         empty: Whether it is a list of which no tensor is set.
         zero: Whether it is zeros.
-        seeded: Whether it is made of a seed that each tower has its own of.
         of_totals: Whether it is made of totals, and of nothing else of the examples.
     """
 
@@ -46,7 +45,6 @@ class State(NamedTuple):
     blocks: Blocks | None = None
     empty: bool = False
     zero: bool = False
-    seeded: bool = False
     of_totals: bool = False
 
     @property
@@ -55,15 +53,19 @@ class State(NamedTuple):
         return self.kind in _COUNTED and self.count is None
 
 
-LOST = State(UNKNOWN)
+LOST = ValueState(UNKNOWN)
 
 
-def merged(first: Sequence[State], second: Sequence[State]) -> list[State]:
+def merged(
+    first: Sequence[ValueState], second: Sequence[ValueState]
+) -> list[ValueState]:
     """Returns what is known of values that are one or the other: of branches, say."""
     return [_either(*pair) for pair in zip(first, second, strict=True)]
 
 
-def after_a_turn(before: Sequence[State], after: Sequence[State]) -> list[State]:
+def after_a_turn(
+    before: Sequence[ValueState], after: Sequence[ValueState]
+) -> list[ValueState]:
     """Returns what may be known of a loop's values, of what a turn makes of them.
 
     They are proved if a turn leaves them as they are.
@@ -72,12 +74,12 @@ def after_a_turn(before: Sequence[State], after: Sequence[State]) -> list[State]
         before: What is known before the turn.
         after: Behind it, if the former is right.
     """
-    found = merged(before, after)
+    states = merged(before, after)
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         # A sum is added to zeros, which only are those of a sum if it is known as one.
         if old.zero and new.kind is COUPLED:
-            found[i] = State(SUM)
-    return found
+            states[i] = ValueState(SUM)
+    return states
 
 
 def _either(first, second):
@@ -97,10 +99,8 @@ def _known_of_both(first, second):
         return first
     kinds = {first.kind, second.kind}
     if kinds == {MEAN, NONE}:
-        return State(MEAN)
+        return ValueState(MEAN)
     alike = first.count == second.count and first.blocks == second.blocks
     if len(kinds) > 1 or not alike:
         return LOST
-    return first._replace(
-        zero=first.zero and second.zero, seeded=first.seeded and second.seeded
-    )
+    return first._replace(zero=first.zero and second.zero)

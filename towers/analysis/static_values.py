@@ -36,25 +36,24 @@ def integers(tensor: tf.Tensor) -> list[int] | None:
     if not parts or None in parts:
         return None
     if op.type in _ELEMENTS:
-        found = _ELEMENTS[op.type](*(np.array(part, int) for part in parts))
-        return found.tolist()
-    return [each for part in parts for each in part]
+        return _ELEMENTS[op.type](*(np.array(part, int) for part in parts)).tolist()
+    return [number for part in parts for number in part]
 
 
 def leading(tensor: tf.Tensor, count: int) -> list[int] | None:
     """Returns the first integers of a tensor, `None` if one of them is not known."""
     if (known := integers(tensor)) is not None:
         return known[:count]
-    op, found = tensor.op, []
+    op, numbers = tensor.op, []
     if op.type in _KEEP:
         return leading(op.inputs[0], count)
     for part in _parts(op) if op.type in ("Pack", "ConcatV2") else ():
-        values = leading(part, count - len(found))
+        values = leading(part, count - len(numbers))
         if values is None:
             return None
-        found += values
-        if len(found) == count:
-            return found
+        numbers += values
+        if len(numbers) == count:
+            return numbers
     return None
 
 
@@ -73,25 +72,25 @@ def _parts(op: tf.Operation) -> Sequence[tf.Tensor]:
 
 
 def _picked(op: tf.Operation) -> list[int] | None:
-    """The known values of a part of a vector, such as a tensor's shape."""
+    """Returns the known values of a part of a vector, such as a tensor's shape."""
     source = op.inputs[0]
-    places = [*map(integers, op.inputs[1:])]
+    positions = [*map(integers, op.inputs[1:])]
     values = integers(source) if source.shape.rank == 1 else None
     if source.op.type == "Shape" and source.op.inputs[0].shape.rank is not None:
         values = source.op.inputs[0].shape.as_list()
-    if None in places or values is None:
+    if None in positions or values is None:
         return None
     if op.type == "Slice":
-        (begin,), (size,) = places
-        found = values[begin : None if size < 0 else begin + size]
+        (begin,), (size,) = positions
+        picked = values[begin : None if size < 0 else begin + size]
     else:
         if op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"):
             return None
-        (begin,), (end,), (step,) = places
+        (begin,), (end,), (step,) = positions
         if op.get_attr("shrink_axis_mask"):
-            found = [values[begin]]
+            picked = [values[begin]]
         else:
             begin = None if op.get_attr("begin_mask") else begin
             end = None if op.get_attr("end_mask") else end
-            found = values[begin:end:step]
-    return None if None in found else found
+            picked = values[begin:end:step]
+    return None if None in picked else picked

@@ -51,6 +51,8 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
         inputs: The tensors that it is called with, one row an example; none if they
             are not known.
     """
+    if is_own(layer):
+        return True
     # A mask has fewer axes than what it belongs to.
     ranks = [t.shape.rank for t in inputs if t.dtype != tf.bool]
     return (
@@ -65,6 +67,11 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
     )
 
 
+def is_own(layer: keras.layers.Layer | None) -> bool:
+    """Whether each tower computes a layer with its own rows, whatever that does."""
+    return getattr(layer, "takes_rows_for_batch", False)
+
+
 def _is_apart(activation, ranks):
     """Whether an activation is Keras's, and by none but its last axis."""
     if activation is None or isinstance(activation, keras.layers.Layer):
@@ -75,7 +82,7 @@ def _is_apart(activation, ranks):
 
 
 def _cells(layer):
-    """The cells of a recurrent layer, which need not be layers."""
+    """Yields the cells of a recurrent layer, which need not be layers."""
     cell = getattr(layer, "cell", None)
     return [*([] if cell is None else [cell]), *getattr(layer, "cells", ())]
 

@@ -12,26 +12,24 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.builders.asynchronous.staleness import Staleness
-from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.common import Pieces
-from towers.builders.context import Context, Found
+from towers.builders.context import Context, ModelFacts
 from towers.builders.steps import Steps
 from towers.builders.train_function import Scope
 from towers.keras_adapter.models import overrides
 
 
 class Composed(NamedTuple):
-    """What a builder is put together of.
+    """The pieces of a builder, and the two that make its steps.
 
     Attributes:
         pieces: What all ways to update variables have in common.
-        training: Trains.
+        training: Trains: `Steps`, or `AsynchronousTraining`.
         evaluation: Evaluates and predicts.
     """
 
     pieces: Pieces
-    training: Steps | Asynchronous
+    training: Any
     evaluation: Steps
 
 
@@ -57,7 +55,7 @@ class Builder:
         name: str,
         context: Context,
         compose: Callable[[], Composed],
-        staleness: Staleness | None = None,
+        staleness: Any = None,
     ):
         """Puts a builder together.
 
@@ -70,8 +68,8 @@ class Builder:
         self.reset_traces()
 
     def reset_traces(self) -> None:
-        """Forgets what was found out about the model, which has changed."""
-        self.context.found = Found()
+        """Forgets what steps have shown about the model, which has changed."""
+        self.context.facts = ModelFacts()
         self.pieces, self.training, self.evaluation = self._compose()
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
@@ -107,7 +105,7 @@ class Builder:
         return self.pieces.batches.preprocess(data, training)
 
     def mark_copies_stale(self) -> None:
-        """Is told that variables, or the model, may have been changed from outside."""
+        """Has copies renewed, as variables may have been changed from outside."""
         self.pieces.copies.stale = True
 
     def broadcast_variables(self) -> None:
@@ -126,12 +124,12 @@ class Builder:
     @property
     def loss_placed(self) -> str | None:
         """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
-        return self.context.found.loss_placed
+        return self.context.facts.loss_placed
 
     @property
     def graph(self) -> tf.Graph | None:
         """The graph that a step of `train_function` was last made in, if any."""
-        return self.context.found.graph
+        return self.context.facts.graph
 
     @property
     def compiles_update(self) -> bool:
@@ -155,4 +153,4 @@ class Builder:
                 "stages or micro-batches."
             )
             self.say([line])
-        self.context.found.asked_xla = value
+        self.context.facts.asked_xla = value

@@ -1,4 +1,6 @@
-"""What towers cannot compute of a model: each raises a `ModelError`, in a sentence."""
+"""Refuses models that towers cannot compute, by a `ModelError` in a sentence."""
+
+from collections.abc import Sequence
 
 import keras
 
@@ -27,6 +29,21 @@ def refuse_stateful(model: keras.Model) -> None:
                 f"The layer '{layer.name}' is stateful: it keeps a value for each row "
                 "of the batch, which towers do not carry; use stateful=False."
             )
+
+
+def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
+    """Refuses random numbers of TensorFlow's own state, on several hosts.
+
+    Args:
+        model: The model.
+        phrases: They tell where a step draws such numbers; none if it does not.
+    """
+    if phrases:
+        raise ModelError(
+            f"Model '{model.name}' draws random numbers of TensorFlow's own state"
+            f"{phrases[0]}, which differs between hosts; expected a step that draws "
+            "by keras.random with a seed generator, or run_eagerly=True."
+        )
 
 
 def is_synchronized(model: keras.Model) -> bool:

@@ -1,26 +1,28 @@
-"""What all pieces of a builder share: the model, the plan, the user's wishes."""
+"""The context that all pieces of a builder share: model, plan, the user's wishes."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers.builders.guard import Guard
-from towers.devices import is_gpu
-from towers.loop.agreement import Agreement
-from towers.loop.host_times import HostTimes
+from towers.devices.names import is_gpu
+from towers.hosts import group
 from towers.loop.last_batch import LastBatch
 from towers.loop.timers import StepTimers
+from towers.partition.call import Execution
 from towers.plan import Plan
 from towers.program import voice
+from towers.program.features import feature
 from towers.tower.preprocess import Preprocess
 
 
 @dataclasses.dataclass
-class Found:
-    """What was found out about a model; a builder forgets it when the model changes.
+class ModelFacts:
+    """Facts about a model that its steps have shown; forgotten when the model changes.
 
     Attributes:
         loss_placed: Where the examples of a batch meet in training: on each "tower", or
@@ -29,20 +31,26 @@ class Found:
             known to pay.
         unseeded: Where a step of training draws random numbers without a seed, as
             phrases.
+        unsaved: Variables that a step of training changes, and no attribute of the
+            model holds, such as a loss's own counter.
         compiled: Whether XLA is known to compile the model: by training it once.
         graph: The graph that a step of training was last made in, if any.
+        kept_whole: The `id`s of variables that are not sharded, as a step assigns them
+            itself.
     """
 
     loss_placed: str | None = None
     asked_xla: bool | None = None
     unseeded: Sequence[str] = ()
+    unsaved: Sequence[tf.Variable] = ()
     compiled: bool = False
     graph: tf.Graph | None = None
+    kept_whole: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class Context:
-    """What all pieces of a builder share.
+    """The model, the plan and the user's wishes, which all pieces of a builder share.
 
     Attributes:
         model: The user's model; its variables are the shared variables.
@@ -54,7 +62,9 @@ class Context:
         prefetch: Batches that are fetched and placed ahead of a call of one step.
         guard: Stops a step of training that is not finite, if anything does.
         shard_embeddings: How embedding tables are cut; see `tables.py`.
-        agreement: Keeps hosts at the same batch, if there are several.
+        shard_from_bytes: How large variables are that are sharded; `None` if none are.
+            See `parameters.py`.
+        agreement: Keeps hosts at the same batch, if there are several: an `Agreement`.
         timers: Measure what the time of the steps of training goes to.
         callbacks_may_write: Whether a callback that may change variables runs between
             calls of training.
@@ -62,7 +72,8 @@ class Context:
             not known yet.
         why_hosts: Why these hosts train together, after others; empty for the first.
         last_batch: Keeps batches, in case a stage fails.
-        found: What was found out about the model.
+        facts: What the model's steps have shown about it.
+        said: The lines that were said, or their keys.
     """
 
     model: keras.Model
@@ -72,14 +83,15 @@ class Context:
     preprocess: Preprocess | None = None
     prefetch: int = 0
     guard: Guard | None = None
-    agreement: Agreement | None = None
+    agreement: Any = None
     shard_embeddings: str = "none"
+    shard_from_bytes: int | None = None
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
     why_hosts: str = ""
     last_batch: LastBatch = dataclasses.field(default_factory=LastBatch)
-    found: Found = dataclasses.field(default_factory=Found)
+    facts: ModelFacts = dataclasses.field(default_factory=ModelFacts)
     said: set[Any] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
@@ -92,14 +104,16 @@ class Context:
         hosts = self.plan.hosts
         if hosts.count == 1:
             return None
-        mine = sum(tower.ratio for tower in self.plan.towers)
-        return HostTimes(hosts, mine / sum(self.plan.split_ratios))
+        ratio = sum(tower.ratio for tower in self.plan.towers)
+        return feature("loop.host_times").HostTimes(
+            hosts, ratio / sum(self.plan.split_ratios)
+        )
 
     @property
     def xla(self) -> bool:
         """Whether XLA compiles towers and update."""
         alone = self.plan.pipeline.alone
-        return alone and bool(self.found.asked_xla) and not self.model.run_eagerly
+        return alone and bool(self.facts.asked_xla) and not self.model.run_eagerly
 
     @property
     def compiles_update(self) -> bool:
@@ -108,7 +122,7 @@ class Context:
         It makes one kernel of the dozen that each variable needs, which a GPU is slower
         to start than to run; a CPU is not.
         """
-        if self.found.asked_xla is None:
+        if self.facts.asked_xla is None:
             alone = self.plan.pipeline.alone
             return alone and is_gpu(self.plan.home) and not self.model.run_eagerly
         return self.xla
@@ -131,3 +145,30 @@ class Context:
             if (key or line) not in self.said:
                 voice.say(line)
                 self.said.add(key or line)
+
+    def execution(self, step: str) -> Execution:
+        """Returns how a step, such as "train_step", is executed."""
+        xla = self.xla and (step == "train_step" or self.facts.compiled)
+        return Execution(
+            self.usual_rows,
+            towers_by_xla=xla,
+            updates_by_xla=self.compiles_update,
+            is_elastic=group.member() is not None,
+        )
+
+    @contextlib.contextmanager
+    def agreeing_on(self, step: str, data: Any) -> Iterator[None]:
+        """Inside, all hosts compute a step of the same batch, if there are several."""
+        agreement, times = self.agreement, self.timers.hosts
+        if agreement is None:
+            yield
+        elif step != "train_step":
+            with agreement.evaluates(data):
+                yield
+        else:
+            (numbers,) = self.plan.hosts.all_reduce(
+                [agreement.of_batch(data, times)], "batch"
+            )
+            with agreement.before(numbers):
+                agreement.hear(numbers, times)
+                yield

@@ -14,17 +14,16 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.cluster import process_group
 from towers.collectives import batch
-from towers.collectives.spread import tables as spread_tables
-from towers.devices import HOST, is_gpu
+from towers.devices.names import HOST, is_gpu
+from towers.hosts import group
+from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import call_model
 from towers.keras_adapter.runtime import is_deterministic
-from towers.layers import sharded, tables, variables
-from towers.layers.pipeline import Pipeline, Placement, weighted
+from towers.layers import parameters, sharded, tables, variables
+from towers.layers.pipeline import LayerPlacement, Pipeline, weighted
 from towers.program import words
-from towers.stages.measure import seconds_of_parts
-from towers.stages.staged import Staged
+from towers.program.features import feature
 from towers.tower import build, eager
 from towers.tower.errors import ModelError
 
@@ -34,7 +33,7 @@ _FEW_ROWS = 8
 
 @dataclasses.dataclass
 class VariableCreator:
-    """Creates the variables at home, and their copies, if there are to be any."""
+    """Creates variables at home, places tables and layers, and creates copies."""
 
     context: Context
     copies: Copies
@@ -50,7 +49,7 @@ class VariableCreator:
         batch.check_rows(batch.specs(data))
         rows = batch.rows_given(data)
         with self._tables_placed(data), self.copies.creating():
-            self._create(data, rows)
+            self._create(rows)
 
     def build_apart(self, data: Any, trains: bool = True) -> None:
         """Creates the variables of layers and the optimizer, and cuts what is cut.
@@ -83,7 +82,7 @@ class VariableCreator:
         self.copies.create()
         self._say_where_tables_lie()
 
-    def divide_layers(self, tower: Callable[[Pipeline], Sequence[Staged]]) -> bool:
+    def divide_layers(self, tower: Callable[[Pipeline], Sequence[Any]]) -> bool:
         """Divides layers among stages by the time that each takes, once.
 
         Args:
@@ -107,13 +106,15 @@ class VariableCreator:
             context.say([line])
             return False
         layers = {id(layer): k for k, layer in enumerate(weighted(model))}
-        each_alone = Placement(model, layers=layers)
+        each_alone = LayerPlacement(model, layers=layers)
         begun_s, seconds = time.perf_counter(), None
         try:
             # Not in an `init_scope`, where no tape records.
             towers = tower(Pipeline(len(layers), placement=each_alone))
             with tf.init_scope():
-                seconds = seconds_of_parts(towers, len(layers), plan.devices[0])
+                seconds = feature("stages.measure").seconds_of_parts(
+                    towers, len(layers), plan.devices[0]
+                )
         except Exception as error:
             # It is the user's model that is called.
             line = (
@@ -122,9 +123,9 @@ class VariableCreator:
             )
             context.say([line])
         # All hosts divide them alike.
-        if not all(plan.hosts.tell_all(seconds is not None)):
+        if not all(plan.hosts.exchange(seconds is not None)):
             return False
-        placement.balance(plan.hosts.broadcast(seconds))
+        placement.balance(plan.hosts.broadcast_value(seconds))
         taken_s = time.perf_counter() - begun_s
         line = (
             f"Measured the layers of model '{model.name}' for {taken_s:.1f} s, to "
@@ -156,7 +157,8 @@ class VariableCreator:
         total = self.context.usual_rows or first.shape[0] or _FEW_ROWS * plan.count
         return max(1, plan.sizes(int(total))[0])
 
-    def _create(self, data, rows):
+    def _create(self, rows):
+        """Creates the variables that Keras creates for a batch of such rows."""
         model, home = self.context.model, self.context.plan.home
         if not model.run_eagerly:
             # It would stop the tapes of layers that take gradients.
@@ -172,7 +174,7 @@ class VariableCreator:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
         home = self.context.plan.home
-        if process_group.member() is None:
+        if group.member() is None:
             placed = self._tables_placed(None)
         else:
             # Hosts that have trained have built it before. All hosts divide it later.
@@ -207,12 +209,16 @@ class VariableCreator:
             yield
             return
         if not (model.built or model.run_eagerly):
-            self.build_layers(keras.utils.unpack_x_y_sample_weight(data)[0])
-        elastic = process_group.member() is not None
+            x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+            if all(isinstance(each, tf.TensorSpec) for each in _specs(x)):
+                self.build_layers(x)
+        elastic = group.member() is not None
         if elastic and model.built and model.compiled and not model.optimizer.built:
             with tf.init_scope():
                 self.build_optimizer()
-        self._put_tables(data)
+        if model.built:
+            self._put_tables(data)
+        # Else it is built of ragged or sparse tensors, and then cut.
         with sharded.slots_like_variables():
             yield
         self._put_tables(data)  # of what was built by now
@@ -224,7 +230,7 @@ class VariableCreator:
         if context.shard_embeddings != "none":
             # Slices are empty between steps.
             copies = self.copies.variables()
-            copies = [each for each in copies if each.shape.is_fully_defined()]
+            copies = [copy for copy in copies if copy.shape.is_fully_defined()]
             lines = tables.lines(context.model, context.plan.home_of, copies)
             context.say([*lines])
 
@@ -256,6 +262,9 @@ class VariableCreator:
         model, way, plan = context.model, context.shard_embeddings, context.plan
         optimizer = model.optimizer if model.compiled else None
         why = optimizer and sharded.refuse_others(optimizer)
+        if why and context.shard_from_bytes is not None:
+            self._distribute_parameters(optimizer, why)
+            return
         if why and way != "auto":
             raise ModelError(
                 f"Received shard_embeddings='{way}' with {why}; expected an optimizer "
@@ -275,20 +284,65 @@ class VariableCreator:
                 places_of = plan.places_of(bool(self.copies.towers))
                 looked_up = self._look_ups(data) if way == "auto" else {}
                 self._say_what_each_host_has()
-                divided = spread_tables.divide(model, plan, way, optimizer)
+                divided = ()
+                if plan.hosts.count > 1:
+                    spread = feature("collectives.spread.tables")
+                    divided = spread.divide(model, plan, way, optimizer)
                 placed = tables.layout(
                     *(model, plan.all_devices, way, places_of, looked_up, divided)
                 )
                 tables.put(placed, optimizer)
+                self._put_parameters(optimizer, placed)
+
+    def _put_parameters(self, optimizer, tables_placed):
+        """Divides parameters among the towers' devices, if they are to be sharded."""
+        context = self.context
+        if context.shard_from_bytes is not None:
+            chosen = self._large_parameters({id(p.variable) for p in tables_placed})
+            parameters.cut(chosen, context.plan.all_devices, optimizer)
+
+    def _large_parameters(self, apart=frozenset()):
+        """Returns the variables to be sharded, but for those with the `id`s `apart`."""
+        context = self.context
+        chosen = parameters.choose(context.model, context.shard_from_bytes)
+        apart = apart | context.facts.kept_whole
+        return [variable for variable in chosen if id(variable) not in apart]
+
+    def _distribute_parameters(self, optimizer, why):
+        """Puts whole parameters on the towers' devices, as nothing may be cut."""
+        context = self.context
+        of_whole = not optimizers.is_elementwise(optimizers.innermost(optimizer))
+        refusal = feature("collectives.optimizer_shards").refusal(optimizer)
+        if not of_whole or refusal is not None:
+            raise ModelError(
+                f"Received variable_update='sharded' with {why}; expected an optimizer "
+                "that updates each number, or each variable, by itself, such as Adam "
+                "or Muon, or variable_update='replicated'."
+            )
+        line = (
+            "Each large variable is whole on one device, and not cut over all, because "
+            f"of {why}."
+        )
+        context.say([line])
+        with tf.init_scope():
+            devices = context.plan.all_devices
+            parameters.distribute(self._large_parameters(), devices, optimizer)
 
     def _say_what_each_host_has(self):
         plan, way = self.context.plan, self.context.shard_embeddings
-        if (why := spread_tables.refusal(plan, way)) is not None:
+        if plan.hosts.count == 1:
+            return
+        why = feature("collectives.spread.tables").refusal(plan, way)
+        if why is not None:
             line = (
                 f"Each of the {plan.hosts.count} hosts has whole tables, divided over "
                 f"its own devices: {why}."
             )
             self.context.say([line])
+
+
+def _specs(data):
+    return tf.nest.flatten(batch.specs(data))
 
 
 def sized(data: Any, rows: int | None) -> Any:

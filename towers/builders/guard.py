@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives import packing, reduce
-from towers.devices import HOST
+from towers.devices.names import HOST
 
 # To start a sum over fewer numbers takes longer than to add them, so they are joined.
 _MANY = 2**16
@@ -115,9 +115,9 @@ class Guard:
             state: What else the step may change: variables, each with its value from
                 before.
         """
-        seen = {i for each in packed for i in each.places}
+        buffered = {i for sent in packed for i in sent.places}
         others = [
-            [g for i, g in enumerate(of_device) if g is not None and i not in seen]
+            [g for i, g in enumerate(of_device) if g is not None and i not in buffered]
             for of_device in gradients
         ]
         with tf.name_scope("check_numerics"):
@@ -129,15 +129,18 @@ class Guard:
                 with tf.device(HOST):
                     good &= of_device
                 parts += joined
-            for towers in (buffers for each in packed for buffers in each.parts):
-                of_buffers = sums_are_finite(towers)
+            for buffers_of_towers in (
+                buffers for sent in packed for buffers in sent.parts
+            ):
+                of_buffers = sums_are_finite(buffers_of_towers)
                 with tf.device(HOST):
                     good &= of_buffers
-            parts += [total for each in packed for total in each.sums]
+            parts += [total for sent in packed for total in sent.sums]
             skips = finite_loss & _may_overflow(optimizer)
-            blamed = [[g for g in mine if g is not None] for mine in of_towers]
-            told = skips, data, optimizer, done, blamed, state
-            stop = functools.partial(self._stop, *told)
+            blamed = [[g for g in tower if g is not None] for tower in of_towers]
+            stop = functools.partial(
+                self._stop, skips, data, optimizer, done, blamed, state
+            )
 
             def look_closer():
                 return tf.cond(finite([loss, *parts]), lambda: tf.constant(True), stop)
@@ -147,23 +150,25 @@ class Guard:
         with tf.control_dependencies([checked]):
             yield checked
 
-    def on_tower(self, tower: int) -> None:
-        """Is told on which tower a step was stopped."""
+    def set_tower(self, tower: int) -> None:
+        """Sets the tower on which a step was stopped, unless it is known."""
         if self._stopped is not None and self._stopped.tower is None:
             self._stopped.tower = tower
 
     def _stop(self, skips, data, optimizer, done, blamed, state):
+        """Hands over what the graph knows of a step that is not finite."""
         data, parts = data(), [*map(_joined, blamed)]
-        fine = tf.stack([finite(each) if each else True for each in parts] or [True])
+        fine = tf.stack([finite(part) if part else True for part in parts] or [True])
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
         tensors = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         changed = [variable for variable, _ in state]
         catch = functools.partial(self._catch, optimizer, some, changed)
         with tf.device(HOST):
             # Less than 0: the optimizer knows.
-            told = skips, -1 if done is None else done, fine
+            done = -1 if done is None else done
             values = [value for _, value in state]
-            goes_on = tf.py_function(catch, [*told, *values, *tensors], tf.bool)
+            given = [skips, done, fine, *values, *tensors]
+            goes_on = tf.py_function(catch, given, tf.bool)
             return tf.ensure_shape(goes_on, [])
 
     def _catch(self, optimizer, some, changed, skips, done, fine, *tensors):
@@ -189,7 +194,7 @@ class Guard:
 
 
 def _joined(gradients):
-    """Gradients as fewer tensors, each where it is."""
+    """Joins gradients into fewer tensors, each where it is."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     small = collections.defaultdict(list)
     large = []
@@ -239,11 +244,11 @@ def sums_are_finite(towers: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tells whether each number is finite: two passes over each tensor, where it is."""
-    found = []
+    of_tensors = []
     for tensor in tensors:
         with tf.device(tensor.device):
-            found.append(tf.reduce_all(tf.math.is_finite(tensor)))
-    return tf.reduce_all(found)
+            of_tensors.append(tf.reduce_all(tf.math.is_finite(tensor)))
+    return tf.reduce_all(of_tensors)
 
 
 def _wide(tensor):
@@ -251,7 +256,7 @@ def _wide(tensor):
 
 
 def _may_overflow(optimizer):
-    """Whether gradients may be infinite as they are scaled, which is no fault."""
+    """Tells whether gradients may be infinite as they are scaled: that is no fault."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tf.constant(False)
     # It is halved at each such step; one that is not finite by itself remains so.

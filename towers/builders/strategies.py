@@ -3,18 +3,17 @@
 A new way is a function here that lists its pieces, and an entry in `STRATEGIES`.
 """
 
-import concurrent.futures
+import dataclasses
 from collections.abc import Callable
 
-from towers.builders.asynchronous.staleness import Staleness
-from towers.builders.asynchronous.tower_step import TowerStep
-from towers.builders.asynchronous.training import Asynchronous
 from towers.builders.builder import Builder, Composed
 from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
 from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
 from towers.builders.steps import Steps
+from towers.layers import parameters
+from towers.program.features import feature
 
 
 def parameter_server(context: Context) -> Builder:
@@ -66,6 +65,26 @@ def replicated(
     return Builder("replicated", context, compose)
 
 
+def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
+    """Every device keeps a part of each large variable, and updates it.
+
+    Each step, every tower gathers a parameter when an operation needs it, and lets go
+    of it afterwards; the parts of gradients are added where those of the parameters
+    are, and the optimizer is applied to them there. See `layers/parameters.py`.
+
+    Args:
+        context: Its plan has the first tower's device as home.
+        min_bytes: How large variables are that are sharded.
+    """
+    context = dataclasses.replace(context, shard_from_bytes=min_bytes)
+
+    def compose():
+        own = Steps(Pieces(context), SumAtHome(context))
+        return Composed(own.pieces, own, own)
+
+    return Builder("sharded", context, compose)
+
+
 def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
     """Each tower updates the variables at home by itself; see `asynchronous/`.
 
@@ -74,23 +93,14 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
         max_staleness: How many updates other towers may make between a tower's reading
             the variables and its update. Any by default.
     """
-    staleness = Staleness(max_staleness)
-    threads = concurrent.futures.ThreadPoolExecutor(
-        len(context.plan.towers), thread_name_prefix="tower"
+    return feature("builders.asynchronous.strategy").asynchronous(
+        context, max_staleness
     )
-
-    def compose():
-        pieces = Pieces(context)
-        own = Steps(pieces, SumAtHome(context))
-        step = TowerStep(own)
-        training = Asynchronous(pieces, step, staleness, threads)
-        return Composed(pieces, training, own)
-
-    return Builder("asynchronous", context, compose, staleness)
 
 
 STRATEGIES: dict[str, Callable[..., Builder]] = {
     "asynchronous": asynchronous,
     "parameter_server": parameter_server,
     "replicated": replicated,
+    "sharded": sharded,
 }

@@ -34,7 +34,7 @@ def train_function(
 
     def step(data, local_batches, fetched):
         if not tf.executing_eagerly():
-            context.found.graph = tf.compat.v1.get_default_graph()
+            context.facts.graph = tf.compat.v1.get_default_graph()
         with scope(), context.timers.step(data, local_batches, fetched):
             return train_step(data, local_batches)
 
@@ -55,7 +55,7 @@ def train_function(
         broadcast = tf.function(broadcast, autograph=False)
 
     def function(iterator):
-        # What callbacks do between two batches, they do on all hosts.
+        # Between two batches, callbacks do the same on all hosts.
         if copies.stale and context.plan.hosts.count > 1:
             # A host that has just arrived has to have what the others have.
             loop.create_for(create, iterator)

@@ -12,17 +12,16 @@ from typing import NamedTuple
 
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
-from towers.cluster.membership import JOIN_SECONDS, ElasticPlace, Place
+from towers.hosts.group import ELASTIC
+from towers.hosts.membership import JOIN_SECONDS, ElasticPlace, ProcessPlace
 from towers.program.voice import warn
 
 _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
 _COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
 _SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
 _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
-_ELASTIC, _SLOT = "TOWERS_ELASTIC", "TOWERS_SLOT"
+_ELASTIC, _SLOT = ELASTIC, "TOWERS_SLOT"
 _RESTARTED = "TOWERS_RESTARTED"
-REPORTS = "TOWERS_REPORTS"
-"""Names a file descriptor where `towers.train` writes lines of JSON while it trains."""
 # Whoever hears a greeting can try out tokens: of four digits, all in a moment.
 _LEAST_TOKEN = 16
 # Ports from here on are below those that Linux gives to whoever asks for any.
@@ -31,7 +30,7 @@ _SLURM_PORTS = 15_000
 Environ = Mapping[str, str]
 
 
-def find(environ: Environ = os.environ) -> Place | None:
+def find(environ: Environ = os.environ) -> ProcessPlace | None:
     """Finds this process's place among several hosts; `None` if it is alone.
 
     What `TOWERS_HOST_RANK` and its kin say counts first, then what Ray Train says, then
@@ -67,7 +66,7 @@ def find(environ: Environ = os.environ) -> Place | None:
     return place if place.count > 1 else None
 
 
-def variables(place: Place) -> dict[str, str]:
+def variables(place: ProcessPlace) -> dict[str, str]:
     """Returns the environment in which `find` finds a place."""
     found = {
         _RANK: place.rank,
@@ -131,7 +130,7 @@ def restarted(environ: Environ = os.environ) -> bool:
     return _number(environ, name, 0, default=0) > 0
 
 
-def _of_towers(environ: Environ) -> Place:
+def _of_towers(environ: Environ) -> ProcessPlace:
     """The place that `towers.launch` says."""
     names = _RANK, _COUNT, _COORDINATOR, _TOKEN
     if missing := [name for name in names if not environ.get(name)]:
@@ -144,20 +143,22 @@ def _of_towers(environ: Environ) -> Place:
     rank = _rank(environ, _RANK, count)
     generation = _number(environ, _GENERATION, 0, default=0)
     coordinator = _coordinator(environ, "")
-    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+    return ProcessPlace(
+        rank, count, coordinator, generation=generation, **_common(environ)
+    )
 
 
-def _of_ray(environ: Environ) -> Place:
+def _of_ray(environ: Environ) -> ProcessPlace:
     """The place of a worker of Ray Train's."""
     rank, count, coordinator, token = ray_train.read()
     common = _common(environ)
     common["token"] = common["token"] or token
     generation = _number(environ, _GENERATION, 0, default=0)
     coordinator = _coordinator(environ, coordinator)
-    return Place(rank, count, coordinator, generation=generation, **common)
+    return ProcessPlace(rank, count, coordinator, generation=generation, **common)
 
 
-def _of_tf_config(environ: Environ) -> Place:
+def _of_tf_config(environ: Environ) -> ProcessPlace:
     """The place that TF_CONFIG says: the chief is first, if there is one."""
     try:
         cluster, kind, index = tf_config.read(environ[_TF_CONFIG])
@@ -176,7 +177,7 @@ def _of_tf_config(environ: Environ) -> Place:
     addresses = (*chiefs, *workers)
     rank = index if kind == "chief" else len(chiefs) + index
     # The first host's own port is free until the hosts have met.
-    return Place(
+    return ProcessPlace(
         *(rank, len(addresses), _coordinator(environ, addresses[0])),
         addresses=addresses,
         generation=_number(environ, _GENERATION, 0, default=0),
@@ -184,7 +185,7 @@ def _of_tf_config(environ: Environ) -> Place:
     )
 
 
-class Task(NamedTuple):
+class ScheduledTask(NamedTuple):
     """One of several tasks that a scheduler has started.
 
     Attributes:
@@ -198,7 +199,7 @@ class Task(NamedTuple):
     coordinator: str | None = None
 
 
-def task(environ: Environ, name: str) -> Task:
+def task(environ: Environ, name: str) -> ScheduledTask:
     """Returns which of the tasks of Slurm or Kubernetes this process is.
 
     Args:
@@ -210,20 +211,20 @@ def task(environ: Environ, name: str) -> Task:
     """
     if environ.get("SLURM_STEP_ID"):
         rank = _number(environ, "SLURM_PROCID", 0)
-        return Task(rank, "SLURM_PROCID", _slurm_coordinator(environ))
+        return ScheduledTask(rank, "SLURM_PROCID", _slurm_coordinator(environ))
     index = "JOB_COMPLETION_INDEX"
     if environ.get(index):
-        return Task(_number(environ, index, 0), index)
+        return ScheduledTask(_number(environ, index, 0), index)
     ordinal = re.search(r"-(\d+)$", name)
     if environ.get("KUBERNETES_SERVICE_HOST") and ordinal:
-        return Task(int(ordinal[1]), f"the name of the pod {name}")
+        return ScheduledTask(int(ordinal[1]), f"the name of the pod {name}")
     raise ValueError(
         "Received --host_rank=auto, but neither Slurm's srun nor an indexed Job or a "
         "StatefulSet of Kubernetes has started this process; expected a number, from 0."
     )
 
 
-def _of_slurm(environ: Environ) -> Place:
+def _of_slurm(environ: Environ) -> ProcessPlace:
     """The place of a task of `srun`."""
     tasks = "SLURM_STEP_NUM_TASKS"
     tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
@@ -232,7 +233,9 @@ def _of_slurm(environ: Environ) -> Place:
     generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
     generation = _number(environ, _GENERATION, 0, default=generation)
     coordinator = _slurm_coordinator(environ)
-    return Place(rank, count, coordinator, generation=generation, **_common(environ))
+    return ProcessPlace(
+        rank, count, coordinator, generation=generation, **_common(environ)
+    )
 
 
 def _slurm_coordinator(environ: Environ) -> str:

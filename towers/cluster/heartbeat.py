@@ -39,10 +39,6 @@ _DONE, _PARTED = "its program has ended", "it has left these hosts"
 _MOST_STRANGERS = 100
 
 
-class HostFailedError(RuntimeError):
-    """Another host of those that train together has failed; this one cannot go on."""
-
-
 class Heartbeat:
     """This host's part in it.
 
@@ -188,8 +184,11 @@ class Heartbeat:
             self._answered.wait_for(lambda: len(self._answers) == every, seconds)
             return dict(self._answers)
 
-    def wait_for_failure(self, seconds: float) -> str | None:
-        """Waits until it is known what has failed; `None` if that does not come."""
+    def wait_for_failure(self, seconds: float = SILENT_S + 3) -> str | None:
+        """Waits until it is known what has failed; `None` if that does not come.
+
+        A connection may end before it is known why.
+        """
         self._failed.wait(seconds)
         return self.failure
 

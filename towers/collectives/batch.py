@@ -4,7 +4,8 @@ Knows how a batch is cut, and put together again. Which device gets which local 
 and what that weighs in the loss, is the builders' business.
 
 Each host knows how many rows the whole batch has, and which are its own, whether it is
-given all or some (`Part`). So sizes, fractions and the end of the data need no message.
+given all or some (`HostPart`). So sizes, fractions and the end of the data need no
+message.
 """
 
 import collections
@@ -22,7 +23,7 @@ from towers.program import words
 FRACTION = tf.float64
 
 
-class Part(NamedTuple):
+class HostPart(NamedTuple):
     """The inputs of a host that is given only some rows of a global batch.
 
     It stands in the place of x. Targets and weights beside it have the same rows.
@@ -40,15 +41,15 @@ class Part(NamedTuple):
     mark: tf.Tensor
 
 
-def part_of(batch: Any) -> Part | None:
+def part_of(batch: Any) -> HostPart | None:
     """Returns the inputs of a batch of which this host is given only some rows.
 
     `None` if it is given the whole batch. `batch` is x, (x, y) or (x, y, weights).
     """
     x = batch
-    if isinstance(batch, tuple | list) and batch and not isinstance(batch, Part):
+    if isinstance(batch, tuple | list) and batch and not isinstance(batch, HostPart):
         x = batch[0]
-    return x if isinstance(x, Part) else None
+    return x if isinstance(x, HostPart) else None
 
 
 def rows_given(batch: Any) -> Any:
@@ -347,3 +348,22 @@ def fractions(
     rows = tf.cast(tf.stack(sizes), FRACTION)
     total = tf.reduce_sum(rows) if total is None else tf.cast(total, FRACTION)
     return tf.unstack(tf.math.divide_no_nan(rows, total))
+
+
+def nothing_like(tensor: tf.Tensor, none: tf.Tensor) -> tf.Tensor:
+    """Returns zeros like a tensor, without rows where their number is not known.
+
+    Args:
+        tensor: What the zeros stand in for.
+        none: A scalar that is 0 when this is computed. A constant would make the graph
+            believe that there are never any rows.
+    """
+    if tensor.dtype == tf.variant:
+        return tf.raw_ops.EmptyTensorList(
+            element_shape=-1, max_num_elements=none, element_dtype=tf.float32
+        )
+    shape = [None] if tensor.shape.rank is None else tensor.shape
+    sizes = [none if size is None else size for size in shape]
+    text = tensor.dtype == tf.string
+    value = tf.constant("") if text else tf.cast(none, tensor.dtype)
+    return tf.fill(tf.stack(sizes) if sizes else [], value)

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.cluster import process_group
 from towers.collectives import packing
-from towers.collectives.hosts import ONE_HOST, OneHost
-from towers.collectives.partition import Extent, Part, partition
-from towers.collectives.spread.variable import SpreadVariable
-from towers.devices import HOST
+from towers.collectives.partition import Extent, partition
+from towers.collectives.parts import Part
+from towers.collectives.world import ALONE, World
+from towers.devices.names import HOST
+from towers.hosts import group
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import is_keras_own
 from towers.keras_adapter.patching import patched
@@ -41,6 +41,7 @@ from towers.keras_adapter.variables import (
     variable_like,
 )
 from towers.layers import embeddings, sharded
+from towers.program.features import feature
 
 # What a user's class may have of its own: each sees one variable, or no gradient.
 _OF_ONE_VARIABLE = {"build", "from_config", "get_config", "update_step", "variables"}
@@ -75,7 +76,7 @@ class OptimizerShards:
         self,
         model: keras.Model,
         by_stage: Callable[[Sequence[Any]], Any],
-        hosts: OneHost = ONE_HOST,
+        hosts: World = ALONE,
         copies: Sequence[int] = (),
     ):
         """Creates nothing yet.
@@ -194,7 +195,7 @@ class OptimizerShards:
         # It would be created where the variable is, whole.
         with tf.device(HOST):
             slot = optimizers.add_slot_here(optimizer, reference, *args, **options)
-        if process_group.member() is not None:
+        if group.member() is not None:
             return slot
         for i, variable in enumerate(self.targets):
             if variable is reference:
@@ -232,7 +233,7 @@ class OptimizerShards:
         # One that is not of the variable's shape is nowhere cut.
         shapes = [slot.shape if part.whole else part.shape for part in parts.values()]
         if (
-            isinstance(old, SpreadVariable) == self.across_hosts
+            getattr(old, "across_hosts", False) == self.across_hosts
             and len(before) == len(parts)
             and all(
                 old.device.endswith(device) and tuple(old.shape) == tuple(shape)
@@ -242,7 +243,7 @@ class OptimizerShards:
             return
         whole = old.numpy()
         if by_first_host and self.across_hosts:
-            (whole,) = self.hosts.first([tf.constant(whole)], "optimizer state")
+            (whole,) = self.hosts.broadcast([tf.constant(whole)], "optimizer state")
             whole = whole.numpy()
         flat = whole.reshape(-1)
         cuts = zip(parts.values(), shapes, devices, strict=True)
@@ -255,7 +256,8 @@ class OptimizerShards:
         ]
         of_hosts = self.parts_of_hosts[i]
         if self.across_hosts:
-            new = SpreadVariable(shards, old.shape, of_hosts, self.hosts, old)
+            spread = feature("collectives.spread.variable").SpreadVariable
+            new = spread(shards, old.shape, of_hosts, self.hosts, old)
         else:
             new = _joined(shards, *of_hosts, old.shape)
         put_behind(slot, new)
@@ -305,18 +307,6 @@ def _slots(model):
     for leaf in optimizers.updating(model.optimizer):
         known = optimizers.known_variables(leaf)
         yield from zip(known, optimizers.slots(leaf), strict=True)
-
-
-def join(
-    optimizer: keras.optimizers.Optimizer, home_of: Callable[[keras.Variable], str]
-) -> None:
-    """Has slots that are cut be whole again, unless their variable is cut as well."""
-    for leaf in optimizers.updating(optimizer):
-        known = optimizers.known_variables(leaf)
-        for variable, slots in zip(known, optimizers.slots(leaf), strict=True):
-            for slot in slots if sharded.of(variable) is None else ():
-                if sharded.of(slot) is not None:
-                    sharded.join(slot, home_of(slot))
 
 
 def refusal(optimizer: keras.optimizers.Optimizer) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST, is_gpu
+from towers.devices.names import HOST, is_gpu
 
 # As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
 # network, small enough to begin while the rest of the gradients are computed.

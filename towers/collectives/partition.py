@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from towers.collectives.parts import Part
 from towers.layers import tables
 
 
@@ -39,31 +40,6 @@ class Extent:
     def by_rows(self) -> bool:
         """Whether its parts are rows."""
         return len(self.shape) > 1 and self.unit == math.prod(self.shape[1:])
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What an owner has of a variable.
-
-    Attributes:
-        owner: Index of the owner.
-        start: The first of its numbers, as if the variable was flat.
-        stop: The one behind the last.
-        shape: The shape of the part: the variable's if it is whole, with fewer rows if
-            it is cut between rows, and else flat.
-        whole: Whether it is the whole variable.
-    """
-
-    owner: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    whole: bool = False
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether it consists of rows, if the variable is cut."""
-        return len(self.shape) > 1
 
 
 def partition(extents: Sequence[Extent], owners: int) -> list[tuple[Part, ...]]:

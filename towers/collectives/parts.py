@@ -1,12 +1,36 @@
 """Takes values and gradients apart, as a variable is cut, and puts values together."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from towers.collectives.partition import Part
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What an owner has of a variable.
+
+    Attributes:
+        owner: Index of the owner.
+        start: The first of its numbers, as if the variable was flat.
+        stop: The one behind the last.
+        shape: The shape of the part: the variable's if it is whole, with fewer rows if
+            it is cut between rows, and else flat.
+        whole: Whether it is the whole variable.
+    """
+
+    owner: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    whole: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it consists of rows, if the variable is cut."""
+        return len(self.shape) > 1
 
 
 def part_of(value: tf.Tensor | tf.IndexedSlices, part: Part) -> Any:

@@ -6,15 +6,14 @@ sums that are divided at the end overflow early in float16. On which device is t
 caller's choice: these functions run where they are called.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from towers.collectives import packing
-from towers.devices import HOST, is_gpu, nccl_fits
+from towers.devices.names import HOST, is_gpu, nccl_fits
 from towers.keras_adapter.runtime import nccl_sums
-from towers.layers import overwritten
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -36,27 +35,18 @@ class Packed(NamedTuple):
     sums: Sequence[tf.Tensor]
 
 
-def sum_gradients(
-    towers: Sequence[Sequence[Gradient]], largest: Collection[int] = ()
-) -> list[Gradient]:
+def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     """Adds the gradients of all towers, variable by variable.
 
     Args:
         towers: K x N gradients, in the same order on each tower. A sparse gradient
             (`tf.IndexedSlices`) stays sparse; those of 16 bits are added in float32;
             `None`, for a variable that does not touch the loss, adds nothing.
-        largest: Which of the N are combined as `overwritten.py` says instead.
 
     Returns:
         N sums.
     """
-    sums = []
-    for i, gradients in enumerate(zip(*towers, strict=True)):
-        if i in largest and gradients[0] is not None:
-            sums.append(overwritten.total(overwritten.largest(gradients)))
-        else:
-            sums.append(add(gradients))
-    return sums
+    return [*map(add, zip(*towers, strict=True))]
 
 
 def sum_packed(
@@ -64,15 +54,13 @@ def sum_packed(
     sources: Sequence[str],
     merge: str,
     home: str,
-    largest: Collection[int] = (),
-    seen: Callable[[Packed], None] | None = None,
 ) -> list[Gradient]:
     """Adds the gradients of all towers, which travel packed, as do the sums.
 
     `merge` is the device that adds, and `home` that which is to have the sums; all else
     is as for `all_reduce`.
     """
-    return all_reduce(towers, sources, [merge, home], "device", largest, seen)[1]
+    return all_reduce(towers, sources, [merge, home], "device")[1]
 
 
 def all_reduce(
@@ -80,8 +68,6 @@ def all_reduce(
     sources: Sequence[str],
     devices: Sequence[str],
     algorithm: str,
-    largest: Collection[int] = (),
-    seen: Callable[[Packed], None] | None = None,
 ) -> list[list[Gradient]]:
     """Adds the gradients of all towers, and gives each device the sums.
 
@@ -92,42 +78,44 @@ def all_reduce(
         sources: The devices that have them.
         devices: The devices that are to have the sums.
         algorithm: One of `ALGORITHMS`.
-        largest: See `sum_gradients`.
-        seen: Is told of what has travelled packed.
 
     Returns:
         For each of `devices`, N sums.
     """
+    sums, _ = all_reduce_packed(towers, sources, devices, algorithm)
+    return sums
+
+
+def all_reduce_packed(
+    towers: Sequence[Sequence[Gradient]],
+    sources: Sequence[str],
+    devices: Sequence[str],
+    algorithm: str,
+) -> tuple[list[list[Gradient]], Packed | None]:
+    """Returns what `all_reduce` does, and which gradients have travelled packed.
+
+    Nothing travels from a single tower to its own device.
+    """
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
     if len(towers) == 1 and {*devices} == {*sources}:
-        alone = [
-            overwritten.total(g) if i in largest else g for i, g in enumerate(first)
-        ]
-        sums = [_copies(gradient, devices) for gradient in alone]
-        return [list(each) for each in zip(*sums, strict=True)]
+        sums = [_copies(gradient, devices) for gradient in first]
+        return [list(of_device) for of_device in zip(*sums, strict=True)], None
     reduced = [{} for _ in devices]
-    for combine, places in (
-        (ALGORITHMS[algorithm], [i for i in dense if i not in largest]),
-        (_largest, [i for i in dense if i in largest]),
-    ):
-        parts = _packed(towers, sources, places)
-        sums = [combine(each, devices) for each in parts]
-        if seen is not None:
-            seen(Packed(places, parts, [each[0] for each in sums]))
-        for k, device in enumerate(devices):
-            with tf.device(device):
-                mine = [each[k] for each in sums]
-                mine = packing.unpack(mine, [first[i] for i in places])
-                if combine is _largest:
-                    mine = [overwritten.total(value) for value in mine]
-            reduced[k].update(zip(places, mine, strict=True))
+    parts = _packed(towers, sources, dense)
+    sums = [ALGORITHMS[algorithm](buffers, devices) for buffers in parts]
+    packed = Packed(dense, parts, [of_devices[0] for of_devices in sums])
+    for k, device in enumerate(devices):
+        with tf.device(device):
+            buffers = [of_devices[k] for of_devices in sums]
+            unpacked = packing.unpack(buffers, [first[i] for i in dense])
+        reduced[k].update(zip(dense, unpacked, strict=True))
     for i in set(range(len(first))) - set(dense):
         with tf.device(devices[0]):
             total = add([gradients[i] for gradients in towers])
-        for mine, copy in zip(reduced, _copies(total, devices), strict=True):
-            mine[i] = copy
-    return [[mine[i] for i in range(len(first))] for mine in reduced]
+        for of_device, copy in zip(reduced, _copies(total, devices), strict=True):
+            of_device[i] = copy
+    return [[sums[i] for i in range(len(first))] for sums in reduced], packed
 
 
 def _packed(towers, sources, places):
@@ -137,11 +125,6 @@ def _packed(towers, sources, places):
         with tf.device(source):
             buffers.append(packing.pack([values[i] for i in places]))
     return [list(parts) for parts in zip(*buffers, strict=True)]
-
-
-def _largest(parts, devices):
-    with tf.device(devices[0]):
-        return _copies(overwritten.largest(parts), devices)
 
 
 def _is_dense(gradient):

@@ -5,18 +5,6 @@ after that: it turns a `gpus` argument into strings for devices that exist. `tab
 it in words.
 """
 
-from towers.devices.configuration import Devices, configure
-from towers.devices.listing import rows, table
-from towers.devices.names import HOST, is_gpu, nccl_fits, resolve, short
+from towers.program import lazy
 
-__all__ = [
-    "HOST",
-    "Devices",
-    "configure",
-    "is_gpu",
-    "nccl_fits",
-    "resolve",
-    "rows",
-    "short",
-    "table",
-]
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.cluster import process_group
 from towers.devices import threads
 from towers.devices.names import HOST, is_gpu
-from towers.devices.wish import Wish
+from towers.devices.wish import DeviceWish
+from towers.hosts import group
 from towers.machine import nvml
 from towers.program import startup
 
@@ -122,7 +122,7 @@ def configure(
         ValueError: If the arguments contradict one another or the machine.
         RuntimeError: If TensorFlow was initialised before, with other devices.
     """
-    wish = Wish(
+    wish = DeviceWish(
         num_gpus,
         gpu_indices,
         allow_growth,
@@ -132,7 +132,7 @@ def configure(
         max_gpus,
         gpu_memory_fraction,
     )
-    joined = process_group.join_as_started(hosts) if hosts is not None else None
+    joined = group.join_as_started(hosts) if hosts is not None else None
     startup.prepare_gpus()
     with startup.quiet_gpus():
         gpus = tf.config.list_physical_devices("GPU")
@@ -170,7 +170,7 @@ def configure(
     )
 
 
-def _choose(found: int, visible: Sequence[int], wish: Wish) -> tuple[int, ...]:
+def _choose(found: int, visible: Sequence[int], wish: DeviceWish) -> tuple[int, ...]:
     """Chooses among the GPUs by index; nothing means towers on the CPU.
 
     Args:
@@ -213,7 +213,7 @@ def _choose(found: int, visible: Sequence[int], wish: Wish) -> tuple[int, ...]:
 def _set_up_gpus(
     gpus: Sequence[tf.config.PhysicalDevice],
     chosen: Sequence[int],
-    wish: Wish,
+    wish: DeviceWish,
 ) -> None:
     """Makes the chosen GPUs visible and sets how their memory is taken."""
     limits_mb = {gpus[index]: _limit_mb(index, wish) for index in sorted(chosen)}
@@ -298,7 +298,7 @@ def _too_late(wish: str) -> RuntimeError:
     )
 
 
-def _limit_mb(index: int, wish: Wish) -> int | None:
+def _limit_mb(index: int, wish: DeviceWish) -> int | None:
     """Returns the most memory of each logical GPU of a GPU; `None` without a limit.
 
     Raises:
@@ -327,7 +327,7 @@ def _limit_mb(index: int, wish: Wish) -> int | None:
     return limit_mb
 
 
-def _memory_in_words(wish: Wish) -> str:
+def _memory_in_words(wish: DeviceWish) -> str:
     if wish.gpu_memory_limit_mb is not None:
         return f"at most {wish.gpu_memory_limit_mb} MB"
     if wish.gpu_memory_fraction is not None:
@@ -336,7 +336,7 @@ def _memory_in_words(wish: Wish) -> str:
     return "grows as needed" if wish.grows else "all of it"
 
 
-def _stand_in_note(count: int, wish: Wish) -> str:
+def _stand_in_note(count: int, wish: DeviceWish) -> str:
     note = "TensorFlow sees no GPU, so " + (
         "the one tower runs on the CPU."
         if count == 1

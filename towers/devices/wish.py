@@ -5,11 +5,12 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
-from towers.program.startup import MOST_DEVICES
+# As many devices as one process may have; without GPUs, it would make them.
+MOST_DEVICES = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class DeviceWish:
     """What `configure` was asked for; its arguments have the same names.
 
     Raises:

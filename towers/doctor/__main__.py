@@ -186,7 +186,9 @@ def between_hosts(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     # Without NumPy, the doctor can still look at this machine.
     from towers.doctor import hosts
 
-    yield from hosts.Hosts(hosts.place(options.hosts, options.host_rank)).checks()
+    yield from hosts.BetweenHosts(
+        hosts.place(options.hosts, options.host_rank)
+    ).checks()
 
 
 def say(named: Iterator[tuple[str, Check]], as_json: bool) -> list[tuple[str, Finding]]:

@@ -22,7 +22,7 @@ _HINTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
+class DeviceProbe:
     """What the probe has said, until it ended or was ended.
 
     Attributes:
@@ -46,7 +46,7 @@ class Probe:
     log: str = ""
 
 
-def probe(num_gpus: int | None, limit_s: float = 120.0) -> Probe:
+def probe(num_gpus: int | None, limit_s: float = 120.0) -> DeviceProbe:
     """Tries TensorFlow out in a process of its own, for at most `limit_s` seconds.
 
     `num_gpus` are the towers to try; None for all GPUs, or else two logical CPUs.
@@ -58,13 +58,13 @@ def probe(num_gpus: int | None, limit_s: float = 120.0) -> Probe:
     try:
         out, log, code = process.run(command, limit_s, environ)
     except OSError as error:
-        return Probe(fault=f"a process to try it in cannot be started: {error}")
+        return DeviceProbe(fault=f"a process to try it in cannot be started: {error}")
     # Of a process that was killed, the last line may be a part of one; and Python's own
     # start may have printed something.
     whole = out.split("\n")[:-1]
     lines = [json.loads(line) for line in whole if line.startswith('["')]
     said = dict(lines)
-    return Probe(
+    return DeviceProbe(
         build=said.get("build"),
         gpus=said.get("gpus"),
         towers=said.get("towers", ()),
@@ -91,7 +91,7 @@ def _fault(said: dict[str, Any], code: int | None, limit_s: float, log: str) -> 
     return ""
 
 
-def start(found: Probe) -> Finding:
+def start(found: DeviceProbe) -> Finding:
     """Checks that TensorFlow can be imported, and the towers be set up."""
     if found.build is None:
         return wrong(
@@ -107,7 +107,7 @@ def start(found: Probe) -> Finding:
     )
 
 
-def computation(found: Probe, device: str) -> Finding:
+def computation(found: DeviceProbe, device: str) -> Finding:
     """Checks what one of the probe's towers has computed."""
     if device in found.failed:
         return wrong(
@@ -132,7 +132,7 @@ def computation(found: Probe, device: str) -> Finding:
     )
 
 
-def copies(found: Probe) -> Finding:
+def copies(found: DeviceProbe) -> Finding:
     """Checks copies: that all arrive, and no link is much slower than its like."""
     if not found.copies:
         return wrong(f"not known, as {found.fault}")

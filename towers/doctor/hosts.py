@@ -13,9 +13,9 @@ import numpy as np
 from towers.cluster import addresses, environment, rendezvous
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import Links
-from towers.cluster.membership import HostsDifferError, Membership, Place
 from towers.doctor import cluster
 from towers.doctor.finding import Check, Finding, note, ok, wrong
+from towers.hosts.membership import HostsDifferError, Membership, ProcessPlace
 from towers.program import words
 
 # Shorter than a check may take; whoever starts hosts by hand needs some time.
@@ -27,7 +27,7 @@ _FAR_MS, _SLOW_MB_S, _CLOCKS_S = 5.0, 100.0, 1.0
 
 def place(
     hosts: str, host_rank: int | None, environ: Mapping[str, str] = os.environ
-) -> Place:
+) -> ProcessPlace:
     """Returns the place that flags, or the environment, give this process.
 
     Args:
@@ -61,7 +61,9 @@ def place(
             f"{len(listed) - 1}."
         )
     token = environ.get("TOWERS_TOKEN")
-    return Place(*(host_rank, len(listed), listed[0], token), _JOIN_S, addresses=listed)
+    return ProcessPlace(
+        *(host_rank, len(listed), listed[0], token), _JOIN_S, addresses=listed
+    )
 
 
 def _own(listed):
@@ -84,7 +86,7 @@ def _own(listed):
     )
 
 
-def gather(place: Place, told: Any) -> dict[str, Any]:
+def gather(place: ProcessPlace, told: Any) -> dict[str, Any]:
     """Returns what each host tells, by its name; all hosts call it at the same time.
 
     Args:
@@ -105,10 +107,10 @@ def gather(place: Place, told: Any) -> dict[str, Any]:
     return dict(zip(membership.names, read, strict=True))
 
 
-class Hosts:
+class BetweenHosts:
     """What lies between this host and others, which do all this at the same time."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ProcessPlace):
         """Takes the place of this process among them."""
         self._place = place
         self._membership: Membership | None = None

@@ -57,9 +57,10 @@ def _try_out(say: Say, num_gpus: int | None) -> None:
     gpus = len(tf.config.list_physical_devices("GPU"))
     say("gpus", gpus)
     say("does", "the set-up of the towers")
-    from towers import devices
+    from towers.devices.configuration import configure
+    from towers.devices.names import HOST
 
-    placed = devices.configure(
+    placed = configure(
         num_gpus or (None if gpus else 2),
         # An operation that a device cannot do is to fail.
         soft_placement=False,
@@ -73,7 +74,7 @@ def _try_out(say: Say, num_gpus: int | None) -> None:
         except Exception as error:
             say("failed", [device, in_a_line(error)])
     say("does", "copies between towers")
-    host = [] if devices.HOST in placed.towers else [devices.HOST]
+    host = [] if HOST in placed.towers else [HOST]
     say("copies", copies([*host, *placed.towers][:_MOST_DEVICES], say))
 
 

@@ -2,10 +2,10 @@
 
 import os
 
-from towers.cluster import process_group
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.elastic.requests import Inbox, Request
 from towers.elastic.wish import Wish
+from towers.hosts import group
 from towers.program import words
 
 # A request that comes between two calls of `fit` is for the second one.
@@ -51,7 +51,7 @@ class Asked:
                 "Received a request for a run with --share_gpus, which gets what other "
                 "runs leave; start it without to decide on its GPUs."
             )
-        if process_group.member() is not None:
+        if group.member() is not None:
             raise ValueError(
                 "Received a request for a run whose hosts come and go; expected other "
                 "hosts instead, by the --host_file of towers launch."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from towers.devices import is_gpu
+from towers.devices.names import is_gpu
 from towers.elastic.wish import Wish
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.model.tower_model import TowerModel

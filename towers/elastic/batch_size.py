@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.loop import listeners
 from towers.model.fit_call import FitsAgain
 
@@ -53,7 +53,7 @@ class BatchPerTower(keras.callbacks.Callback):
         Raises:
             BatchSizeChange: A host has another size than the first one; on all hosts.
         """
-        sizes = this_host().tell_all(self._size)
+        sizes = this_host().exchange(self._size)
         if len({*sizes}) > 1:
             raise BatchSizeChange(sizes[0], is_news=False)
 

@@ -48,7 +48,7 @@ class _NoAnswerError(NoticeError):
     """There is no such server, or it says nothing."""
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Where a notice comes from.
 
     Attributes:
@@ -93,7 +93,7 @@ def check(where: str, name: str = "where") -> None:
         )
 
 
-def source(where: str, metadata_host: str | None = None) -> Source:
+def source(where: str, metadata_host: str | None = None) -> NoticeSource:
     """Returns where notices come from; see `check`.
 
     Args:
@@ -276,7 +276,11 @@ class _Azure:
         return text.strip()
 
 
-CLOUDS: dict[str, Callable[..., Source]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
+CLOUDS: dict[str, Callable[..., NoticeSource]] = {
+    "aws": _Aws,
+    "gcp": _Gcp,
+    "azure": _Azure,
+}
 """The clouds, by their names."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import keras
 
 from towers.elastic import notice
-from towers.elastic.notice import Notice, NoticeError, Source
+from towers.elastic.notice import Notice, NoticeError, NoticeSource
 from towers.lifecycle.signals import Signals
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
@@ -19,7 +19,7 @@ from towers.program import forks, voice
 class Lookout:
     """Looks for a notice in a thread. What cannot be told is said once, each."""
 
-    def __init__(self, source: Source, noticed: Callable[[Notice], None]):
+    def __init__(self, source: NoticeSource, noticed: Callable[[Notice], None]):
         """Looks for nothing yet.
 
         Args:

@@ -5,20 +5,19 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
-from towers import devices
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
-from towers.devices import Devices
+from towers.collectives.world import this_host
+from towers.devices.configuration import Devices
+from towers.devices.names import HOST, resolve
 from towers.elastic import requests
 from towers.elastic.asked import Asked
 from towers.elastic.balance import FILE, Balance
 from towers.elastic.generations import Generation, Generations
-from towers.elastic.shares import Shares
-from towers.elastic.wish import Wish
+from towers.elastic.wish import Wish, WishSource
+from towers.hosts import group
 from towers.layers.variables import steps_done
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
@@ -27,13 +26,6 @@ from towers.program import voice
 
 # To look for a file takes microseconds, but milliseconds on a file system far away.
 _LOOK_EVERY_S = 0.2
-
-
-class Source(Protocol):
-    """Where wishes for other towers come from."""
-
-    def look(self) -> Wish | None:
-        """Returns a wish, if there is one."""
 
 
 @listeners.changes_no_variable
@@ -52,7 +44,7 @@ class Resize(keras.callbacks.Callback):
         directory: str | os.PathLike,
         *,
         available: Devices | None = None,
-        shares: Shares | None = None,
+        shares: WishSource | None = None,
         check: Callable[[int, Sequence[int] | None], None] | None = None,
         on_change: Callable[[], None] | None = None,
         generations: Generations | None = None,
@@ -82,7 +74,7 @@ class Resize(keras.callbacks.Callback):
         self._check, self._on_change, self._clock = check, on_change, clock
         self.generations = Generations() if generations is None else generations
         self._balance = balance
-        self._sources: Sequence[Source] = ()
+        self._sources: Sequence[WishSource] = ()
         self._changing: tuple[Wish | None, Generation] | None = None
         self._looked_s: float | None = None
         # Of the last step: when it ended, and how many were done, where hosts come and
@@ -97,7 +89,7 @@ class Resize(keras.callbacks.Callback):
         os.makedirs(self._directory, exist_ok=True)
         every = self._available
         if every is None:
-            every = Devices(devices.resolve(None), devices.HOST)
+            every = Devices(resolve(None), HOST)
         asked = None
         if this_host().index == 0:
             shared = self._shares is not None
@@ -173,7 +165,7 @@ class Resize(keras.callbacks.Callback):
             if wish is not None:
                 wish.done(line)
         self._ended_s, self._steps = now_s, None
-        if process_group.member() is not None:
+        if group.member() is not None:
             self._steps = steps_done(self.model)
 
     def _of_hosts(self, generation, batch):

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.devices.sharing import Others, Registry, RegistryError
 from towers.elastic.wish import Wish
 from towers.machine import nvml

@@ -1,7 +1,7 @@
 """A wish for other towers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 def _nothing(*_: Any) -> None:
@@ -26,3 +26,10 @@ class Wish(NamedTuple):
     applied: Callable[[], None] = _nothing
     done: Callable[[str], None] = _nothing
     refused: Callable[[str], None] = _nothing
+
+
+class WishSource(Protocol):
+    """Where wishes for other towers come from."""
+
+    def look(self) -> Wish | None:
+        """Returns a wish, if there is one."""

@@ -23,7 +23,7 @@ import sys
 
 from towers.find_batch_size import search
 from towers.find_batch_size.processes import as_probe, run
-from towers.find_batch_size.report import Report
+from towers.find_batch_size.report import SearchReport
 from towers.find_batch_size.search import Probe
 from towers.find_batch_size.search_flags import Search
 from towers.program import ending, startup, words
@@ -58,7 +58,7 @@ def find(settings: Search) -> int:
             f"fewest that can be divided exactly among {among}."
         )
     tried, code = [], 0
-    report = Report(
+    report = SearchReport(
         tried,
         towers=told["towers"],
         split_ratios=told["split_ratios"],

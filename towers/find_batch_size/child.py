@@ -19,9 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.devices import Devices
+from towers.devices.configuration import Devices
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError
 from towers.program import commands, startup, words
 from towers.program.ending import ANOTHER_FAILED
 from towers.program.progress import SWITCH
@@ -156,7 +156,7 @@ def answer(body: Callable[[Callable[..., None]], None]) -> int:
     # It is for JSON; a model of the user's may print.
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            with process_group.together():
+            with group.together():
                 body(tell)
         except HostFailedError:
             return ANOTHER_FAILED  # which says why

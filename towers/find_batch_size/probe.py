@@ -28,8 +28,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.collectives.hosts import this_host
-from towers.devices import Devices
+from towers.collectives.world import this_host
+from towers.devices.configuration import Devices
 from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
 from towers.keras_adapter.runtime import device_memory_limits
@@ -161,7 +161,7 @@ def of_all_hosts(
     ratios: Sequence[int], towers: Sequence[str]
 ) -> tuple[list[int], list[str]]:
     """Returns the ratios and the names of the towers of all hosts, of this one's."""
-    every = this_host().tell_all([[*ratios], [*towers]])
+    every = this_host().exchange([[*ratios], [*towers]])
     if len(every) == 1:
         return [*ratios], [*towers]
     named = enumerate(names for _, names in every)

@@ -13,7 +13,7 @@ _HEAD = "batch", "per tower", "examples/sec", "step ms", "peak MB", "fits"
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class SearchReport:
     """A search, as far as it has come.
 
     Attributes:

@@ -1,12 +1,14 @@
 """TensorFlow's graphs: operations and their definitions, functions, and their order."""
 
 import contextlib
+import itertools
 from collections.abc import (
     Callable,
     Collection,
     Container,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from typing import Any
@@ -18,8 +20,15 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.framework.op_def_pb2 import OpDef
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import context, forwardprop_util
-from tensorflow.python.eager.polymorphic_function import autograph_util
-from tensorflow.python.framework import op_def_registry, ops
+from tensorflow.python.eager.polymorphic_function import (
+    atomic_function,
+    autograph_util,
+)
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    op_def_registry,
+    ops,
+)
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph_def
 from tensorflow.python.ops import handle_data_util
@@ -33,6 +42,7 @@ __all__ = [
     "FunctionDef",
     "GraphDef",
     "NodeDef",
+    "PartFunction",
     "add_call",
     "add_copy",
     "calls_functions",
@@ -44,14 +54,18 @@ __all__ = [
     "is_compiled",
     "is_placed",
     "is_stateful",
+    "is_vectorized",
     "keep_functions",
     "made_in",
+    "makers",
     "may_change",
     "nodes_of",
     "operation_definition",
     "run_in_place",
     "run_independently",
+    "runs_anyway",
     "without_auto_control_deps",
+    "written",
 ]
 
 GRADIENT = Target(tf.GradientTape, "gradient")
@@ -80,6 +94,21 @@ def made_in(graph: tf.Graph) -> Iterator[list[tf.Operation]]:
 def is_stateful(operation: tf.Operation) -> bool:
     """Tells whether running an operation twice may differ from running it once."""
     return operation._is_stateful
+
+
+def is_vectorized() -> bool:
+    """Tells whether what is called now is the body of `tf.vectorized_map`.
+
+    Operations that are made in it are replaced by those for all elements at once, so
+    their shapes have to be the same for each.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    scopes = [tf.get_current_name_scope()]
+    while (graph := getattr(graph, "outer_graph", None)) is not None:
+        scopes.append(graph.get_name_scope())
+    return any(
+        name.startswith("loop_body") for scope in scopes for name in scope.split("/")
+    )
 
 
 def calls_functions(operation: tf.Operation) -> bool:
@@ -170,6 +199,27 @@ def may_change(operation: tf.Operation) -> list[tf.Tensor]:
     return [tensor for i, tensor in inputs if i not in only_read]
 
 
+def written(operation: tf.Operation) -> list[int]:
+    """Returns which inputs of an operation are handles of what it may change."""
+    if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
+        return []
+    _, changed = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+    return [i for i, tensor in enumerate(operation.inputs) if tensor in changed]
+
+
+def runs_anyway(graph: tf.Graph) -> dict[str, bool]:
+    """Returns the operations that a function runs, whoever takes from them.
+
+    Args:
+        graph: That of a traced function.
+
+    Returns:
+        By their names, whether they do more than read a variable.
+    """
+    reads = auto_control_deps_utils.RESOURCE_READ_OPS
+    return {op.name: op.type not in reads for op in graph.control_outputs}
+
+
 def operation_definition(kind: str) -> OpDef | None:
     """Returns the definition of a type of operation; `None` if there is none."""
     return op_def_registry.get(kind)
@@ -218,6 +268,23 @@ def function_graph(
         fed = dict(zip(taken, graph.inputs, strict=True))
         graph.outputs = tf.graph_util.import_graph_def(nodes, fed, made, name="")
     return graph
+
+
+def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor | tf.Operation]:
+    """Returns what there is to wait for until some tensors of a graph are there.
+
+    That is a call of a `PartFunction`, if TensorFlow does not order its calls, or the
+    tensor: what waits for another function's call may run before, as TensorFlow copies
+    the function into the caller's graph.
+    """
+    waits = [t.op if _calls_part(t.op) else t for t in tensors]
+    return [*{id(each): each for each in waits}.values()]
+
+
+def _calls_part(operation):
+    if operation.type != "PartitionedCall":
+        return False
+    return operation.get_attr("f").name.startswith(_PART)
 
 
 def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
@@ -353,6 +420,161 @@ def traced(
             function, autograph=False, jit_compile=xla or None, **options
         )
         return function.get_concrete_function(*specs)
+
+
+class PartFunction:
+    """A function of a part of a graph, which the graph being built may call.
+
+    TensorFlow gets its definition as it is. To trace it instead would make each of its
+    operations once more in Python, which takes about as long as the first time.
+    """
+
+    def __init__(
+        self,
+        part: GraphDef,
+        feeds: Sequence[tuple[str, tf.DType]],
+        makes: Sequence[tf.Tensor],
+        written: Container[str],
+        runs: Mapping[str, bool],
+        gated: Collection[str] | None = None,
+        stays: bool = False,
+    ):
+        """Makes the function.
+
+        Args:
+            part: The part, with the functions that it calls.
+            feeds: The names of what it is fed with, and their types.
+            makes: What it returns: tensors of its operations, as another graph has
+                them.
+            written: The names among those of `feeds` of handles that it may write to.
+            runs: See `runs_anyway`; of operations that are not in the part, too.
+            gated: The names among those of `feeds` that wait for a boolean scalar,
+                which it takes before all else; `None` for a function without one.
+            stays: Whether it stays a function where it is called. If not, TensorFlow
+                copies its operations into the caller's graph.
+        """
+        self._makes = makes
+        self._types = [tensor.dtype.as_datatype_enum for tensor in makes]
+        first = 0 if gated is None else 1
+        self._only_reads = [
+            i + first
+            for i, (name, dtype) in enumerate(feeds)
+            if dtype == tf.resource and name not in written
+        ]
+        definition = FunctionDef()
+        signature = definition.signature
+        signature.name = f"{_PART}{next(_COUNT)}"
+        definition.attr["_noinline"].b = stays
+        if gated is not None:
+            signature.input_arg.add(name=_GATE, type=tf.bool.as_datatype_enum)
+            # A wait for an argument itself is dropped.
+            _add_identity(definition, f"{_GATE}_copy", _GATE, tf.bool)
+        names = {}
+        for name, dtype in feeds:
+            argument = names[name] = name.removesuffix(":0")
+            signature.input_arg.add(name=argument, type=dtype.as_datatype_enum)
+            if gated is not None and name in gated:
+                # What takes a variable alone would not wait for what a call waits for,
+                # as TensorFlow copies the function into the caller's graph.
+                waits = [f"^{_GATE}_copy"]
+                copy = f"{argument}_copy"
+                names[name] = _add_identity(definition, copy, argument, dtype, waits)
+        for node in part.node:
+            names.update(_outputs(node))
+        acts = False
+        for node in part.node:
+            copy = definition.node_def.add()
+            copy.CopyFrom(node)
+            del copy.input[:]
+            copy.input.extend(names.get(each, each) for each in node.input)
+            if node.name in runs:
+                signature.control_output.append(node.name)
+                definition.control_ret[node.name] = node.name
+                acts |= runs[node.name]
+        # As of functions that are traced, what it makes is there when all has run that
+        # does something.
+        if acts:
+            ran = definition.node_def.add(name=f"{_DONE}_ran", op="NoOp")
+            ran.input.extend(f"^{name}" for name in signature.control_output)
+        signature.is_stateful = self._is_stateful = any(
+            operation_definition(node.op).is_stateful for node in part.node
+        )
+        if not self._is_stateful:
+            # Calls that TensorFlow orders would wait for one another.
+            done = definition.node_def.add(name=_DONE, op="NoOp")
+            done.input.extend(f"^{name}" for name in {t.op.name: 0 for t in makes})
+            signature.control_output.append(_DONE)
+            definition.control_ret[_DONE] = _DONE
+        for i, tensor in enumerate(makes):
+            name, made = f"{_DONE}_{i}", names[tensor.name]
+            if acts:
+                waits = [f"^{_DONE}_ran"]
+                made = _add_identity(
+                    *(definition, f"{name}_copy", made, tensor.dtype, waits)
+                )
+            signature.output_arg.add(name=name, type=self._types[i])
+            definition.ret[name] = made
+        known = context.context()
+        known.add_function_def(definition)
+        called = [
+            atomic_function.AtomicFunction(each.signature.name, known, None)
+            for each in part.library.function
+        ]
+        # TensorFlow forgets it with this, and with the graphs that call it.
+        self._function = atomic_function.AtomicFunction(
+            signature.name, known, None, called
+        )
+
+    def __call__(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Calls it, on the device of the scope.
+
+        Args:
+            values: What it is fed with, behind what it waits for, if it is gated.
+
+        Returns:
+            What it makes.
+        """
+        known = context.context()
+        if known.executing_eagerly():
+            count = len(self._types)
+            return known.call_function(self._function.name, [*values], count) or []
+        graph = tf.compat.v1.get_default_graph()
+        graph._add_function_recursive(self._function)
+        call = atomic_function.partitioned_call_op(
+            *(self._function.name, values, self._is_stateful, self._types),
+            known.function_call_options.as_attrs()["config_proto"],
+        )
+        # So that others which only read need not wait.
+        ops.set_int_list_attr(call, _READ_ONLY, self._only_reads)
+        for made, like in zip(call.outputs, self._makes, strict=True):
+            made.set_shape(like.shape)
+        return [*call.outputs]
+
+
+_COUNT = itertools.count()
+_PART, _GATE, _DONE = "towers_part_", "towers_gate", "towers_made"
+_READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
+
+
+def _add_identity(definition, name, value, dtype, waits=()):
+    """Adds a copy of a value to a function, and returns the name of what it makes."""
+    node = definition.node_def.add(name=name, op="Identity")
+    node.input.extend([value, *waits])
+    node.attr["T"].type = dtype.as_datatype_enum
+    return f"{name}:output:0"
+
+
+def _outputs(node):
+    """Yields the names of what a node makes, as a graph and as a function has them."""
+    names = []
+    for made in operation_definition(node.op).output_arg:
+        count = 1
+        if made.number_attr:
+            count = node.attr[made.number_attr].i
+        elif made.type_list_attr:
+            count = len(node.attr[made.type_list_attr].list.type)
+        names += [f"{node.name}:{made.name}:{i}" for i in range(count)]
+    return ((f"{node.name}:{i}", name) for i, name in enumerate(names))
 
 
 def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -64,20 +64,12 @@ def compute_loss(
     sample_weight: Any,
     *,
     training: bool = True,
-    added: Sequence[tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """Calls `compute_loss` of a model, which need not have a `training` argument.
 
-    The arguments are those of `keras.Model.compute_loss`; `added` are losses that stand
-    in for `model.losses`, if not `None`.
+    The arguments are those of `keras.Model.compute_loss`.
     """
-    override = model._losses_override
-    override.extend(added or ())
-    try:
-        return model._compute_loss(x, y, y_pred, sample_weight, training=training)
-    finally:
-        if added is not None:
-            override.clear()
+    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
 @contextlib.contextmanager

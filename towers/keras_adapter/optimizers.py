@@ -21,6 +21,9 @@ ADAGRAD_UPDATE_STEP = Target(
 )
 """`Adagrad.update_step(gradient, variable, learning_rate)`."""
 
+ADAM_UPDATE_STEP = Target(keras.optimizers.Adam, "update_step", unless_replaced=True)
+"""`Adam.update_step(gradient, variable, learning_rate)`, which is `AdamW`'s, too."""
+
 # Older versions lack it: nothing is an instance of no class.
 _MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
 
@@ -104,6 +107,14 @@ def accumulator(
 ) -> keras.Variable:
     """Returns what Adagrad has added up of the squares of a variable's gradients."""
     return optimizer._accumulators[slot_index(optimizer, variable)]
+
+
+def moments(
+    optimizer: keras.optimizers.Adam, variable: keras.Variable
+) -> tuple[keras.Variable, keras.Variable]:
+    """Returns Adam's means of a variable's gradients, and of their squares."""
+    i = slot_index(optimizer, variable)
+    return optimizer._momentums[i], optimizer._velocities[i]
 
 
 def slot_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from towers.cluster import environment
 from towers.cluster.addresses import is_address
-from towers.cluster.membership import JOIN_SECONDS
+from towers.hosts.membership import JOIN_SECONDS
 from towers.machine import limits
 from towers.program import voice, words
 from towers.program.extras import install_command
@@ -24,7 +24,7 @@ _EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """What a launch is asked to do.
 
     Attributes:
@@ -150,7 +150,7 @@ _MOST_HERE = 32
 _PLACEMENTS = "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
 
 
-def read(argv: Sequence[str], doc: str) -> Options:
+def read(argv: Sequence[str], doc: str) -> LaunchOptions:
     """Reads the arguments, without the program's name.
 
     Raises:
@@ -178,7 +178,7 @@ def read(argv: Sequence[str], doc: str) -> Options:
     if found["max_restarts"] is None and not elastic:
         found["max_restarts"] = 0
     command, asked = _command(theirs, found)
-    return Options(least, most, command, elastic=elastic, **(found | asked))
+    return LaunchOptions(least, most, command, elastic=elastic, **(found | asked))
 
 
 def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:

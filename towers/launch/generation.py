@@ -37,7 +37,7 @@ class Outcome:
     stopped: int | None = None
 
 
-class Generation:
+class StartedHosts:
     """Hosts that have been started, and what became of them."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from towers.cluster import environment
 from towers.launch import gpus
-from towers.launch.arguments import Options
+from towers.launch.arguments import LaunchOptions
 from towers.launch.host import Host
 from towers.processes.strays import Strays
 from towers.program import words
@@ -65,7 +65,7 @@ class Machine:
 
     places_later = False
 
-    def __init__(self, options: Options, environ: Mapping[str, str]):
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]):
         """Divides it.
 
         Args:

@@ -11,11 +11,11 @@ import signal
 from collections.abc import Mapping
 
 from towers.cluster import addresses, environment
-from towers.cluster.membership import Place
-from towers.launch.arguments import Options
+from towers.hosts.membership import ProcessPlace
+from towers.launch.arguments import LaunchOptions
 from towers.launch.elastic import Launcher, ssh
 from towers.launch.elastic.host_file import HostFile
-from towers.launch.generation import USAGE, Events, Generation, Outcome
+from towers.launch.generation import USAGE, Events, Outcome, StartedHosts
 from towers.launch.host import Host
 from towers.launch.machine import SIGNALS, Machine, say
 from towers.processes import signals
@@ -25,7 +25,7 @@ _LOCAL = "127.0.0.1"
 _LONGEST_PAUSE_S = 60
 
 
-def run(options: Options, environ: Mapping[str, str]) -> int:
+def run(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """Starts the hosts, and returns the exit code once all have ended.
 
     Raises:
@@ -55,7 +55,7 @@ class Supervisor:
         events: Where signals are put.
     """
 
-    def __init__(self, options: Options, machine: Machine):
+    def __init__(self, options: LaunchOptions, machine: Machine):
         """Takes over what is asked for, and what the hosts share."""
         self.events: Events = queue.SimpleQueue()
         self._options, self._machine = options, machine
@@ -66,7 +66,9 @@ class Supervisor:
         self._machine.say_where(options.most)
         for generation in range(options.max_restarts + 1):
             hosts = self._start(generation)
-            outcome = Generation(hosts, self.events, strays, options.fail_seconds).run()
+            outcome = StartedHosts(
+                hosts, self.events, strays, options.fail_seconds
+            ).run()
             if outcome.said and outcome.stopped is None:
                 say(outcome.said)
             if generation == options.max_restarts or not may_go_on(outcome):
@@ -82,7 +84,7 @@ class Supervisor:
             count = options.most
             with addresses.held_port(_LOCAL) as free:
                 coordinator = addresses.joined(_LOCAL, free.getsockname()[1])
-        first = Place(
+        first = ProcessPlace(
             *(options.host_rank or 0, options.most, coordinator, self._machine.token),
             *(options.join_seconds, options.interface),
             generation=generation,

@@ -15,8 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.devices import is_gpu
-from towers.keras_adapter.graphs import made_in
+from towers.devices.names import is_gpu
+from towers.keras_adapter.graphs import is_vectorized, made_in
 from towers.keras_adapter.layers import (
     EMBEDDING_CALL,
     embedding_table,
@@ -60,7 +60,10 @@ def _look_up(graph, lookups, keras_call, layer, inputs):
     table = value_behind(embedding_table(layer))
     if (cut := sharded.of(embedding_table(layer))) is not None:
         flat = tf.reshape(not_negative(inputs, table), [-1])
-        found = cut.join(flat, [rows for rows, _ in cut.look_up(flat)])
+        if cut.axis == 0 and is_vectorized():
+            found = cut.look_up_alike(flat)
+        else:
+            found = cut.join(flat, [rows for rows, _ in cut.look_up(flat)])
         shape = [*keras.ops.shape(inputs), table.shape[1]]
         return keras.ops.cast(tf.reshape(found, shape), layer.compute_dtype)
     with made_in(graph) as made:

@@ -7,6 +7,7 @@ Adam's kernel is not used: it computes 1 - beta_2 in float32, which is 5e-5 off.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +23,14 @@ from towers.keras_adapter.layers import (
 )
 from towers.keras_adapter.optimizers import (
     ADAGRAD_UPDATE_STEP,
+    ADAM_UPDATE_STEP,
     APPLY_GRADIENTS,
     SGD_UPDATE_STEP,
     SUM_OVER_REPLICAS,
     accumulator,
     iterations_variable,
     learning_rate_variable,
+    moments,
     slot_index,
 )
 from towers.keras_adapter.patching import patched
@@ -58,9 +61,10 @@ def updates() -> Iterator[None]:
     """Inside, an update does once what is the same for all variables.
 
     Keras's optimizers read the step count and the learning rate for each variable, and
-    compute with them: 9 of the 21 operations of Adam. Where they are read once,
-    TensorFlow sees that it is all the same, and computes it once. A subclass that has
-    an `update_step` of its own might assign them, and reads for itself.
+    compute with them. Where they are read once, TensorFlow sees that it is all the
+    same, and computes it once. A subclass that has an `update_step` of its own might
+    assign them, and reads for itself. Adam's are traced once: they are half of its 34
+    operations for a variable, of which the first step would have to get rid.
 
     There are no replicas to add gradients of, which Keras would send through one
     operation, on one device.
@@ -70,9 +74,11 @@ def updates() -> Iterator[None]:
     gradient, where its rows are enough. Elsewhere, and in subclasses, the optimizer is
     Keras's own.
     """
+    shared: dict[Any, list[Any]] = {}
     with (
-        patched(APPLY_GRADIENTS, _apply_gradients),
+        patched(APPLY_GRADIENTS, functools.partial(_apply_gradients, shared)),
         patched(SUM_OVER_REPLICAS, _as_they_are),
+        patched(ADAM_UPDATE_STEP, functools.partial(_adam_step, shared)),
         patched(SGD_UPDATE_STEP, _update_step),
         patched(ADAGRAD_UPDATE_STEP, _adagrad_step),
     ):
@@ -155,7 +161,9 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
     )
 
 
-def _apply_gradients(keras_apply_gradients, optimizer, gradients, variables):
+def _apply_gradients(shared, keras_apply_gradients, optimizer, gradients, variables):
+    # What was computed of the step count is that of one update.
+    shared.clear()
     scalars = []
     if is_keras_own(type(optimizer).update_step):
         scalars = [iterations_variable(optimizer), learning_rate_variable(optimizer)]
@@ -191,6 +199,44 @@ def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate
         # Each of Keras's own operations locks the variable, too.
         use_locking=True,
     )
+
+
+def _adam_step(shared, keras_update_step, optimizer, gradient, variable, learning_rate):
+    if not (
+        type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)
+        and not optimizer.amsgrad
+        and isinstance(gradient, tf.Tensor)
+        and not tf.executing_eagerly()
+        and variable.dtype == gradient.dtype
+        # Keras's operations broadcast.
+        and gradient.shape == variable.shape
+    ):
+        return keras_update_step(optimizer, gradient, variable, learning_rate)
+    # Branches, and devices that have shards, each have theirs.
+    graph, device = tf.compat.v1.get_default_graph(), variable.device
+    of_step = graph, device, optimizer, id(learning_rate), gradient.dtype
+    if of_step not in shared:
+        made = _of_adam_step(optimizer, gradient.dtype, learning_rate)
+        # The rate stays, so that no other one gets its `id`.
+        shared[of_step] = [*made, learning_rate]
+    alpha, rate_1, rate_2, epsilon, _ = shared[of_step]
+    mean, squares = (each.value for each in moments(optimizer, variable))
+    # As Keras does, in the same order.
+    mean.assign_add((gradient - mean) * rate_1, read_value=False)
+    squares.assign_add((tf.square(gradient) - squares) * rate_2, read_value=False)
+    change = mean * alpha / (tf.sqrt(squares) + epsilon)
+    variable.assign_sub(change, read_value=False)
+
+
+def _of_adam_step(optimizer, dtype, learning_rate):
+    """What Adam's change of each variable takes that does not depend on it."""
+    cast, dtype = keras.ops.cast, dtype.name
+    step = cast(optimizer.iterations + 1, dtype)
+    power_1 = keras.ops.power(cast(optimizer.beta_1, dtype), step)
+    power_2 = keras.ops.power(cast(optimizer.beta_2, dtype), step)
+    alpha = cast(learning_rate, dtype) * keras.ops.sqrt(1 - power_2) / (1 - power_1)
+    rates = 1 - optimizer.beta_1, 1 - optimizer.beta_2
+    return [alpha, *(tf.constant(n, dtype) for n in (*rates, optimizer.epsilon))]
 
 
 def _adagrad_step(keras_update_step, optimizer, gradient, variable, learning_rate):

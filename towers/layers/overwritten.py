@@ -13,26 +13,16 @@ If a model uses a layer twice, one device adds up what both uses return. So a to
 keeps the uses apart: the largest is taken for each, and then they are added.
 """
 
-import functools
-from collections.abc import Sequence
-
 import keras
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layers_of
-from towers.layers import sharded
 
 _FLOAT8 = [
     f"{of}_{what}"
     for of in ("inputs", "kernel", "outputs_grad")
     for what in ("scale", "amax_history")
 ]
-
-
-def places(model: keras.Model) -> frozenset[int]:
-    """Returns the indices of the gradients of a model's trainable variables."""
-    variables = sharded.targets(model.trainable_variables)
-    return frozenset(i for i, v in enumerate(variables) if v.overwrite_with_gradient)
 
 
 def others(model: keras.Model) -> list[keras.Variable]:
@@ -61,19 +51,3 @@ def each_use(gradient: tf.Tensor) -> list[tf.Tensor]:
         else:
             found.append(tf.reduce_max(current[tf.newaxis], axis=0))
     return found
-
-
-def stack(uses: Sequence[tf.Tensor | None]) -> tf.Tensor | None:
-    """Joins what each use of a variable returned for it; `None` if none did."""
-    found = [tf.convert_to_tensor(value) for value in uses if value is not None]
-    return tf.stack(found) if found else None
-
-
-def largest(towers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Combines what `stack` returned on each tower, or buffers of such."""
-    return functools.reduce(tf.maximum, towers)
-
-
-def total(value: tf.Tensor | None) -> tf.Tensor | None:
-    """Adds up all uses of what `largest` returned: the variable's new value."""
-    return None if value is None else tf.reduce_sum(value, axis=0)

@@ -22,7 +22,7 @@ SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
 
 
-class Placement:
+class LayerPlacement:
     """Which layers are on which stage: as asked, or balanced.
 
     Attributes:
@@ -99,7 +99,7 @@ class Pipeline:
     micro_batches: int = 1
     schedule: str = "1f1b"
     recompute: str = "none"
-    placement: Placement = dataclasses.field(default_factory=Placement)
+    placement: LayerPlacement = dataclasses.field(default_factory=LayerPlacement)
 
     @property
     def alone(self) -> bool:
@@ -108,7 +108,7 @@ class Pipeline:
 
     @property
     def layers(self) -> Mapping[int, int]:
-        """The stage of each layer that is placed; see `Placement.layers`."""
+        """The stage of each layer that is placed; see `LayerPlacement.layers`."""
         if self.stages == 1 and self.recompute != "layer":
             return {}
         return self.placement.layers
@@ -212,7 +212,7 @@ def placed(
     """
     found, unmatched = {}, []
     for pattern, stage in placement.items():
-        _check(pattern, stage, stages)
+        check_place(pattern, stage, stages)
     layers = [*placeable(model)]
     for layer in layers:
         # One that is not built has no path.
@@ -346,7 +346,8 @@ def _least(cost, combine, count, stages):
     return best[-1]
 
 
-def _check(pattern: Any, stage: Any, stages: int) -> None:
+def check_place(pattern: Any, stage: Any, stages: int) -> None:
+    """Checks an entry of a placement; see `placed`."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:

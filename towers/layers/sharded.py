@@ -37,7 +37,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.optimizers import ADD_SLOT
 from towers.keras_adapter.patching import patched
@@ -66,6 +66,27 @@ def places(variable: keras.Variable) -> list[tf.Variable]:
         return [variable]
     sharded = of(variable)
     return [value_behind(variable)] if sharded is None else [*sharded.shards]
+
+
+def across_hosts(variable: keras.Variable) -> bool:
+    """Tells whether several hosts have parts of a variable."""
+    found = of(variable)
+    return found is not None and found.across_hosts
+
+
+def tables_across_hosts(variables: Sequence[keras.Variable]) -> dict[int, Any]:
+    """Returns the tables that hosts divide, `SpreadTable`s, by their places."""
+    found = {i: of(variable) for i, variable in enumerate(variables)}
+    return {i: each for i, each in found.items() if each is not None and each.elsewhere}
+
+
+@contextlib.contextmanager
+def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Inside, a stand-in is behind each of some tables that hosts divide."""
+    found = tables_across_hosts(variables)
+    tables = [variables[i] for i in found]
+    with swapped_values(tables, [table.stand_in for table in found.values()]):
+        yield
 
 
 def cut(
@@ -111,6 +132,18 @@ def join(variable: keras.Variable, device: str) -> None:
     """Has a variable that is cut be a `tf.Variable` again, on a device."""
     cut_up = value_behind(variable)
     put_behind(variable, variable_like(cut_up.numpy(), device, cut_up))
+
+
+def join_slots(
+    optimizer: keras.optimizers.Optimizer, home_of: Callable[[keras.Variable], str]
+) -> None:
+    """Has slots that are cut be whole again, unless their variable is cut as well."""
+    for leaf in optimizers.updating(optimizer):
+        known = optimizers.known_variables(leaf)
+        for variable, slots in zip(known, optimizers.slots(leaf), strict=True):
+            for slot in slots if of(variable) is None else ():
+                if of(slot) is not None:
+                    join(slot, home_of(slot))
 
 
 @contextlib.contextmanager
@@ -327,6 +360,21 @@ def by_device(
                 optimizers.only_for(optimizer, mine[1]),
             ):
                 keras_apply_gradients(optimizer, *mine)
+    _average_idle(optimizer, {*map(id, variables)})
+
+
+def _average_idle(optimizer, updated):
+    """Keeps averages of variables without a gradient, which stay as they are.
+
+    Keras averages all variables together; here each device averages those it updates.
+    """
+    for variable in optimizers.known_variables(optimizer):
+        average = optimizers.average(optimizer, variable)
+        if average is None or id(variable) in updated:
+            continue
+        for kept, place in zip(places(average), places(variable), strict=True):
+            with tf.device(kept.device):
+                kept.assign(place)
 
 
 @contextlib.contextmanager

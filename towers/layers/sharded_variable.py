@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter.variables import take_identity
 
 # The scope of what puts a whole value together in a graph.
@@ -29,9 +29,10 @@ class ShardedVariable:
         ends: Where each shard ends on that axis, or in the flattened value.
         elsewhere: Whether other hosts have shards of it, too, whose gradients something
             stands in for here; see `sharded.targets`.
+        across_hosts: Whether several hosts have shards of it; it is a `SpreadVariable`.
     """
 
-    elsewhere = False
+    elsewhere = across_hosts = False
 
     def __init__(
         self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None
@@ -107,7 +108,8 @@ class ShardedVariable:
                 added.
         """
         if not isinstance(parts[0], tf.IndexedSlices):
-            return tf.concat(parts, self.axis)
+            whole = tf.concat(parts, self.axis or 0)
+            return whole if self.axis is not None else tf.reshape(whole, self.shape)
         values = tf.concat([part.values for part in parts], self.axis)
         places = parts[0].indices
         if self.axis == 0:
@@ -159,6 +161,27 @@ class ShardedVariable:
         return tf.dynamic_stitch(
             tf.dynamic_partition(places, self.owners(ids), len(self.shards)), rows
         )
+
+    def look_up_alike(self, ids: tf.Tensor) -> tf.Tensor:
+        """Looks up rows, where no shape may depend on the ids.
+
+        So each shard looks up a row for each id, and that of the owner is taken.
+
+        Args:
+            ids: A vector of numbers of rows, from 0.
+        """
+        owners, last, rows = self.owners(ids), len(self.shards) - 1, None
+        for i, (shard, start, end) in enumerate(
+            zip(self.shards, self.starts, self.ends, strict=True)
+        ):
+            with tf.device(shard.device):
+                own = ids - start
+                # An id that no shard has is still an error.
+                own = tf.maximum(own, 0) if i > 0 else own
+                own = tf.minimum(own, end - start - 1) if i < last else own
+                found = tf.gather(shard, own)
+            rows = found if i == 0 else tf.where((owners == i)[:, None], found, rows)
+        return rows
 
     def owners(self, rows: tf.Tensor) -> tf.Tensor:
         """Tells, in int32, which shard has each row."""

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.devices import short
+from towers.devices.names import short
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import (
     EMBEDDING_CALL,
@@ -27,7 +27,8 @@ from towers.keras_adapter.layers import (
 )
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import bytes_of
-from towers.layers import sharded, variables
+from towers.layers import parameters, sharded, variables
+from towers.layers.parameters import ShardedParameter
 from towers.program import words
 
 WAYS = "none", "auto", "rows", "columns"
@@ -245,19 +246,27 @@ def lines(
     """Yields what to say of where tables lie, once there are slots and copies."""
     reasons, rows = left_out(model), []
     for variable in model.variables:
-        if (reason := reasons.get(id(variable))) is not None:
+        reason = reasons.get(id(variable))
+        if reason is not None and sharded.of(variable) is None:
             home = home_of(variable)
             yield f"The table {variable.path} stays on {home}, whole: {reason}."
-        if (cut := sharded.of(variable)) is not None:
+        cut = sharded.of(variable)
+        if cut is not None and not isinstance(cut, ShardedParameter):
             rows.append((variable.path, words.size(bytes_of(variable)), _where(cut)))
-    if not rows:
+    divided = parameters.of(model.trainable_variables)
+    if not rows and not divided:
         return
-    wide = max(len(path) for path, *_ in rows)
+    wide = max((len(path) for path, *_ in rows), default=0)
     said = [f"  {path:{wide}}  {size:>11}  {where}" for path, size, where in rows]
     if len(said) > _LISTED:
         others = words.count(len(said) - _LISTED, "other table")
         said[_LISTED:] = [f"  and {others}"]
-    yield "\n".join(["Embedding tables lie on the towers' devices:", *said])
+    if rows:
+        yield "\n".join(["Embedding tables lie on the towers' devices:", *said])
+    if divided:
+        size = words.size(sum(map(bytes_of, divided)))
+        count = f"{len(divided)} of {words.count(len(model.variables), 'variable')}"
+        yield f"Each device has a part of {count}, which take {size}."
     held = bytes_by_device(model, copies)
     each = ", ".join(f"{device} {words.size(held[device])}" for device in sorted(held))
     yield f"Variables and optimizer slots take: {each}."

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST, is_gpu
+from towers.devices.names import HOST, is_gpu
 from towers.keras_adapter.layers import layers_of, own_metrics, own_seed_generators
 from towers.keras_adapter.models import already, compiled_loss, overrides
 from towers.keras_adapter.optimizers import all_variables
@@ -175,22 +175,9 @@ def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
         variable.assign(value)
 
 
-def beside(model: keras.Model, graph: tf.Graph | None) -> list[tf.Variable]:
-    """Returns what a step uses beside those `of` a model, such as a loss's own counter.
-
-    The graph is that in which the step was traced, if it was.
-    """
-    own = {id(place) for variable in of(model) for place in sharded.places(variable)}
-    used = getattr(graph, "variables", ())
-    return [variable for variable in used if id(variable) not in own]
-
-
 @contextlib.contextmanager
 def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterator[None]:
-    """Leaves the values of all that training changes, and of others, as they are.
-
-    See `beside` for the others.
-    """
+    """Leaves the values of all that training changes, and of others, as they are."""
     start, theirs = values(model), [variable.numpy() for variable in others]
     try:
         yield

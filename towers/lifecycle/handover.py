@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers.collectives.hosts import OneHost
-from towers.devices import HOST
+from towers.collectives.world import World
+from towers.devices.names import HOST
 from towers.lifecycle.checkpoints import saved_model
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.checkpoints.store import Contents, Position
@@ -28,7 +28,7 @@ class Handed(NamedTuple):
     contents: Contents | None
 
 
-def from_first(hosts: OneHost, mine: Handed, monitor: Monitor) -> Handed:
+def from_first(hosts: World, mine: Handed, monitor: Monitor) -> Handed:
     """Returns what the first of these hosts knows; all call it together.
 
     Variables follow with the first step.
@@ -40,7 +40,7 @@ def from_first(hosts: OneHost, mine: Handed, monitor: Monitor) -> Handed:
     """
     if hosts.count == 1:
         return mine
-    told = hosts.broadcast(_as_json(mine) if hosts.index == 0 else None)
+    told = hosts.broadcast_value(_as_json(mine) if hosts.index == 0 else None)
     if hosts.index == 0:
         return mine
     handed = _from_json(told)
@@ -50,7 +50,7 @@ def from_first(hosts: OneHost, mine: Handed, monitor: Monitor) -> Handed:
 
 
 def give_back(
-    hosts: OneHost, model: keras.Model, values: Mapping[str, Sequence[Any]] | None
+    hosts: World, model: keras.Model, values: Mapping[str, Sequence[Any]] | None
 ) -> None:
     """Gives variables their values from before; of divided ones, the first host's.
 
@@ -69,7 +69,7 @@ def give_back(
                     if value is None:
                         value = tf.zeros(variable.shape, variable.dtype)
                     value = tf.constant(value)
-                (value,) = hosts.first([value], "values from before")
+                (value,) = hosts.broadcast([value], "values from before")
             if value is not None:
                 variable.assign(value)
 

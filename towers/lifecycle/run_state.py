@@ -16,8 +16,9 @@ from typing import Any
 
 import keras
 
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts import group
+from towers.hosts.membership import SignalReceived
 from towers.keras_adapter import randomness
 from towers.keras_adapter.models import batches_done
 from towers.lifecycle import contents, handover
@@ -31,10 +32,9 @@ from towers.lifecycle.continuing.skip_batches import SkipDoneBatches, call_from_
 from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
 from towers.lifecycle.save_points import SavePoints
 from towers.lifecycle.signals import NAMES, Signals, Stopped
-from towers.loop.agreement import SignalReceived
 from towers.model import fit_data
 from towers.model.fit_call import FitCall, FitsAgain
-from towers.numerics.not_finite import NotFiniteStep
+from towers.numerics.errors import NotFiniteStep
 from towers.program import pools, voice, words
 
 
@@ -109,7 +109,7 @@ class RunState:
         # First of all: what is read later is what nobody else changes.
         with alone(directory) if writes else contextlib.nullcontext():
             # Hosts that come and go tell one another where they are.
-            if writes and process_group.member() is None:
+            if writes and group.member() is None:
                 self._check_no_others()
             try:
                 with self._around(call):
@@ -144,7 +144,7 @@ class RunState:
     def _around(self, call):
         options = call.options
         call.build_optimizer()
-        elastic = process_group.member() is not None
+        elastic = group.member() is not None
         _restore(self, call, elastic)
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
@@ -260,7 +260,7 @@ class RunState:
         # Of a call that goes on, some steps are done.
         self.position = max(self.position, Position(self.position.epoch, batch))
         self._epoch.batch_begun, self._epoch.metrics = True, None
-        if process_group.member() is not None:
+        if group.member() is not None:
             self._epoch.step = self._fit.step
         # Clocks differ between hosts, and one alone may have heard a signal; but all
         # have a part in a checkpoint.
@@ -315,7 +315,7 @@ class RunState:
         """Saves, waits for it, and keeps what another `fit` is to know."""
         if self.known is not None:
             # There was no epoch, and nobody was given what they knew.
-            if process_group.member() is not None:
+            if group.member() is not None:
                 self._fit.call.model.builder.follow_first_host()
             self.known = self._restore_states()
             done = words.count(self.position.epoch, "epoch")

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.cluster.membership import HostsDifferError
 from towers.collectives import batch
-from towers.collectives.hosts import OneHost
-from towers.devices import HOST
+from towers.collectives.world import World
+from towers.devices.names import HOST
+from towers.hosts import group
+from towers.hosts.membership import HostsChange, HostsDifferError, SignalReceived
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.loop import alike
 from towers.loop.host_times import HostTimes, measure_latency
@@ -38,22 +38,6 @@ _SAVE, _GO_ON, _STOP_TRAINING, CHANGE = -1, 0, 1, 100
 _EVALUATED = "evaluated batch"
 
 
-class SignalReceived(Exception):
-    """A host has received a signal to stop, for which all stop at the same batch.
-
-    Attributes:
-        number: That of the signal.
-    """
-
-    def __init__(self, number: int):
-        super().__init__(f"A host has received signal {number}.")
-        self.number = number
-
-
-class HostsChange(Exception):
-    """Hosts come or go, for which all stop at the same batch."""
-
-
 class Agreement:
     """Keeps hosts at the same batch.
 
@@ -61,7 +45,7 @@ class Agreement:
         left_a_batch: Whether `fit` has stopped at a batch that it has begun.
     """
 
-    def __init__(self, hosts: OneHost, model: keras.Model):
+    def __init__(self, hosts: World, model: keras.Model):
         """Takes the hosts that train a model together."""
         self._hosts, self._model = hosts, model
         self._heard: np.ndarray | None = None
@@ -150,7 +134,7 @@ class Agreement:
             # No host stops within an evaluation, which would be of fewer examples.
             same = [1.0] * _STOP + [0.0] * (_NUMBERS - _STOP)
             told = self.of_batch(data) * tf.constant(same)
-        (told,) = self._hosts.sum([told], _EVALUATED)
+        (told,) = self._hosts.all_reduce([told], _EVALUATED)
         with self.before(told):
             yield
 
@@ -161,7 +145,7 @@ class Agreement:
             HostsDifferError: A host has one.
         """
         none = self._placed(tf.zeros([_NUMBERS]))
-        (told,) = self._hosts.sum([none], _EVALUATED)
+        (told,) = self._hosts.all_reduce([none], _EVALUATED)
         self._check_batches(told.numpy())
 
     @contextlib.contextmanager
@@ -218,7 +202,7 @@ class Agreement:
 
     def any(self, value: bool) -> bool:
         """Tells whether something holds on any host."""
-        return any(self._hosts.tell_all(bool(value)))
+        return any(self._hosts.exchange(bool(value)))
 
     def meet(self, wish: int = _GO_ON) -> bool:
         """Tells whether any host wishes to stop, as all find out together.
@@ -228,7 +212,7 @@ class Agreement:
         """
         wish = float(max(wish, self.wish))
         told = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
-        (told,) = self._hosts.sum([told], "end of an epoch")
+        (told,) = self._hosts.all_reduce([told], "end of an epoch")
         found = told.numpy()[:, _STOP]
         # Of other hosts, all hear with the next batch, if there is one.
         found = int(found[found < CHANGE].max(initial=_GO_ON))
@@ -286,7 +270,7 @@ class FollowHosts(keras.callbacks.Callback):
         if self.model.stop_training:
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
-        elif process_group.change() is not None and self._agreement.wish <= _GO_ON:
+        elif group.change() is not None and self._agreement.wish <= _GO_ON:
             self._agreement.wish = CHANGE
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.devices import HOST
+from towers.devices.names import HOST
 
 # After an error, so long is waited for a batch on its way: a program that ends while a
 # thread is inside TensorFlow may crash. Of an input that hangs, none will come.

@@ -5,14 +5,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from towers.cluster.membership import HostsDifferError
-from towers.cluster.rendezvous.host import joined
-from towers.collectives.hosts import OneHost
+from towers.collectives.world import World
+from towers.hosts.membership import HostsDifferError
+from towers.program import words
 
 _LONGEST = 60
 
 
-def check(hosts: OneHost, value: Mapping[str, Any]) -> None:
+def check(hosts: World, value: Mapping[str, Any]) -> None:
     """Refuses hosts that were given different values.
 
     Args:
@@ -25,8 +25,8 @@ def check(hosts: OneHost, value: Mapping[str, Any]) -> None:
     """
     text = json.dumps(value, sort_keys=True).encode()
     # A model may be large, and nearly always all have the same.
-    if len({*hosts.tell_all(hashlib.sha256(text).hexdigest())}) > 1:
-        raise HostsDifferError(difference(hosts.names, hosts.tell_all(dict(value))))
+    if len({*hosts.exchange(hashlib.sha256(text).hexdigest())}) > 1:
+        raise HostsDifferError(difference(hosts.names, hosts.exchange(dict(value))))
 
 
 def difference(names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> str:
@@ -43,7 +43,9 @@ def difference(names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> str
     for name, each in zip(names, given, strict=True):
         said = each.get(different[0], "none")
         by_value.setdefault(_short(said), []).append(name)
-    found = joined(f"{said} on {joined(which)}" for said, which in by_value.items())
+    found = words.all_of(
+        f"{said} on {words.all_of(which)}" for said, which in by_value.items()
+    )
     more = len(different) - 1
     others = f", and in {more} more" if more else ""
     return (

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.hosts import OneHost
-from towers.devices import HOST
+from towers.collectives.world import World
+from towers.devices.names import HOST
 
 
 class HostTotals(NamedTuple):
@@ -61,7 +61,7 @@ class HostTimes:
         bytes: How much of gradients hosts add in a step, as far as that is known.
     """
 
-    def __init__(self, hosts: OneHost, share: float):
+    def __init__(self, hosts: World, share: float):
         """Takes all hosts, and the part of a batch that this one gets."""
         self._hosts, self._share, self.bytes = hosts, share, 0
         with tf.init_scope(), tf.device(HOST):
@@ -114,7 +114,7 @@ class HostTimes:
         self.bytes = sum(sizes)
 
 
-def measure_latency(hosts: OneHost) -> None:
+def measure_latency(hosts: World) -> None:
     """Measures, once for these hosts, how long they take to add 16 bytes.
 
     All call it together.
@@ -124,7 +124,7 @@ def measure_latency(hosts: OneHost) -> None:
     seconds = []
     for _ in range(5):
         begun_s = time.perf_counter()
-        (total,) = hosts.sum([tf.zeros([4])], "latency")
+        (total,) = hosts.all_reduce([tf.zeros([4])], "latency")
         np.asarray(total)
         seconds.append(time.perf_counter() - begun_s)
     _latencies[hosts.communicator] = min(seconds)

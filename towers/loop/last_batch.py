@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.collectives import batch
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.loop import loop
 
 _numbers = itertools.count()

@@ -11,18 +11,15 @@ on a GPU, a copy of nothing tells the host that what came before is done.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST
-from towers.keras_adapter.graphs import is_stateful, run_independently
+from towers.devices.names import HOST
+from towers.keras_adapter.graphs import is_stateful, makers, run_independently
 from towers.keras_adapter.runtime import now
-from towers.loop.host_times import HostTimes
-
-T = TypeVar("T")
 
 _SCOPE = "phases"
 
@@ -74,6 +71,25 @@ class TurnsTaken(NamedTuple):
     stages: list[int]
     after: list[Sequence[int]]
 
+    def note(
+        self,
+        stage: int,
+        after: Sequence[int],
+        made: Sequence[tf.Tensor],
+        end: tf.Tensor | None = None,
+    ) -> None:
+        """Notes a turn, behind those before it.
+
+        Args:
+            stage: The stage that has taken it.
+            after: The turns that it had to wait for.
+            made: What it has made.
+            end: When it ended, if that is known.
+        """
+        self.ends.append(timestamp_after(made) if end is None else end)
+        self.stages.append(stage)
+        self.after.append(after)
+
     def at_work(self, placed: tf.Tensor, count: int) -> tf.Tensor:
         """Returns the seconds that each of `count` stages was at work.
 
@@ -97,7 +113,7 @@ class StepTimers:
         hosts: The same of all hosts, if there are several.
     """
 
-    def __init__(self, towers: int, hosts: HostTimes | None = None, stages: int = 1):
+    def __init__(self, towers: int, hosts: Any = None, stages: int = 1):
         self.hosts = hosts
         self._towers, self._stages = towers, stages if stages > 1 else 0
         with tf.init_scope(), tf.device(HOST):
@@ -122,7 +138,7 @@ class StepTimers:
         return self._iterator and self._iterator()
 
     def reads(self, iterator: Any) -> None:
-        """Is told which iterator batches are taken from."""
+        """Notes which iterator batches are taken from."""
         if isinstance(iterator, tf.data.Iterator):
             self._iterator = weakref.ref(iterator)
 
@@ -155,50 +171,44 @@ class StepTimers:
             self._times = None
 
     def received(self, towers: Sequence[Any]) -> None:
-        """Is told of what towers get of the variables, where that has to travel."""
+        """Notes when towers have the variables, where these have to travel."""
         if self._times is not None and towers:
             self._times["received"] = timestamp_after(towers)
 
     def computed(self, towers: Sequence[Any]) -> None:
-        """Is told of what each tower that has a local batch makes of it, in a step."""
+        """Notes when each tower that has a local batch has computed, in a step."""
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
-    def tower_in_stages(self) -> Callable[..., None] | None:
-        """Returns what is to be told of each turn of a tower's stages, in a step.
+    def turns_of_tower(self) -> TurnsTaken | None:
+        """Returns where to note the turns of a tower's stages, in a step.
 
-        It takes the stage, the turns that this one had to wait for, as `TurnsTaken` has
-        them, what the turn has made, and when, if that is known. `None` where nothing
-        is measured.
+        `None` where nothing is measured.
         """
         if self._times is None or not self._stages:
             return None
         turns = TurnsTaken([], [], [])
         self._times.setdefault("turns", []).append(turns)
+        return turns
 
-        def ended(stage, after, made, end):
-            turns.ends.append(timestamp_after(made) if end is None else end)
-            turns.stages.append(stage)
-            turns.after.append(after)
-
-        return ended
-
-    def over_hosts(
-        self, add: Callable[[], tuple[T, Any]], gradients: Sequence[Any]
-    ) -> tuple[T, Any]:
-        """Calls what adds gradients over hosts, and measures how long that takes.
+    def begin_sum(self, gradients: Sequence[Any]) -> tf.Tensor | None:
+        """Begins to measure how long hosts take to add gradients, in a step.
 
         Args:
-            add: Returns something, and the sums.
-            gradients: Of this host.
+            gradients: This host's.
+
+        Returns:
+            When they were there, for `end_sum`; `None` where nothing is measured.
         """
         if self._times is None or self.hosts is None:
-            return add()
+            return None
         self.hosts.note_size(gradients)
-        begun = timestamp_after(gradients)
-        found, sums = add()
-        self._times["summed"] = begun, timestamp_after(sums)
-        return found, sums
+        return timestamp_after(gradients)
+
+    def end_sum(self, begun: tf.Tensor | None, sums: Sequence[Any]) -> None:
+        """Notes when the sums over hosts are there; `begun` is of `begin_sum`."""
+        if begun is not None:
+            self._times["summed"] = begun, timestamp_after(sums)
 
     def add(self, parts: Sequence[float]) -> None:
         """Adds what any thread has measured, in the order of `Totals`."""
@@ -263,7 +273,11 @@ def timestamp_after(after: Any = ()) -> tf.Tensor:
     """
     parts = tf.nest.flatten(after, expand_composites=True)
     with tf.name_scope(_SCOPE):
-        parts = [_itself(part) for part in parts if part is not None]
+        parts = [part for part in parts if part is not None]
+        if not tf.executing_eagerly():
+            given = [part for part in parts if not tf.is_tensor(part)]
+            parts = [*given, *makers(filter(tf.is_tensor, parts))]
+        parts = [*map(_itself, parts)]
         with tf.control_dependencies(parts), tf.device(HOST):
             found = now()
     if not tf.executing_eagerly():

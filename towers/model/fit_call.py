@@ -10,14 +10,14 @@ from typing import Any
 
 import keras
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError, HostsChange
 from towers.loop import described, listeners
-from towers.loop.agreement import Agreement, FollowHosts, HostsChange
 from towers.model import fit_data
 from towers.model.update import auto
 from towers.model.update.variable_update import VariableUpdate
+from towers.program.features import feature
 
 # What a host shows of it is its own.
 _OF_A_HOST = ("verbose",)
@@ -69,7 +69,7 @@ class FitCall:
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
         self._place, self._behind = _Place(), []
-        if process_group.member() is not None:
+        if group.member() is not None:
             self._behind.append(_FollowsChange())
 
     @property
@@ -132,13 +132,13 @@ class FitCall:
         batches = f"batch {first}" if last <= first else f"batches {first}-{last}"
         return f"epoch {self._place.epoch + 1}, {batches}"
 
-    def follow_hosts(self, agreement: Agreement) -> None:
+    def follow_hosts(self, agreement: Any) -> None:
         """Has this call do what it does on all hosts that train together.
 
         Raises:
             HostsDifferError: They were given different arguments.
         """
-        if process_group.member() is not None and agreement.any(self.model.built):
+        if group.member() is not None and agreement.any(self.model.built):
             # Hosts that have trained have built it.
             self.build_layers()
         agreement.check_alike(given("fit", self.options, self.model.__wrapped__))
@@ -147,14 +147,14 @@ class FitCall:
         for name, value in self.options.items():
             self.options[name] = fit_data.of_host(value, share)
         self.agreement = agreement
-        self._behind.append(FollowHosts(agreement))
+        self._behind.append(feature("loop.agreement").FollowHosts(agreement))
 
     def may_stop(self, signal: int) -> bool:
         """Tells whether to stop at once for a signal; other hosts hear of it first.
 
         Where hosts come and go, the others go on without this one.
         """
-        if (member := process_group.member()) is not None:
+        if (member := group.member()) is not None:
             if not self.leaves:
                 self.leaves = True
                 member.leave(Signals(signal).name)
@@ -165,7 +165,7 @@ class FitCall:
     def can_read_variables(self) -> bool:
         """Tells whether all variables can be read: lost hosts have kept no part."""
         parts = self.model.builder.pieces.copies.hosts_parts
-        return not (process_group.is_broken() and parts.any())
+        return not (group.is_broken() and parts.any())
 
     def agrees_to_save(self, wished: bool) -> bool:
         """Tells whether to save here, where only some of several hosts may wish it."""
@@ -250,7 +250,7 @@ class _FollowsChange(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Looks whether they come."""
-        if self.model.builder.context.agreement is None and process_group.change():
+        if self.model.builder.context.agreement is None and group.change():
             raise HostsChange
 
 

@@ -11,12 +11,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.cluster.membership import HostsDifferError
+from towers.hosts import group
+from towers.hosts.membership import (
+    HostFailedError,
+    HostsChange,
+    HostsDifferError,
+)
 from towers.layers.variables import steps_done
-from towers.loop.agreement import HostsChange
 from towers.model.update.variable_update import VariableUpdate
+from towers.program.features import feature
 
 
 def fit(
@@ -45,15 +48,15 @@ def fit(
             together.
         HostsMissingError: No other generation begins, or not with this host.
     """
-    if process_group.joined() is None:
+    if group.joined() is None:
         rehearse()
     _begin(update)
     why, before = "", None
     while True:
-        now = process_group.joined().processes
+        now = group.joined().processes
         try:
-            with process_group.together():
-                if not update.is_of_hosts(process_group.joined()):
+            with group.together():
+                if not update.is_of_hosts(group.joined()):
                     swap(functools.partial(update.follow_hosts, why))
                 try:
                     with _leaving():
@@ -63,9 +66,9 @@ def fit(
                 except HostsChange:
                     # Each host has all variables now.
                     update.state_lost = False
-                    why = process_group.change() or "another host has heard of a change"
+                    why = group.change() or "another host has heard of a change"
         except (HostFailedError, ConnectionError) as error:
-            if not process_group.is_broken():
+            if not group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
             update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
@@ -76,7 +79,7 @@ def fit(
             why, now = str(error), before
             update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
         before = now
-        process_group.join_next(steps_done(update.model))
+        feature("cluster.process_group").join_next(steps_done(update.model))
 
 
 @contextlib.contextmanager
@@ -85,13 +88,13 @@ def _leaving():
     try:
         yield
     except SystemExit:
-        process_group.leave()
+        feature("cluster.process_group").leave()
         raise
 
 
 def _begin(update):
     """Joins a generation, unless this process is in one that goes on."""
-    ends = process_group.change() is not None or process_group.is_broken()
-    if process_group.joined() is None or ends:
+    ends = group.change() is not None or group.is_broken()
+    if group.joined() is None or ends:
         update.state_lost |= update.builder.pieces.copies.hosts_parts.take_home()
-        process_group.join_next(steps_done(update.model))
+        feature("cluster.process_group").join_next(steps_done(update.model))

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.collectives.hosts import place_among
+from towers.hosts import group
+from towers.hosts.membership import HostsChange
 from towers.keras_adapter.randomness import undisturbed
-from towers.loop.agreement import CHANGE, HostsChange
+from towers.loop.agreement import CHANGE
 from towers.model import fit_data
 from towers.model.fit_call import FitCall
 from towers.model.update.variable_update import VariableUpdate
 from towers.program import words
+from towers.program.features import feature
 from towers.program.voice import say
 
 
@@ -69,17 +70,17 @@ def rehearse(
     """
     model, options = update.model, call.options
     chosen = update.chosen or update.told is not None
-    if not chosen or update.divides_state or model.run_eagerly:
+    if not chosen or update.config.divides_variables or model.run_eagerly:
         return
     if "callbacks" not in options or (data := _apart(options)) is None:
         return
-    if (place := process_group.member().expects()) is None:
+    if (place := group.member().expects()) is None:
         return
     with _noted():
         call.build_layers()
     if not model.built:
         return
-    hosts = place_among(*place, Echo(place[1]))
+    hosts = feature("cluster.hosts").place_among(*place, Echo(place[1]))
     swap(functools.partial(update.expect_hosts, hosts))
     data = fit_data.of_host(data, update.builder.plan.share)
     options |= {"x": data, "callbacks": None, "verbose": 0}

@@ -12,27 +12,23 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 import wrapt
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.cluster import process_group
-from towers.cluster.membership import HostsDifferError
-from towers.devices import HOST
+from towers.devices.names import HOST
+from towers.hosts import group
+from towers.hosts.membership import HostsChange, HostsDifferError
 from towers.keras_adapter import runtime
 from towers.keras_adapter.datasets import free_aside
 from towers.loop import listeners
-from towers.loop.agreement import HostsChange
-from towers.model import fit_data, generations
+from towers.model import fit_data
 from towers.model.fit_call import FitCall, given
-from towers.model.rehearsal import rehearse
 from towers.model.update.first_call import FirstCall
-from towers.model.update.layout import Layout
 from towers.model.update.variable_update import VariableUpdate
-from towers.numerics import failed_stage, not_finite
 from towers.program import python_calls
+from towers.program.features import feature
 from towers.tower.errors import (
     explained_look_ups,
     explained_shapes,
@@ -57,21 +53,10 @@ class TowerModel(wrapt.CallableObjectProxy):
     test_function = None
     predict_function = None
 
-    def __init__(
-        self,
-        update: VariableUpdate,
-        again: Callable[[keras.Model, Layout], "TowerModel"],
-        numerics_file: str | None = None,
-    ):
-        """Makes a proxy of the model that `update` trains.
-
-        `again` makes one of another model, for a layout. `numerics_file` is where a
-        step that is not finite is written, if anywhere.
-        """
+    def __init__(self, update: VariableUpdate):
+        """Makes a proxy of the model that `update` trains."""
         super().__init__(update.model)
-        self._self_again = again
         self._self_update = update
-        self._self_numerics_file = numerics_file
         self._self_call: FitCall | None = None
         self._reset_if_changed()
 
@@ -183,7 +168,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Makes a builder's train function, which says what its guard has caught."""
         step_scope, guard = self._self_update.step_scope, builder.guard
         make = functools.partial(builder.train_function, step_scope)
-        made = _called_on_the_host(make())
+        made = _OfLayout(make, builder)
 
         def train(iterator):
             with _explained(self, "train"), _stops(self):
@@ -198,10 +183,12 @@ class TowerModel(wrapt.CallableObjectProxy):
                     return train(iterator)
             except StoppedStep as error:
                 stopped = error
-            call, file = self._self_call, self._self_numerics_file
+            call, file = self._self_call, self._self_update.config.numerics_file
             options, place = (call.options, call.place) if call else ({}, "")
             with step_scope():
-                raise not_finite.explain(builder, stopped, options, place, file)
+                raise feature("numerics.not_finite").explain(
+                    builder, stopped, options, place, file
+                )
 
         return function
 
@@ -222,14 +209,15 @@ class TowerModel(wrapt.CallableObjectProxy):
                 model.jit_compile = wish
             made = getattr(self, name)
             setattr(self, name, kept)
+            return made
 
-            def function(data):
-                with _explained(self, kind), _stops(self):
-                    return made(data)
+        made = _OfLayout(make, self.builder)
 
-            return function
+        def function(data):
+            with _explained(self, kind), _stops(self):
+                return made(data)
 
-        setattr(self, name, _called_on_the_host(make()))
+        setattr(self, name, function)
 
     make_test_function = functools.partialmethod(_make_loop_function, "test")
     make_predict_function = functools.partialmethod(_make_loop_function, "predict")
@@ -242,15 +230,16 @@ class TowerModel(wrapt.CallableObjectProxy):
         """
         self._reset_if_changed()
         run = functools.partial(self._fit, args, kwargs)
-        if process_group.member() is None:
+        if group.member() is None:
             return run()
         update, swap = self._self_update, functools.partial(_swap_functions, self)
         trace = functools.partial(_trace_training, self)
 
         def prepare():
-            rehearse(_fit_call(self, args, kwargs), update, swap, trace)
+            call = _fit_call(self, args, kwargs)
+            feature("model.rehearsal").rehearse(call, update, swap, trace)
 
-        return generations.fit(update, swap, run, prepare)
+        return feature("model.generations").fit(update, swap, run, prepare)
 
     def _fit(self, args, kwargs):
         """Calls `fit` of Keras, with these hosts."""
@@ -260,7 +249,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         before, self._self_call = self._self_call, call
         may_write = listeners.may_change_variables(call.callbacks)
         try:
-            with process_group.together():
+            with group.together():
                 if agreement is not None:
                     for each in call.callbacks:
                         if hasattr(each, "before_hosts_compare"):
@@ -317,10 +306,34 @@ class TowerModel(wrapt.CallableObjectProxy):
     def __deepcopy__(self, memo):
         # Keras makes a copy's variables anew, also of `copy.copy`.
         model = copy.deepcopy(self.__wrapped__, memo)
-        return self._self_again(model, self._self_update.layout)
+        update = self._self_update
+        return TowerModel(VariableUpdate(model, update.config, update.layout))
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
+
+
+class _OfLayout:
+    """A function of Keras's loop, made again once variables lie elsewhere.
+
+    What TensorFlow has traced refers to variables that were in parts; another step may
+    have put them together since, as it assigns them. It is called on the host.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], builder: Builder):
+        """Makes the function, by `make`, of a step of a builder."""
+        self._make, self._facts = make, builder.context.facts
+        self._function = _called_on_the_host(make())
+        self._kept_whole = len(self._facts.kept_whole)
+
+    def __call__(self, data: Any) -> Any:
+        """Calls the function with an iterator, or with batches."""
+        if self._kept_whole != len(self._facts.kept_whole):
+            self._function = _called_on_the_host(self._make())
+        made = self._function(data)
+        # The call itself may have put some together, before it was traced.
+        self._kept_whole = len(self._facts.kept_whole)
+        return made
 
 
 def _called_on_the_host(function):
@@ -364,7 +377,10 @@ def _trace_training(parallel, call):
 @contextlib.contextmanager
 def _explained(parallel, step):
     plan, model = parallel.builder.plan, parallel.__wrapped__
-    reason = functools.partial(failed_stage.reason, parallel.builder, step)
+
+    def reason():
+        return feature("numerics.failed_stage").reason(parallel.builder, step)
+
     with contextlib.ExitStack() as explained:
         if len(plan.devices) > 1:
             explained.enter_context(explained_shapes(model))
@@ -397,7 +413,7 @@ def _together(parallel, name, args, kwargs):
     together. Yields the arguments, with data that each reads its own rows of.
     """
     agreement, many = parallel.builder.context.agreement, name in _OF_MANY_BATCHES
-    with process_group.together():
+    with group.together():
         if agreement is None or name == "train_on_batch":
             yield args, kwargs
             return

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.loop import listeners
 from towers.machine import limits, nvml

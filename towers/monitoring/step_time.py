@@ -5,13 +5,12 @@ The sentence, the split and the curves all come from here, so that they agree.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
 from towers.layers.variables import steps_done
 from towers.loop import listeners
-from towers.loop.host_times import HostTotals
 from towers.loop.timers import StepTimers, Totals
 from towers.monitoring.bottleneck import hosts
 from towers.monitoring.steps import Calls
@@ -37,22 +36,22 @@ class Split(NamedTuple):
     Attributes:
         totals: What the graph has measured of them.
         calls_s: Time inside the calls of training that made them.
-        hosts: What all hosts have told; empty with one host.
+        hosts: What all hosts have told, a `HostTotals` of each; empty with one host.
         index: Which of them this one is.
     """
 
     totals: Totals
     calls_s: float
-    hosts: Sequence[HostTotals] = ()
+    hosts: Sequence[Any] = ()
     index: int = 0
 
     def since(self, before: "Split") -> "Split":
         """Returns what has come in addition to an earlier split."""
-        of_hosts = map(HostTotals.since, self.hosts, before.hosts)
+        of_hosts = zip(self.hosts, before.hosts, strict=False)
         return Split(
             self.totals.since(before.totals),
             self.calls_s - before.calls_s,
-            [*of_hosts],
+            [now.since(then) for now, then in of_hosts],
             self.index,
         )
 

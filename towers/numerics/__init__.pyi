@@ -1,3 +1,3 @@
-from .not_finite import NotFiniteStep as NotFiniteStep
+from .errors import NotFiniteStep as NotFiniteStep
 from .search import NonFiniteOrigin as NonFiniteOrigin
 from .search import locate as locate

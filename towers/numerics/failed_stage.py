@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.collectives import batch
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter.layers import call_model
 from towers.keras_adapter.models import compute_loss
 from towers.numerics.search import variables_of

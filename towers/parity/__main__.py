@@ -22,11 +22,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import batch
-from towers.collectives.hosts import this_host
-from towers.devices import rows, table
+from towers.collectives.world import this_host
+from towers.devices.listing import rows, table
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError
 from towers.parity import check_parity
 from towers.program import ending, startup
 from towers.program.commands import fail
@@ -37,6 +37,7 @@ from towers.train.parts.devices import (
     configure_devices,
     split_ratios,
     stages,
+    variable_update,
     with_whole_batch,
 )
 from towers.train.parts.model import build_model, compile_model, make_preprocess
@@ -57,7 +58,7 @@ def check(settings: Settings) -> int:
     """
     devices = configure_devices(settings)
     ratios, hosts = split_ratios(settings, devices), this_host()
-    every = hosts.tell_all([*ratios])
+    every = hosts.exchange([*ratios])
     settings = with_whole_batch(settings, ratios)
     mine = my_model.load(settings)
     opened = open_data(settings.but(eval_dataset=None), mine)
@@ -72,23 +73,24 @@ def check(settings: Settings) -> int:
     sizes = iter(batch.cut(settings.batch_size, [*itertools.chain(*every)]))
     of_hosts = [[*itertools.islice(sizes, len(each))] for each in every]
     local = of_hosts[hosts.index]
-    told = hosts.tell_all(rows(devices, local, settings.stages))
+    told = hosts.exchange(rows(devices, local, settings.stages))
     several = dict(zip(hosts.names, told, strict=True)) if len(told) > 1 else None
     print(table(devices, local, several, settings.stages), flush=True)
-    asked = settings.variable_update
+    if settings.variable_update == "auto":
+        # To choose, it would have to train.
+        settings = settings.but(variable_update="parameter_server")
     parity = check_parity(
         model,
         read_batches(setup, data, sum(map(len, every))),
         devices.towers,
-        # To choose, auto would have to train.
-        variable_update="parameter_server" if asked == "auto" else asked,
-        all_reduce_alg=settings.all_reduce_alg,
-        shard_optimizer_state=settings.shard_optimizer_state,
+        variable_update=variable_update(settings),
         shard_embeddings=settings.shard_embeddings,
         split_ratios=ratios,
         loss_placement=settings.loss_placement,
         strict=settings.strict,
-        **stages(settings),
+        stages=stages(settings),
+        micro_batches=settings.micro_batches,
+        recompute=settings.recompute,
     )
     what = f"Model {settings.model}, data {setup.facts.name}"
     print(f"{what}: towers and one device.\n{parity}")
@@ -120,7 +122,7 @@ def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
 def main(settings: Settings) -> int:
     """Checks, on all hosts together if there are several; returns the exit code."""
     try:
-        with process_group.together():
+        with group.together():
             return check(settings)
     except HostFailedError as error:
         fail(error, "towers.parity")

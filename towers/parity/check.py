@@ -8,13 +8,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import devices
 from towers._deprecated import accepts_old_names
-from towers.builders.steps import words_of_draws
-from towers.collectives.hosts import this_host
+from towers.builders.step_report import words_of_draws
+from towers.collectives.world import this_host
+from towers.devices.names import resolve
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model
+from towers.model.moved import stages_with, update_with
+from towers.model.options import Asynchronous, UpdateOptions, as_stages, as_update
 from towers.model.update.layout import grouped
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
@@ -22,14 +24,14 @@ from towers.parity.trials import Setting, Trials, in_place, quietly
 from towers.tower.errors import ModelError
 
 
-@accepts_old_names
+@functools.partial(accepts_old_names, variable_update=update_with, stages=stages_with)
 def check_parity(
     model: keras.Model,
     batch: Any,
     gpus: int | Sequence[int] | Sequence[str] | None = None,
     *,
     parity_steps: int = 3,
-    variable_update: str = "parameter_server",
+    variable_update: str | UpdateOptions = "parameter_server",
     split_ratios: Sequence[int] | None = None,
     loss_placement: str = "auto",
     strict: bool = True,
@@ -75,9 +77,11 @@ def check_parity(
         ValueError: If an argument has a wrong value, or the loss on one device is not
             finite.
     """
-    _check_arguments(model, parity_steps, variable_update)
-    towers = devices.resolve(gpus)
-    ratios = split_ratios or (1,) * len(grouped(towers, others.get("stages", 1)))
+    _check_arguments(model, parity_steps, as_update(variable_update))
+    towers = resolve(gpus)
+    ratios = split_ratios or (1,) * len(
+        grouped(towers, as_stages(others.get("stages", 1)).count)
+    )
     given = {"variable_update": variable_update, "loss_placement": loss_placement}
     options = {**given, "split_ratios": ratios, "strict": strict, **others}
     batches = batch if isinstance(batch, list) else [batch] * parity_steps
@@ -87,7 +91,7 @@ def check_parity(
 def _compare(model, batches, towers, options, tolerance):
     """Compares towers with one device; `options` are those of `multi_gpu_model`."""
     # Those of all hosts.
-    count = sum(this_host().tell_all(len(options["split_ratios"])))
+    count = sum(this_host().exchange(len(options["split_ratios"])))
     batches = [tf.nest.map_structure(_tensor, each) for each in batches]
     if tolerance is None:
         tolerance = 1e-2 if _computes_in_16_bits(model) else 1e-5
@@ -142,7 +146,7 @@ def _check_refused(refused, lenient):
     )
 
 
-def _check_arguments(model, parity_steps, variable_update):
+def _check_arguments(model, parity_steps, update):
     if not isinstance(model, keras.Model) or not model.compiled:
         raise ValueError(
             f"Received {type(model).__name__}; expected a keras.Model that is "
@@ -150,7 +154,7 @@ def _check_arguments(model, parity_steps, variable_update):
         )
     if parity_steps < 1:
         raise ValueError(f"Received parity_steps={parity_steps}; expected at least 1.")
-    if variable_update == "asynchronous":
+    if isinstance(update, Asynchronous):
         raise ValueError(
             "Received variable_update='asynchronous', whose towers do not make one "
             "device's updates; expected a way in which towers wait for one another, so "

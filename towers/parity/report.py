@@ -18,7 +18,7 @@ _SHOWN = 6
 _NAME_WIDTH = 56
 
 
-class Entry(NamedTuple):
+class ReportEntry(NamedTuple):
     """One thing that a run left.
 
     Attributes:
@@ -106,7 +106,9 @@ class Parity:
         return found
 
 
-def differences(ours: Iterable[Entry], theirs: Sequence[Entry]) -> list[float]:
+def differences(
+    ours: Iterable[ReportEntry], theirs: Sequence[ReportEntry]
+) -> list[float]:
     """Returns the largest difference in each entry, relative to the largest value.
 
     Where a value is only rounding, such as the gradient of a bias before
@@ -154,7 +156,7 @@ def _size(value):
 
 
 def compare(
-    entries: Sequence[Entry],
+    entries: Sequence[ReportEntry],
     found: Sequence[float],
     rounding: Sequence[float],
     tolerance: float,

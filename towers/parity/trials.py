@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.steps import has_own_steps
-from towers.collectives.hosts import this_host
+from towers.builders.step_function import has_own_steps
+from towers.collectives.world import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
     layers_of,
@@ -22,7 +22,7 @@ from towers.keras_adapter.layers import (
 from towers.keras_adapter.variables import places_kept
 from towers.layers import variables
 from towers.model.tower_model import TowerModel
-from towers.parity.report import Entry, differences
+from towers.parity.report import ReportEntry, differences
 from towers.plan import Plan
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -113,7 +113,7 @@ class Trials:
 
     def on_towers(
         self, setting: Setting, disturbance: int | None = None
-    ) -> Iterator[Entry]:
+    ) -> Iterator[ReportEntry]:
         """Trains on towers, and yields what that leaves.
 
         Args:
@@ -126,11 +126,11 @@ class Trials:
         with self._set(setting):
             yield from self._train(parallel, disturbance)
         self.loss_placement = parallel.loss_placement
-        self.unseeded = parallel.builder.context.found.unseeded
+        self.unseeded = parallel.builder.context.facts.unseeded
 
     def on_one_device(
         self, setting: Setting, disturbance: int | None = None
-    ) -> Iterator[Entry]:
+    ) -> Iterator[ReportEntry]:
         """Trains as plain Keras does, and yields what that leaves; see `on_towers`.
 
         Raises:
@@ -161,7 +161,7 @@ class Trials:
 
     def agreed(self, found: list[Any]) -> list[Any]:
         """Returns what the first host has found, for all hosts to try the same."""
-        return this_host().broadcast(found)
+        return this_host().broadcast_value(found)
 
     @functools.cached_property
     def batch_norms(self) -> list[keras.layers.Layer]:
@@ -206,9 +206,9 @@ class Trials:
         for step, data in enumerate(self.batches):
             logs = self._train_on_batch(trainer, data)
             if "loss" in logs:
-                yield Entry("loss", f"step {step + 1}", step, logs.pop("loss"))
+                yield ReportEntry("loss", f"step {step + 1}", step, logs.pop("loss"))
             for name, value in logs.items():
-                yield Entry("metric", name, step, np.asarray(value))
+                yield ReportEntry("metric", name, step, np.asarray(value))
             # After the first step, as rounding has not been amplified, and at the end.
             if step in (0, len(self.batches) - 1):
                 yield from self._variables(step)
@@ -218,7 +218,7 @@ class Trials:
                 flat = tf.nest.flatten(outputs, expand_composites=True)
                 for number, output in enumerate(flat):
                     name = f"output {number}"
-                    yield Entry("prediction", name, step, np.asarray(output))
+                    yield ReportEntry("prediction", name, step, np.asarray(output))
 
     @functools.cached_property
     def predicts(self) -> bool:
@@ -260,7 +260,7 @@ class Trials:
             ("optimizer", self._optimizer_variables()),
         ):
             for variable in found:
-                yield Entry(kind, variable.path, step, variable.numpy())
+                yield ReportEntry(kind, variable.path, step, variable.numpy())
 
     def _optimizer_variables(self):
         every = variables.optimizers(self.model).values()

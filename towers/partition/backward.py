@@ -1,4 +1,4 @@
-"""What a gradient of some tensors flows through, as operations of a graph.
+"""Finds the operations of a graph that a gradient of some tensors flows through.
 
 A gradient of a sum of kinds is that of its terms. A masked mean is each tower's part of
 a quotient, a norm of weights the same on each: so the tape is asked for the terms, each
@@ -24,7 +24,7 @@ _PASS_ON = set(
 IsTotal = Callable[[tf.Operation, int], bool]
 
 
-def behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
+def operations_behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
     """Yields the operations through which a gradient of some tensors flows."""
     waiting, seen = [tensor.op for tensor in tensors], set()
     while waiting:
@@ -32,33 +32,35 @@ def behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
         if op.name not in seen and op.type != "StopGradient":
             seen.add(op.name)
             yield op
-            waiting += [each.op for each in op.inputs if not each.dtype.is_integer]
+            waiting += [t.op for t in op.inputs if not t.dtype.is_integer]
 
 
-def meets(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
+def flows_to(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
     """Tells whether a gradient of some tensors flows to a tensor of those keys."""
     return any(
         key(tensor) in keys
-        for op in behind(tensors)
+        for op in operations_behind(tensors)
         for tensor in (*op.inputs, *op.outputs)
     )
 
 
-def starts(graph: tf.Graph, sources: Any) -> set[Any]:
+def source_keys(graph: tf.Graph, sources: Any) -> set[Any]:
     """Returns the keys of what stands for variables and tensors in a graph."""
     sources = [*sharded.sources_of(tf.nest.flatten(sources))]
     handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
-    found = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
-    return found | {
+    symbolic = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+    return symbolic | {
         key(inside) for outside, inside in graph.captures if id(outside) in handles
     }
 
 
-def taken(tensors: Sequence[tf.Tensor], is_total: IsTotal) -> dict[Any, tf.Tensor]:
+def totals_taken(
+    tensors: Sequence[tf.Tensor], is_total: IsTotal
+) -> dict[Any, tf.Tensor]:
     """Returns the totals that operations behind some tensors take, by their keys."""
     return {
         key(tensor): tensor
-        for op in behind(tensors)
+        for op in operations_behind(tensors)
         for i, tensor in enumerate(op.inputs)
         if is_total(op, i)
     }
@@ -72,15 +74,15 @@ def totals(
     Returns `None` where another operation, whose gradient takes it, too, takes a
     tower's part of one. `known` has those that are more than sums.
     """
-    found, parts = {}, set()
-    for op in behind(targets):
+    behind, parts = {}, set()
+    for op in operations_behind(targets):
         for i, tensor in enumerate(op.inputs):
             if is_total(op, i):
                 edge, total = Edge(op.name, i), Total(tensor, SUM)
-                found[key(tensor)] = known.get(edge, total)
+                behind[key(tensor)] = known.get(edge, total)
             elif op.type not in _PASS_ON:
                 parts.add(key(tensor))
-    return None if parts & found.keys() else found
+    return None if parts & behind.keys() else behind
 
 
 def hindering(
@@ -94,19 +96,20 @@ def hindering(
     They are those that depend on its sources, whose keys are `begin`; or all, where
     `totals` knows none.
     """
-    found = taken(targets, is_total)
+    every = totals_taken(targets, is_total)
     if totals(targets, is_total, known) is None:
-        return {*found}
-    return {name for name, tensor in found.items() if meets([tensor], begin)}
+        return {*every}
+    return {name for name, tensor in every.items() if flows_to([tensor], begin)}
 
 
-def joined(tensor: tf.Tensor) -> list[tf.Tensor]:
+def joined_parts(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Returns what a tensor was joined from, in order; itself if from nothing."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "ConcatV2":
         return [tensor]
-    return [part for each in tensor.op.inputs[:-1] for part in joined(each)]
+    inputs = tensor.op.inputs[:-1]
+    return [part for each in inputs for part in joined_parts(each)]
 
 
 def is_custom(op: tf.Operation) -> bool:
@@ -129,7 +132,7 @@ def _is_known(module):
 def terms(
     targets: Sequence[tf.Tensor],
     given: Sequence[tf.Tensor | None],
-    starts: Collection[Any],
+    source_keys: Collection[Any],
     kind: Callable[[tf.Tensor], Dependence],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
     """Returns what a gradient may be taken of instead of some targets.
@@ -140,7 +143,7 @@ def terms(
     Args:
         targets: What to differentiate.
         given: The gradient given for each; `None` for one.
-        starts: The keys of what to differentiate for.
+        source_keys: The keys of what to differentiate for.
         kind: Tells how a tensor depends on the examples.
 
     Returns:
@@ -148,16 +151,17 @@ def terms(
     """
     pairs = []
     for target, factor in zip(targets, given, strict=True):
-        leaves = [*_leaves(target, factor, starts, kind)]
+        leaves = [*_leaves(target, factor, source_keys, kind)]
         if kind(target) is MEAN and all(
-            kind(leaf) is MEAN or not meets([leaf], starts) for leaf, _ in leaves
+            kind(leaf) is MEAN or not flows_to([leaf], source_keys)
+            for leaf, _ in leaves
         ):
             leaves = [(target, factor)]
         pairs += leaves
     return [term for term, _ in pairs], [factor for _, factor in pairs]
 
 
-def _leaves(target, given, starts, kind):
+def _leaves(target, given, source_keys, kind):
     waiting = [(target, given)]
     while waiting:
         term, factor = waiting.pop()
@@ -167,18 +171,18 @@ def _leaves(target, given, starts, kind):
             kind(term) is MEAN and {*map(kind, term.op.inputs)} <= {MEAN, NONE}
         )
         # What it is differentiated for is no sum of others.
-        if term.shape.rank == 0 and linear and key(term) not in starts:
-            before = _before(term.op, factor, starts)
+        if term.shape.rank == 0 and linear and key(term) not in source_keys:
+            before = _terms_of(term.op, factor, source_keys)
         if before is None:
             yield term, factor
         else:
             waiting += before
 
 
-def _before(op, factor, starts):
-    """The terms of a sum or of a multiple, each with its factor; or `None`."""
+def _terms_of(op, factor, source_keys):
+    """Returns the terms of a sum or of a multiple, each with its factor; or `None`."""
     if op.type in ("AddN", "AddV2"):
-        return [(each, factor) for each in op.inputs]
+        return [(term, factor) for term in op.inputs]
     if op.type == "Identity":
         return [(op.inputs[0], factor)]
     if op.type == "Sub":
@@ -187,9 +191,9 @@ def _before(op, factor, starts):
     if op.type not in ("Mul", "RealDiv"):
         return None
     left, right = op.inputs
-    if op.type == "Mul" and not meets([left], starts):
+    if op.type == "Mul" and not flows_to([left], source_keys):
         left, right = right, left
-    if meets([right], starts):
+    if flows_to([right], source_keys):
         return None
     if op.type == "RealDiv":
         return [(left, (1 if factor is None else factor) / right)]

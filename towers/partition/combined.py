@@ -5,7 +5,7 @@ So all hosts have the same values at home, and do the same there.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
+from towers.loop.timers import StepTimers
 from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
 from towers.plan import Plan
@@ -61,7 +62,7 @@ class Combination:
         placement: Placement,
         sizes: Sequence[int | tf.Tensor],
         fractions: Sequence[tf.Tensor],
-        over_hosts: Callable[..., tuple[Any, Any]] = lambda add, mine: add(),
+        timers: StepTimers | None = None,
     ):
         """Takes what tells the kinds of tensors, and what each tower has of a batch.
 
@@ -70,11 +71,12 @@ class Combination:
             placement: Tells the kinds.
             sizes: Number of examples of each tower of this host.
             fractions: What part of the batch that is.
-            over_hosts: Measures how long hosts take to add; see `StepTimers`.
+            timers: Measure how long hosts take to add, if anything does.
         """
-        self._over_hosts = over_hosts
+        self._timers = timers
         self._plan, self._hosts, self._placement = plan, plan.hosts, placement
         self._sizes, self._fractions = sizes, fractions
+        self._cast: dict[tf.DType, list[tf.Tensor]] = {}
         self._calls = 0
         self.travelled: list[Travelled] = []
 
@@ -90,18 +92,18 @@ class Combination:
         Raises:
             PartitionError: One of them cannot be put together.
         """
-        mine = self._of_this_host(tensors, parts)
-        if self._hosts.count == 1 or not mine:
-            return mine
+        values = self._of_this_host(tensors, parts)
+        if self._hosts.count == 1 or not values:
+            return values
         self._calls += 1
         kinds = [*map(self._placement.kind, tensors)]
-        mine = self._added(tensors, kinds, mine)
-        return [*map(self._of_hosts, tensors, kinds, mine)]
+        values = self._added(tensors, kinds, values)
+        return [*map(self._of_hosts, tensors, kinds, values)]
 
     def _of_this_host(self, tensors, parts):
-        """What this host's towers make of tensors; sums travel in one piece."""
+        """Puts together what this host's towers have; sums travel in one piece."""
         plan, sums = self._plan, {}
-        packed = {
+        to_add = {
             i: self._to_add(tensor, parts[i])
             for i, tensor in enumerate(tensors)
             if any(map(plan.packs, plan.devices)) and self._is_packed(tensor)
@@ -109,25 +111,24 @@ class Combination:
         # What is added in turn has a part for each device, all else for each tower.
         # Gradients travel by themselves, so that the guard may look at what is sent.
         groups = collections.defaultdict(dict)
-        for i, of_towers in packed.items():
+        for i, of_towers in to_add.items():
             sources = plan.devices[:: len(plan.devices) // len(of_towers)]
             if plan.pipeline.stages > 1:
                 # A stage has made them, which need not be the first.
-                sources = tuple(each.device for each in of_towers)
+                sources = tuple(part.device for part in of_towers)
             group = sources, self._placement.is_gradient(tensors[i])
             groups[group][i] = of_towers
-        for (sources, is_gradient), mine in groups.items():
-            names = [key(tensors[i]) for i in mine]
+        for (sources, is_gradient), of_group in groups.items():
+            names = [key(tensors[i]) for i in of_group]
             scope = REDUCE_SCOPE if is_gradient else "home/"
-            of_towers = [*zip(*mine.values(), strict=True)]
+            of_towers = [*zip(*of_group.values(), strict=True)]
             with tf.name_scope(scope):
-                found = reduce.sum_packed(
-                    *(of_towers, sources, plan.merge, plan.home),
-                    seen=lambda each, names=names: self.travelled.append(
-                        Travelled(names, each)
-                    ),
+                (_, totals), packed = reduce.all_reduce_packed(
+                    of_towers, sources, [plan.merge, plan.home], "device"
                 )
-            sums |= zip(mine, found, strict=True)
+            if packed is not None:
+                self.travelled.append(Travelled(names, packed))
+            sums |= zip(of_group, totals, strict=True)
         return [
             sums[i] if i in sums else self._of_host(tensor, parts[i])
             for i, tensor in enumerate(tensors)
@@ -139,7 +140,7 @@ class Combination:
         return floating and packing.fits(tensor) and kind in (MEAN, SIZE, SUM)
 
     def _to_add(self, tensor, parts):
-        """The towers' parts of a tensor of known shape, which add up to the batch's."""
+        """Returns the towers' parts of a tensor, which add up to that of the batch."""
         if self._placement.kind(tensor) is not MEAN:
             return parts
         weighted = []
@@ -148,7 +149,14 @@ class Combination:
                 weighted.append(reduce.part_of_mean(part, fraction))
         return weighted
 
+    def _fractions_in(self, dtype):
+        """The fractions in a type, in which many means take them."""
+        if dtype not in self._cast:
+            self._cast[dtype] = [tf.cast(each, dtype) for each in self._fractions]
+        return self._cast[dtype]
+
     def _of_host(self, tensor, parts):
+        """Puts together what this host's towers have of one tensor."""
         kind = self._placement.kind(tensor)
         if kind is NONE:
             return parts[0]
@@ -176,7 +184,8 @@ class Combination:
         if kind in (SUM, SIZE):
             return reduce.add(parts)
         if kind is MEAN:
-            return tf.add_n([*map(reduce.part_of_mean, parts, self._fractions)])
+            fractions = self._fractions_in(tensor.dtype)
+            return tf.add_n([*map(reduce.part_of_mean, parts, fractions)])
         if kind is COUPLED:
             # What a tower without rows has counts for nothing.
             some = [
@@ -197,9 +206,9 @@ class Combination:
 
         def of_tower(part, size):
             has = tf.convert_to_tensor(size) > 0
-            found = tf.cond(has, lambda: part, lambda: tf.zeros_like(first))
-            found.set_shape(first.shape)
-            return found
+            some = tf.cond(has, lambda: part, lambda: tf.zeros_like(first))
+            some.set_shape(first.shape)
+            return some
 
         return [first, *map(of_tower, parts[1:], self._sizes[1:])]
 
@@ -210,74 +219,78 @@ class Combination:
             for part, size in zip(parts, self._sizes, strict=True)
         ]
         joined = [
-            batch.join(each, [count * size for size in self._sizes])
-            for count, each in zip(blocks, zip(*cut, strict=True), strict=True)
+            batch.join(of_towers, [count * size for size in self._sizes])
+            for count, of_towers in zip(blocks, zip(*cut, strict=True), strict=True)
         ]
         return tf.concat(joined, axis=0)
 
-    def _added(self, tensors, kinds, mine):
-        """Adds what is to be added over hosts, in one sum."""
+    def _added(self, tensors, kinds, values):
+        """Adds, in one sum over hosts, those values of this host that are parts."""
         sums = {
-            i: _rows_in(each, kind) if kind in _PLACES else each
-            for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
+            i: _rows_in(value, kind) if kind in _PLACES else value
+            for i, (kind, value) in enumerate(zip(kinds, values, strict=True))
             if kind in (MEAN, SIZE, SUM, *_PLACES)
         }
         gradients = [
-            each for i, each in sums.items() if self._placement.is_gradient(tensors[i])
+            part for i, part in sums.items() if self._placement.is_gradient(tensors[i])
         ]
-        mine_of_all, purpose = [*sums.values()], f"partial sums {self._calls}"
+        parts, purpose = [*sums.values()], f"partial sums {self._calls}"
 
-        def add():
-            totals = self._hosts.sum(mine_of_all, purpose, gradients)
-            return totals, totals
-
-        totals, _ = self._over_hosts(add, gradients or mine_of_all)
+        if self._timers is None:
+            totals = self._hosts.all_reduce(parts, purpose, gradients)
+        else:
+            begun = self._timers.begin_sum(gradients or parts)
+            totals = self._hosts.all_reduce(parts, purpose, gradients)
+            self._timers.end_sum(begun, totals)
         sums = dict(zip(sums, totals, strict=True))
         return [
-            _with_rows(each, kind, sums[i]) if kind in _PLACES else sums.get(i, each)
-            for i, (kind, each) in enumerate(zip(kinds, mine, strict=True))
+            _with_rows(value, kind, sums[i]) if kind in _PLACES else sums.get(i, value)
+            for i, (kind, value) in enumerate(zip(kinds, values, strict=True))
         ]
 
-    def _of_hosts(self, tensor, kind, mine):
+    def _of_hosts(self, tensor, kind, value):
+        """Puts together what hosts have of one tensor; sums were added before."""
         hosts, purpose = self._hosts, f"'{tensor.name}'"
         if kind is NONE:
             # Of a host without rows, it is nothing.
-            return hosts.first([mine], purpose)[0]
-        if kind in _PLACES and mine.shape[0] != 1:
-            (first,) = hosts.first([mine], purpose)
-            return _with_rows(first, kind, _rows_in(mine, kind))
+            return hosts.broadcast([value], purpose)[0]
+        if kind in _PLACES and value.shape[0] != 1:
+            (first,) = hosts.broadcast([value], purpose)
+            return _with_rows(first, kind, _rows_in(value, kind))
         if kind is ROWS:
             blocks = self._placement.blocks(tensor) or (1,)
             size = tf.add_n([*map(tf.convert_to_tensor, self._sizes)])
-            parts = [mine]
+            parts = [value]
             if len(blocks) > 1:
-                parts = tf.split(mine, [count * size for count in blocks])
-            return tf.concat([hosts.gather(p, None, purpose) for p in parts], axis=0)
+                parts = tf.split(value, [count * size for count in blocks])
+            return tf.concat(
+                [hosts.all_gather(p, None, purpose) for p in parts], axis=0
+            )
         if kind in (COLUMNS, LAST):
             axis = axis_of(tensor, kind)
-            rows = _swapped(mine, axis)
-            return _swapped(hosts.gather(rows, None, purpose), axis)
+            rows = _swapped(value, axis)
+            return _swapped(hosts.all_gather(rows, None, purpose), axis)
         if kind is COUPLED:
             some = tf.reduce_any([size > 0 for size in self._sizes])
-            has, each = hosts.stack(some, purpose), hosts.stack(mine, purpose)
-            has = tf.reshape(has, [hosts.count, *[1] * (each.shape.rank - 1)])
-            return EXTREMES[tensor.op.type](tf.where(has, each, each[:1]), axis=0)
-        return mine
+            has, values = hosts.stack(some, purpose), hosts.stack(value, purpose)
+            has = tf.reshape(has, [hosts.count, *[1] * (values.shape.rank - 1)])
+            return EXTREMES[tensor.op.type](tf.where(has, values, values[:1]), axis=0)
+        return value
 
 
 def _rows_in(shape, kind):
-    """The number of rows in a shape, as a vector."""
+    """Returns the number of rows in a shape, as a vector."""
     return shape[_PLACES[kind] : _PLACES[kind] + 1]
 
 
 def _with_rows(shape, kind, rows):
-    """A shape with another number of rows."""
-    place = _PLACES[kind]
-    return tf.concat([shape[:place], rows, shape[place + 1 :]], axis=0)
+    """Returns a shape with another number of rows."""
+    axis = _PLACES[kind]
+    return tf.concat([shape[:axis], rows, shape[axis + 1 :]], axis=0)
 
 
 def _swapped(tensor, axis):
-    """With an axis and the first one exchanged."""
+    """Returns a tensor with an axis and the first one exchanged."""
     order = [*range(tensor.shape.rank)]
     order[0], order[axis] = axis, 0
     return tf.transpose(tensor, order)

@@ -1,4 +1,4 @@
-"""What towers cannot partition, in one sentence that names the user's line."""
+"""Errors of functions that towers cannot partition, which name the user's line."""
 
 import os
 import sys
@@ -24,6 +24,6 @@ def where(op: tf.Operation) -> str:
     ]
     for frame in reversed(op.traceback or ()):
         file, line = frame[0], frame[1]
-        if not any(os.path.abspath(file).startswith(each) for each in known):
+        if not any(os.path.abspath(file).startswith(folder) for folder in known):
             return f" at {file}:{line}"
     return ""

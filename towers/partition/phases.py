@@ -9,22 +9,26 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.layer_calls import key
-from towers.devices import short
+from towers.collectives.batch import nothing_like
+from towers.devices.names import short
 from towers.keras_adapter.graphs import (
     GraphDef,
+    PartFunction,
     add_call,
     add_copy,
     keep_functions,
+    runs_anyway,
     traced,
+    written,
 )
 from towers.layers.labels import Labels
 from towers.layers.pipeline import ONE_STAGE, Pipeline
+from towers.partition.gathers import Gathers
 from towers.partition.placement import draws
 from towers.partition.placement.late import Group, as_placed
 from towers.partition.placement.placement import Place, Placement
 from towers.partition.trace import Trace
-from towers.stages.phases import nothing_like, recomputing
-from towers.stages.staged import Staged
+from towers.program.features import feature
 
 _FEED = "towers_feed_"
 _ROWS = "towers_rows"
@@ -54,36 +58,92 @@ class _Part:
         feeds: The names of that.
         captured: What it takes from outside of the function, by the names of that.
         draws: Whether it draws a tower's rows of random numbers.
+        makes: The tensors that it returns.
     """
 
-    def __init__(self, placement, place, operations, read_before):
+    def __init__(self, placement, place, operations, read_before, wanted, exported):
         self.graph, self.draws = GraphDef(), False
         self.takes: list[Taken] = []
         self.feeds: list[str] = []
         self.captured: dict[str, tf.Tensor] = {}
+        self.makes = [
+            tensor
+            for op in operations
+            for tensor in op.outputs
+            if op.name in exported and key(tensor) in wanted
+        ]
+        self._written: set[str] = set()
+        self._functions: dict[tuple[bool, bool], PartFunction] = {}
         self._placement, self._place = placement, place
         self._read_before = read_before
         self.operations = operations
         self._members = {op.name for op in operations}
+        self._gathers = Gathers(self.graph, _FEED)
         self._names, self._constants, self._drawing = {}, {}, {}
         for op in operations:
             self._add(op)
         for op in self._constants.values():
             add_copy(self.graph, op, ()).device = ""
+        self.captured |= self._gathers.captured
         keep_functions(self.graph, operations[0].graph)
         if self.draws:
             self.feeds.append(f"{_ROWS}:0")
 
     def _add(self, op):
         inputs = [self._name(op, i) for i in range(len(op.inputs))]
-        waits = self._placement.waits.get(op.name, ())
-        waits = [f"^{name}" for name in waits if name in self._members]
-        if self._place.on_towers and op.type in draws.SKIPPABLE:
+        self._written.update(inputs[i] for i in written(op))
+        waits = [f"^{name}" for name in self._waits(op)]
+        of_batch = op.name not in self._placement.own_rows
+        if self._place.on_towers and op.type in draws.SKIPPABLE and of_batch:
             self.draws = True
             inputs = [*inputs, f"{_ROWS}:0", *waits]
             add_call(self.graph, op, self._drawn_by(op), inputs)
         else:
             add_copy(self.graph, op, inputs + waits).device = ""
+
+    def _waits(self, op):
+        """The names of those of its operations that one waits for.
+
+        What it waits for may be in another phase, and wait for one of these.
+        """
+        waits = self._placement.waits
+        waiting, seen = [*waits.get(op.name, ())], set()
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in self._members:
+                yield name
+            else:
+                waiting += waits.get(name, ())
+
+    def function(self, gated: bool = False, stays: bool = False) -> PartFunction:
+        """Returns what takes what it is fed with, and behind that what it captures.
+
+        It is the same for all copies of the variables.
+
+        Args:
+            gated: Whether it takes, before all else, what has to be there before it
+                does anything: a boolean scalar.
+            stays: Whether it stays a function in the step's graph.
+        """
+        if (gated, stays) not in self._functions:
+            types = [taken.tensor.dtype for taken in self.takes]
+            types += [tf.int32] if self.draws else []
+            types += [each.dtype for each in self.captured.values()]
+            self._functions[gated, stays] = PartFunction(
+                self.graph,
+                [*zip([*self.feeds, *self.captured], types, strict=True)],
+                self.makes,
+                self._written,
+                # An update waits for what has read the variable.
+                runs_anyway(self.operations[0].graph)
+                | dict.fromkeys(self._gathers.reads, False),
+                self.captured.keys() if gated else None,
+                stays,
+            )
+        return self._functions[gated, stays]
 
     def _drawn_by(self, op):
         """The function that draws a tower's rows, one for all operations alike."""
@@ -101,6 +161,8 @@ class _Part:
     def _name(self, op, i):
         """The name of an input of an operation, as the phase has it."""
         tensor, placement = op.inputs[i], self._placement
+        if (parameter := placement.parameter(tensor)) is not None:
+            return self._gathers.add(op, tensor, parameter)
         if tensor.op.name not in self._members:
             tensor = self._read_before.get(key(tensor), tensor)
         whole = self._place.on_towers and placement.takes_total(op, i)
@@ -127,24 +189,23 @@ class Phase:
     Attributes:
         place: Where and when they run.
         part: The operations.
-        makes: The tensors that it returns.
         captured: What it takes from outside of the function, by the names of that.
         operations: The names of its operations.
         labels: The part of the model that each operation was made for, if several
             stages compute them, or parts compute again what they have not kept.
         pipeline: How the devices of a tower share the model.
         stays: Whether it stays a function in the step's graph; see `phases`.
-        function: What takes its values, and makes tensors of them.
+        differentiable: Whether TensorFlow may differentiate its calls.
     """
 
     place: Place
     part: _Part
-    makes: list[tf.Tensor]
     captured: dict[str, tf.Tensor]
     operations: Sequence[str] = ()
     labels: Labels | None = None
     pipeline: Pipeline = ONE_STAGE
     stays: bool = False
+    differentiable: bool = False
 
     @classmethod
     def of(
@@ -158,6 +219,7 @@ class Phase:
         labels: Labels | None = None,
         pipeline: Pipeline = ONE_STAGE,
         stays: bool = False,
+        differentiable: bool = False,
     ) -> "Phase":
         """Makes a phase of some operations.
 
@@ -171,37 +233,29 @@ class Phase:
             labels: See the attributes.
             pipeline: The same.
             stays: The same, if it runs on towers.
+            differentiable: The same.
         """
-        part = _Part(placement, place, operations, read_before)
-        makes = [
-            tensor
-            for op in operations
-            for tensor in op.outputs
-            if op.name in exported and key(tensor) in wanted
-        ]
+        part = _Part(placement, place, operations, read_before, wanted, exported)
         names = [op.name for op in operations]
         labels = labels if place.on_towers and place.on_device else None
         # What is on several devices has to be copied.
         stays = stays and place.on_towers and not part.captured
-        about = names, labels, pipeline, stays
-        return cls(place, part, makes, part.captured, *about)
+        about = names, labels, pipeline, stays, differentiable
+        return cls(place, part, part.captured, *about)
 
     def __post_init__(self):
-        """Traces a function of the operations."""
-        self.function = traced(self._run, *self._specs)
-        again = self.labels is not None and self.pipeline.recompute != "none"
-        if again and self.pipeline.stages == 1:
-            self.function = recomputing(self.function, self.labels)
-        if self.stays and not self.has_stages:
-            inner = self.function
-            self.function = traced(lambda *v: inner(*v), *self._specs, stays=True)
         self._of_rows: dict[tuple[bool, int | None, bool], Any] = {}
-        self._staged: dict[bool, Staged] = {}
+        self._staged: dict[bool, Any] = {}
 
     @property
     def takes(self) -> list[Taken]:
         """What it is called with."""
         return self.part.takes
+
+    @property
+    def makes(self) -> list[tf.Tensor]:
+        """The tensors that it returns."""
+        return self.part.makes
 
     @property
     def draws(self) -> bool:
@@ -244,8 +298,8 @@ class Phase:
         several = self.labels is not None and self.pipeline.stages > 1
         return several and bool(self.makes)
 
-    def staged(self, timed: bool = False) -> Staged:
-        """Returns what the stages of a tower compute of it, in turns.
+    def staged(self, timed: bool = False) -> Any:
+        """Returns what the stages of a tower compute of it, in turns: a `Staged`.
 
         It takes what the phase takes, and behind that what it draws with; and returns
         what the phase makes.
@@ -254,10 +308,10 @@ class Phase:
             timed: See `Staged`.
         """
         if timed not in self._staged:
-            self._staged[timed] = self._cut(self.function, timed)
+            self._staged[timed] = self._cut(self._traced, timed)
         return self._staged[timed]
 
-    def staged_of(self, rows: int, shapes: dict[Any, tf.TensorShape]) -> Staged:
+    def staged_of(self, rows: int, shapes: dict[Any, tf.TensorShape]) -> Any:
         """Returns the same for a known number of a tower's examples.
 
         Args:
@@ -284,21 +338,34 @@ class Phase:
             for feed, handle in self.part.captured.items()
         }
         inside = {key(each): of_copy.get(id(of)) for of, each in graph.captures}
-        return Staged(
+        return feature("stages.staged").Staged(
             *(graph, graph.inputs[:count], graph.outputs),
             *(self.labels, self.pipeline, inside),
             timed=timed,
         )
 
     @functools.cached_property
-    def _gated(self):
+    def _recomputing(self):
+        """A function that computes again what its parts have not kept."""
+        function = feature("stages.phases").recomputing(
+            traced(self._run, *self._specs), self.labels
+        )
+        if not self.stays:
+            return function
+        return traced(lambda *v: function(*v), *self._specs, stays=True)
+
+    @functools.cached_property
+    def _traced(self):
+        """A function that TensorFlow can differentiate, as it has its graph."""
+        return traced(self._run, *self._specs, stays=self.stays)
+
+    @functools.cached_property
+    def _traced_and_gated(self):
         def gated(gate, *values):
-            # TensorFlow copies a function into the step's graph. There, what takes a
-            # variable alone would not wait for what the call waits for. A wait for an
-            # argument itself is dropped, so this one is for a copy of it.
+            # As in a `PartFunction`.
             with tf.control_dependencies([tf.identity(gate)]):
-                captured = [*map(tf.identity, map(_captured, self.captured.values()))]
-            return self._imported(values, captured)
+                captured = map(_captured, self.captured.values())
+                return self._imported(values, [*map(tf.identity, captured)])
 
         return traced(gated, tf.TensorSpec([], tf.bool), *self._specs)
 
@@ -306,6 +373,7 @@ class Phase:
         return self._imported(values, [*map(_captured, self.captured.values())])
 
     def _imported(self, values, captured):
+        """Copies its operations into the graph being built."""
         fed = dict(zip(self.part.feeds, values, strict=True))
         fed.update(zip(self.captured, captured, strict=True))
         names = [tensor.name for tensor in self.makes]
@@ -352,7 +420,16 @@ class Phase:
         if xla:
             with tf.control_dependencies([] if gate is None else [gate]):
                 return self._compiled(*values)
-        return self.function(*values) if gate is None else self._gated(gate, *values)
+        again = self.labels is not None and self.pipeline.recompute != "none"
+        if again and self.pipeline.stages == 1:
+            return self._recomputing(*values)
+        if self.differentiable and gate is None:
+            return self._traced(*values)
+        if self.differentiable:
+            return self._traced_and_gated(gate, *values)
+        function = self.part.function(gate is not None, self.stays)
+        given = [*values, *self.captured.values()]
+        return function(given if gate is None else [gate, *given])
 
     def of_rows(
         self,
@@ -420,6 +497,7 @@ def phases(
     groups: Sequence[Group] | None = None,
     pipeline: Pipeline = ONE_STAGE,
     towers_stay: bool = False,
+    differentiable: bool = False,
 ) -> list[Phase]:
     """Returns the phases of a traced function, in the order in which they run.
 
@@ -431,6 +509,8 @@ def phases(
         towers_stay: Whether what towers compute stays a function in the step's graph.
             If not, TensorFlow copies it into that graph, once for each tower, and
             optimises all of them together: a longer start for a slightly faster step.
+        differentiable: Whether TensorFlow may differentiate calls, for which it has to
+            trace the phases.
     """
     # Where home reads as late as it can, nothing is read once for several uses.
     read_before = placement.reads() if groups is None else {}
@@ -448,7 +528,7 @@ def phases(
     return [
         Phase.of(
             *(placement, place, operations, wanted, exported),
-            *(read_before, trace.labels, pipeline, towers_stay),
+            *(read_before, trace.labels, pipeline, towers_stay, differentiable),
         )
         for place, operations, exported in groups
     ]

@@ -104,7 +104,7 @@ class Trace:
             once, whoever takes them.
         gradients: The keys of those, and of rows of sparse ones.
         indices: The keys of the numbers of rows of sparse ones.
-        compiled: Whether a function that is called asks for XLA.
+        compiled: Whether a function that the step calls asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
         targets: What gradients were taken of: tensors, such as a loss that is not yet
             scaled.
@@ -138,8 +138,8 @@ class Trace:
                 each of their operations is read by itself.
             updates_apart: Whether somebody else does what optimizers do. Then they are
                 not called, and it is only noted which variables change.
-            decided: What is known by now of tensors that are each tower's own; `None`
-                if none is to be.
+            decided: Which tensors earlier traces have shown to be each tower's own;
+                `None` if none is to be.
             parts: See `Labels`; `None` if nobody wants to know them.
             keeps_loss_scale: Whether others may change the scale of a
                 `LossScaleOptimizer` between the loss and the update.
@@ -184,7 +184,7 @@ class Trace:
                 stack.enter_context(fused.argmax())
                 stack.enter_context(fused.batch_normalization())
                 stack.enter_context(fused.updates())
-                stack.enter_context(patched(SCALE_LOSS, self._scale))
+                stack.enter_context(patched(SCALE_LOSS, self._scale_loss))
                 for apply in APPLY:
                     stack.enter_context(patched(apply, self._apply))
                 return function(batch)
@@ -198,6 +198,18 @@ class Trace:
                 spec, tf.TensorSpec([], FRACTION)
             )
         self.returned = [*map(_source, self.concrete.outputs)]
+
+    def fed(self, data: Any) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+        """Yields each tensor that stands for the batch, and what it is of some data.
+
+        Args:
+            data: A batch, or a tower's part of one.
+        """
+        inputs = tf.nest.flatten([self.batch], expand_composites=True)
+        values = tf.nest.flatten([data], expand_composites=True)
+        for tensor, value in zip(inputs, values, strict=True):
+            if tensor is not None:
+                yield tensor, value
 
     def packed(self, values: Sequence[tf.Tensor | None]) -> Any:
         """Returns values in the structure of what the function returns.
@@ -260,7 +272,7 @@ class Trace:
         with patched(FUNCTION_CALL, call):
             yield
 
-    def _scale(self, original, optimizer, loss):
+    def _scale_loss(self, original, optimizer, loss):
         """Multiplies a loss by an optimizer's scale, and notes both."""
         if not self._here():
             return original(optimizer, loss)
@@ -278,6 +290,8 @@ class Trace:
     def _apply(self, original, optimizer, grads, trainable_variables=None):
         """Has an optimizer update variables in a function of the gradients."""
         unknown = trainable_variables is None and not optimizer.built
+        if self.updates_apart and not self._here():
+            _check_whole(optimizer)
         if not self._here() or not grads or unknown:
             return original(optimizer, grads, trainable_variables)
         if trainable_variables is None:
@@ -295,22 +309,22 @@ class Trace:
                 factor = optimizer.scale_loss(tf.ones([])) / scale
                 gradients = [
                     gradient
-                    if each.overwrite_with_gradient
+                    if variable.overwrite_with_gradient
                     else _scaled(factor, gradient)
-                    for gradient, each in zip(gradients, variables, strict=True)
+                    for gradient, variable in zip(gradients, variables, strict=True)
                 ]
             if not self.updates_apart:
                 gradients = sharded.expand(variables, gradients)
                 return original(optimizer, gradients, sharded.targets(variables))
             for variable in [*variables, *all_variables(optimizer)]:
-                for place in sharded.places(variable):
-                    place.assign(place)
+                for value in sharded.places(variable):
+                    value.assign(value)
 
         given = [*map(_as_gradient, grads)], self._scales.get(id(optimizer))
         specs = tf.nest.map_structure(tf.type_spec_from_value, given)
         called = tf.function(apply, autograph=False).get_concrete_function(*specs)
         own = [*variables, *all_variables(optimizer)]
-        known = {id(p.handle) for each in own for p in sharded.places(each)}
+        known = {id(value.handle) for v in own for value in sharded.places(v)}
         if effects.changed(called.graph) - known:
             # It does more than optimizers do, and not all of that for each copy.
             return original(optimizer, grads, trainable_variables)
@@ -337,7 +351,7 @@ class Trace:
             for t in tf.nest.flatten(outputs, expand_composites=True)
             if tf.is_symbolic_tensor(t)
         ]
-        calls = [self._calls[each] for each in keys if each in self._calls]
+        calls = [self._calls[output] for output in keys if output in self._calls]
         if any(call.trusted and call.layer is layer for call in calls):
             region = Region(keys, layer)
             self.regions.update((op.name, region) for op in made)
@@ -355,20 +369,20 @@ class Trace:
         """Takes a gradient of each tower's part of the target, where it has one."""
         original = functools.partial(sharded.gradient, original)
         flat, flat_sources = tf.nest.flatten(target), tf.nest.flatten(sources)
-        symbolic = all(tf.is_symbolic_tensor(each) for each in flat)
+        symbolic = all(map(tf.is_symbolic_tensor, flat))
         if self._here():
             targets = filter(tf.is_symbolic_tensor, flat)
-            self.targets += [self._unscaled.get(key(each), each) for each in targets]
+            self.targets += [self._unscaled.get(key(t), t) for t in targets]
         given = [None] * len(flat)
         if output_gradients is not None:
             given = tf.nest.flatten(output_gradients)
         if self._here() and symbolic and self._records_all:
-            starts = backward.starts(self.graph, sources)
+            starts = backward.source_keys(self.graph, sources)
             flat, given = backward.terms(flat, given, starts, self.reader.of)
-        kinds = [self.reader.of(each) for each in flat] if symbolic else []
+        kinds = [*map(self.reader.of, flat)] if symbolic else []
         of_sources = [
-            self.reader.of(each) if tf.is_symbolic_tensor(each) else NONE
-            for each in (flat_sources if self._here() else ())
+            self.reader.of(source) if tf.is_symbolic_tensor(source) else NONE
+            for source in (flat_sources if self._here() else ())
         ]
         if (
             not self._here()
@@ -377,14 +391,14 @@ class Trace:
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, flat_sources)
             or not all(map(self._fits, flat, kinds, given))
-            or any(map(backward.is_custom, backward.behind(flat)))
+            or any(map(backward.is_custom, backward.operations_behind(flat)))
             or (totals := backward.totals(flat, self.is_total, self.reader.totals))
             is None
         ):
             # Each operation of the gradient is read by itself, as any other.
             self.reads_gradients |= self._here()
             if symbolic and self._here() and (own := self.reader.own) is not None:
-                begin = backward.starts(self.graph, sources)
+                begin = backward.source_keys(self.graph, sources)
                 known = self.is_total, self.reader.totals
                 own.contested |= backward.hindering(flat, *known, begin)
                 own.contested |= {*map(key, flat)} & {*self.reader.extremes}
@@ -394,13 +408,12 @@ class Trace:
             )
         with made_in(self.graph) as made:
             seeds = [*map(functools.partial(_seed, self.fraction), flat, kinds, given)]
-            found = original(tape, flat, sources, seeds, unconnected_gradients)
-            gradients = [*map(self._kept, tf.nest.flatten(found), flat_sources)]
-            found = tf.nest.pack_sequence_as(found, gradients)
-            uses = [*map(_each_use, gradients, flat_sources)]
+            of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
+            gradients = [*map(self._kept, tf.nest.flatten(of_tape), flat_sources)]
+            uses = [*map(_overwriting_uses, gradients, flat_sources)]
         if self.labels is not None:
             self.labels.note_gradients(made)
-        known = self._known(flat, gradients, flat_sources, of_sources)
+        known = self._note_kinds(flat, gradients, flat_sources, of_sources)
         self.reader.know(known)
         region = Region([*known])
         self.regions.update((op.name, region) for op in made)
@@ -413,8 +426,8 @@ class Trace:
             self.reader.know({key(use): NONE})
             self.reader.extremes[key(use)] = Total(use, COUPLED)
         pairs = zip(gradients, uses, strict=True)
-        gradients = [tf.add_n(mine) if mine else gradient for gradient, mine in pairs]
-        return tf.nest.pack_sequence_as(found, gradients)
+        gradients = [tf.add_n(values) if values else g for g, values in pairs]
+        return tf.nest.pack_sequence_as(of_tape, gradients)
 
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
         """Takes a gradient of which each operation is read by itself."""
@@ -423,17 +436,19 @@ class Trace:
         if (own is None and self.labels is None) or not self._here():
             return original(tape, target, sources, *args, **kwargs)
         with made_in(self.graph) as made:
-            found = original(tape, target, sources, *args, **kwargs)
+            gradients = original(tape, target, sources, *args, **kwargs)
         if self.labels is not None:
             self.labels.note_gradients(made)
         if own is None:
-            return found
+            return gradients
         own.by_hand.update(op.name for op in made)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
-        for tensor in [t for op in backward.behind(targets) for t in op.outputs]:
+        for tensor in [
+            t for op in backward.operations_behind(targets) for t in op.outputs
+        ]:
             self.reader.of(tensor)
             own.send_home(tensor)
-        return found
+        return gradients
 
     def decide(self) -> Decided | None:
         """Returns what another trace has to know of what is each tower's own."""
@@ -455,7 +470,7 @@ class Trace:
         return self.reader.of(given) in ({NONE, ROWS} if kind is ROWS else {NONE})
 
     def _kept(self, gradient, source):
-        """A gradient as it is, or of all rows if a total of the batch tells which."""
+        """Returns a gradient as it is, or of all rows if a total tells which."""
         sparse = isinstance(gradient, tf.IndexedSlices)
         if sparse and self._rows_of(gradient, source) not in (NONE, ROWS):
             dense = tf.convert_to_tensor(gradient)
@@ -476,37 +491,36 @@ class Trace:
         return kept
 
     def _of_lookups(self, gradient):
-        """A sparse gradient, with its rows' numbers where they were looked up.
+        """Returns a sparse gradient, with its rows' numbers as they were looked up.
 
         TensorFlow's own numbers depend on the shape of the values, which the tower has.
         """
-        numbers = backward.joined(gradient.indices)
-        values = backward.joined(gradient.values)
-        ids = [each.op.inputs[0] for each in numbers if each.op.type == "Reshape"]
-        known = all(each.op.name in self.lookups for each in ids)
-        shaped = all(each.op.type == "Reshape" for each in values)
+        numbers = backward.joined_parts(gradient.indices)
+        values = backward.joined_parts(gradient.values)
+        ids = [t.op.inputs[0] for t in numbers if t.op.type == "Reshape"]
+        known = all(t.op.name in self.lookups for t in ids)
+        shaped = all(t.op.type == "Reshape" for t in values)
         if not (known and shaped and len(ids) == len(values) == len(numbers)):
             return gradient
         table = self.lookups[ids[0].op.name]
         with made_in(self.graph) as made:
-            indices = tf.concat([tf.reshape(each, [-1]) for each in ids], axis=0)
+            indices = tf.concat([tf.reshape(t, [-1]) for t in ids], axis=0)
         self.lookups.update((op.name, table) for op in made)
         shape = [-1, *table.shape[1:]]
-        values = [tf.reshape(each.op.inputs[0], shape) for each in values]
-        values = tf.concat(values, axis=0)
+        values = tf.concat([tf.reshape(t.op.inputs[0], shape) for t in values], axis=0)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
     def _rows_of(self, slices, source):
-        """How the rows that a sparse gradient has depend on the examples."""
+        """Tells how the rows that a sparse gradient has depend on the examples."""
         kind = self._apart.of(slices.indices)
         cut = next(sharded.sources_of([source])) is not source
         # They were looked up, each in its shard.
         return ROWS if cut and kind is not NONE else kind
 
-    def _known(self, targets, gradients, sources, kinds):
-        """How gradients depend on the examples, by their keys."""
+    def _note_kinds(self, targets, gradients, sources, kinds):
+        """Notes how gradients depend on the examples; returns that by their keys."""
         known, own = {}, self.reader.own
-        mine = own is not None and any(target in own for target in targets)
+        is_own = own is not None and any(target in own for target in targets)
         for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
             sparse = isinstance(gradient, tf.IndexedSlices)
             if sparse and self._rows_of(gradient, source) is NONE:
@@ -525,7 +539,7 @@ class Trace:
                 known[key(gradient)] = kind
                 if kind is ROWS:
                     self.reader.blocks.same(gradient, source)
-                    if mine:
+                    if is_own:
                         own.like(gradient, source)
                 else:
                     self.added[key(gradient)] = SUM
@@ -537,8 +551,8 @@ class Trace:
 
         Then the gradient of a tower's part is not a part of the gradient.
         """
-        totals = backward.taken(targets, self.is_total).values()
-        return backward.meets([*totals], backward.starts(self.graph, sources))
+        totals = backward.totals_taken(targets, self.is_total).values()
+        return backward.flows_to([*totals], backward.source_keys(self.graph, sources))
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
@@ -560,6 +574,17 @@ def _check_cut(optimizer):
         )
 
 
+def _check_whole(optimizer):
+    """Checks that a call in a branch or a loop has no state in parts."""
+    if any(sharded.of(variable) is not None for variable in all_variables(optimizer)):
+        raise ModelError(
+            f"Received a step that applies {type(optimizer).__name__} in a branch or a "
+            "loop, with its slots in parts on several devices; expected `apply` "
+            "outside, or variables that are whole, as with "
+            "variable_update='replicated' and shard_embeddings='none'."
+        )
+
+
 def _as_gradient(gradient):
     known = gradient is None or isinstance(gradient, tf.IndexedSlices)
     return gradient if known else tf.convert_to_tensor(gradient)
@@ -571,15 +596,15 @@ def _scaled(factor, gradient):
     return tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient)
 
 
-def _each_use(gradient, source):
-    """What each use of a variable has made, if a gradient is to overwrite it."""
+def _overwriting_uses(gradient, source):
+    """Returns what each use of a variable has made, if that is to overwrite it."""
     if gradient is None or not getattr(source, "overwrite_with_gradient", False):
         return []
     return overwritten.each_use(gradient)
 
 
 def _seed(fraction, target, kind, given):
-    """The gradient of the whole batch's target, with respect to a tower's part."""
+    """Returns the gradient of the batch's target, with respect to a tower's part."""
     if kind in (ROWS, SUM):
         return tf.ones_like(target) if given is None else given
     fraction = tf.cast(fraction, target.dtype)
@@ -589,7 +614,7 @@ def _seed(fraction, target, kind, given):
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """What an output of a function stands for, without what has to come before."""
+    """Returns the tensor that an output stands for, without what comes before it."""
     while tensor.op.type == "Identity" and tensor.op.control_inputs:
         tensor = tensor.op.inputs[0]
     return tensor

@@ -55,7 +55,7 @@ def predict(options: argparse.Namespace) -> int:
     with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
         masks = path and output.masks_of(path)
         whole = trained.preprocessing.is_of_whole_pictures
-        rows = output.Rows(file, masks, whole, options.probabilities)
+        rows = output.PredictionRows(file, masks, whole, options.probabilities)
         # Rows on a terminal show how far it is.
         if path or not sys.stdout.isatty():
             batches = progress.over(batches, "Predicting", None, "batches")

@@ -13,7 +13,7 @@ from PIL import Image
 from towers.program import whole_file
 
 
-class Rows:
+class PredictionRows:
     """Writes predictions as rows of CSV, and masks as PNG files of class numbers.
 
     A mask has a palette: the numbers are seen as colours.

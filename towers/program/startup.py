@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 # With less, TensorFlow's threads may have no stacks.
 _ADDRESS_SPACE = 4 * 2**30
-# As many devices as one process may have; without GPUs, it would make them.
-MOST_DEVICES = 256
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Flags are read later, and by absl.

@@ -34,6 +34,14 @@ def listed(names: Iterable[str], most: int = 10) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
+def all_of(names: Iterable[str], most: int = 8) -> str:
+    """Lists names as a sentence does, such as "a, b and c"; of many the first ones."""
+    names = [*names]
+    if len(names) > most:
+        names[most - 1 :] = [f"{len(names) - most + 1} more"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def size(number: float) -> str:
     """Says how many bytes that is, such as "12.5 KB" or "1,024.0 MB"."""
     if number < 2**10:

@@ -25,7 +25,7 @@ from towers.program.commands import fail
 from towers.queue import entry as states
 from towers.queue import queue_flags, record, runs, schedule, slots, table
 from towers.queue.entry import Entry
-from towers.queue.queue_flags import Options
+from towers.queue.queue_flags import QueueOptions
 from towers.train.settings import DIFFERING
 
 _PROGRAM = "towers.queue"
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         return fail(error, _PROGRAM)
 
 
-def _run(options: Options) -> int:
+def _run(options: QueueOptions) -> int:
     strays = Strays(name=record.MARK)
     noted = record.Record(options.queue_dir)
     noted.begin(strays)
@@ -69,7 +69,7 @@ def _run(options: Options) -> int:
     return _end(entries, queue.stopped)
 
 
-def _slots(options: Options) -> slots.Slots:
+def _slots(options: QueueOptions) -> slots.Slots:
     """Finds the devices of this machine; says which are left out."""
     devices, notes = slots.find(options.devices)
     for note in notes:
@@ -77,7 +77,7 @@ def _slots(options: Options) -> slots.Slots:
     return slots.Slots(devices, options.runs_per_gpu, limits.cpu_count())
 
 
-def _begin(entries: Sequence[Entry], share: slots.Slots, options: Options) -> str:
+def _begin(entries: Sequence[Entry], share: slots.Slots, options: QueueOptions) -> str:
     """Says what will run where."""
     waiting = sum(entry.state == states.WAITING for entry in entries)
     where = ", ".join(map(str, share.devices))

@@ -13,8 +13,8 @@ import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from towers.cluster.environment import REPORTS
 from towers.processes.child import Child
+from towers.train.settings import REPORTS
 
 _SAID = "towers.train: "
 # Of a log, where the reason of a failure stands.

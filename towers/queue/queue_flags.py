@@ -21,7 +21,7 @@ _QUEUE = {"module_name": "Queue"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class QueueOptions:
     """What a queue is asked to do; flags say what each means.
 
     Attributes:
@@ -71,7 +71,7 @@ flags.DEFINE_bool(
 )
 
 
-def read(argv: Sequence[str], doc: str) -> Options:
+def read(argv: Sequence[str], doc: str) -> QueueOptions:
     """Reads the command line, and checks the flags of all runs.
 
     Args:
@@ -88,10 +88,10 @@ def read(argv: Sequence[str], doc: str) -> Options:
     )
     with _flags_anywhere():
         _, *files = command_line.read(argv, doc, shown, every)
-    names = [field.name for field in dataclasses.fields(Options)][:-1]
+    names = [field.name for field in dataclasses.fields(QueueOptions)][:-1]
     found = {name: flags.FLAGS[name].value for name in names}
     found["queue_dir"] = os.path.abspath(os.path.expanduser(found["queue_dir"]))
-    options = Options(**found)
+    options = QueueOptions(**found)
     _check_ray(options)
     check_folder("queue_dir", options.queue_dir, "--queue_dir")
     common = [
@@ -117,7 +117,7 @@ def _flags_anywhere() -> Iterator[None]:
         flags.FLAGS.set_gnu_getopt(before)
 
 
-def _check_ray(options: Options) -> None:
+def _check_ray(options: QueueOptions) -> None:
     if options.ray_tune and importlib.util.find_spec("ray") is None:
         raise ValueError(
             "Received --ray_tune, but Ray is not installed; run: "
@@ -125,7 +125,7 @@ def _check_ray(options: Options) -> None:
         )
 
 
-def _run(source: runs.Source, queue_dir: str) -> Run:
+def _run(source: runs.RunSource, queue_dir: str) -> Run:
     """Reads the flags of a run, and checks them as towers.train does."""
     try:
         settings = _read_again(source.flags)

@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class RunSource:
     """Where a run comes from.
 
     Attributes:
@@ -65,7 +65,7 @@ class Source:
 
 def sources(
     files: Sequence[str], flags: Sequence[str], sweeps: Sequence[str]
-) -> Iterator[Source]:
+) -> Iterator[RunSource]:
     """Yields the runs of each file, for each combination of the values of a sweep.
 
     Args:
@@ -92,7 +92,7 @@ def sources(
     every = [[f"{name}={value}" for value in values] for name, values in read]
     for file, chosen in itertools.product(files or [None], itertools.product(*every)):
         parts = [_name(file)] if file else []
-        yield Source(
+        yield RunSource(
             as_path(",".join([*parts, *chosen])),
             [
                 *([f"--flagfile={file}"] if file else []),
@@ -102,7 +102,7 @@ def sources(
         )
 
 
-def of(source: Source, settings: Settings, queue_dir: str) -> Run:
+def of(source: RunSource, settings: Settings, queue_dir: str) -> Run:
     """Makes a run of its settings.
 
     Args:

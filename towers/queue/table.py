@@ -23,7 +23,7 @@ _FIRST = (
 )
 
 
-class Lines:
+class QueueLines:
     """Says a line for each change, for log files."""
 
     def __init__(self, stream: TextIO):
@@ -79,9 +79,9 @@ class Screen:
         self._height = len(lines)
 
 
-def to(stream: TextIO) -> Lines | Screen:
+def to(stream: TextIO) -> QueueLines | Screen:
     """Returns what shows runs on a stream."""
-    return Screen(stream) if stream.isatty() else Lines(stream)
+    return Screen(stream) if stream.isatty() else QueueLines(stream)
 
 
 def live(entries: Sequence[Entry], most: int = sys.maxsize) -> list[str]:

@@ -8,7 +8,7 @@ import markupsafe
 import numpy as np
 
 from towers.report import charts
-from towers.report.read import Run, Series
+from towers.report.read import RunRecord, Series
 
 # They stand in Keras's logs beside what is learned.
 _SPEEDS = "examples_per_sec", "learning_rate"
@@ -59,7 +59,7 @@ _MEASURES = {
 }
 
 
-def learning(run: Run) -> Iterator[Figure]:
+def learning(run: RunRecord) -> Iterator[Figure]:
     """Draws the loss, the metrics and the learning rate.
 
     Over epochs, of which training's value is the mean; over steps while there is at
@@ -78,7 +78,7 @@ def learning(run: Run) -> Iterator[Figure]:
         yield _lines("Learning rate", {"train": rate}, from_zero=True)
 
 
-def results(run: Run) -> dict[str, float]:
+def results(run: RunRecord) -> dict[str, float]:
     """Returns the figures that the run ended with, or has come to, by name."""
     if run.summary:
         found = {
@@ -105,7 +105,7 @@ def towers(scalars: Mapping[str, Series]) -> dict[str, Series]:
     return _towers("examples_per_sec/", scalars)
 
 
-def speed(run: Run) -> Iterator[Figure]:
+def speed(run: RunRecord) -> Iterator[Figure]:
     """Draws throughput, a step's time in its parts, waiting and staleness."""
     scalars = run.train.scalars
     rates = towers(scalars)

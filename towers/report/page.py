@@ -16,7 +16,7 @@ from tensorboard import plugin_util
 
 from towers.program import words
 from towers.report import figures
-from towers.report.read import Events, Run
+from towers.report.read import Events, RunRecord
 
 _TEMPLATE = os.path.join(os.path.dirname(__file__), "page.html")
 # Narrower pictures are magnified.
@@ -42,7 +42,7 @@ class Picture:
     alt: str
 
 
-def render(run: Run) -> str:
+def render(run: RunRecord) -> str:
     """Writes the page of a run: HTML that refers to nothing outside of itself."""
     environment = jinja2.Environment(
         autoescape=True,
@@ -92,7 +92,7 @@ def _status(run):
     return f"Not finished, and not running: last heard of at step {run.step:,}."
 
 
-def _cards(run: Run) -> Iterator[tuple[str, str]]:
+def _cards(run: RunRecord) -> Iterator[tuple[str, str]]:
     """The headline figures, each before its name."""
     for name, value in sorted(figures.results(run).items()):
         yield f"{value:.4f}", name
@@ -139,7 +139,7 @@ def _duration(seconds):
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RunRecord) -> Iterator[str]:
     """What a reader of the figures has to know."""
     if run.ended_at is not None:
         yield (

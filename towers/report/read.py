@@ -75,7 +75,7 @@ class Events:
 
 
 @dataclasses.dataclass
-class Run:
+class RunRecord:
     """A run, as far as it has come.
 
     Attributes:
@@ -105,7 +105,7 @@ class Run:
         )
 
 
-def read(model_dir: str) -> Run:
+def read(model_dir: str) -> RunRecord:
     """Reads a run, whether it has ended or not.
 
     Args:
@@ -128,7 +128,7 @@ def read(model_dir: str) -> Run:
             "expected the --model_dir that was given to towers.train."
         )
     went_on = summary and _last_step(train, validation) > summary["steps"]
-    return Run(
+    return RunRecord(
         model_dir,
         train,
         validation,

@@ -32,7 +32,7 @@ from towers.program.commands import fail
 from towers.scaling import measure
 from towers.scaling.measure import Trial
 from towers.scaling.network import Network
-from towers.scaling.report import Report
+from towers.scaling.report import ScalingReport
 from towers.scaling.scaling_flags import Scaling
 from towers.train.parts.devices import with_free_gpus
 
@@ -67,7 +67,7 @@ def scale(settings: Scaling) -> int:
             f"No number of towers fits ({tried[-1].why}); allow more memory, or take a "
             "smaller --batch_size."
         )
-    report = Report(
+    report = ScalingReport(
         tried,
         settings.batch_size,
         settings.more_hosts,

@@ -26,7 +26,7 @@ _PARTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ScalingReport:
     """What was measured, as far as it has come.
 
     Attributes:

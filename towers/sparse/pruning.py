@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.program.voice import say
 from towers.sparse.changing import (
     begin_anew,
@@ -88,7 +88,7 @@ class PruneBlocks(keras.callbacks.Callback):
         order = np.argsort(np.where(present, -squares, np.inf), kind="stable")
         stay = np.zeros(len(present), bool)
         stay[order[:wanted]] = True
-        stay = np.array(this_host().broadcast((stay & present).tolist()))
+        stay = np.array(this_host().broadcast_value((stay & present).tolist()))
         layer.present.assign(stay.astype("float32"))
         begin_anew(self.model.optimizer, layer, ~stay)
         return int(present.sum() - stay.sum())

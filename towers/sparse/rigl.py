@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.program.voice import say
 from towers.sparse.changing import (
     begin_anew,
@@ -120,7 +120,7 @@ class RigL(keras.callbacks.Callback):
             round(share * len(before)),
         )
         # On another machine, sums may be rounded otherwise.
-        after = np.array(this_host().broadcast(after.tolist()), before.dtype)
+        after = np.array(this_host().broadcast_value(after.tolist()), before.dtype)
         layer.places.assign(after)
         begin_anew(self.model.optimizer, layer, after != before)
         return int((after != before).sum())

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from towers.analysis import effects
 from towers.analysis.layer_calls import key
+from towers.collectives.batch import nothing_like
 from towers.keras_adapter.graphs import (
     GraphDef,
     add_copy,
@@ -39,7 +40,7 @@ _FEED = "towers_feed_"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Place:
+class StagePlace:
     """Where an operation stands: what is of one place is computed together.
 
     Attributes:
@@ -55,7 +56,7 @@ class Place:
     deferred: bool = False
 
 
-class Phase:
+class StagePhase:
     """What one part computes at a time.
 
     Attributes:
@@ -68,7 +69,7 @@ class Phase:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         takes: Mapping[Key, tf.Tensor],
         makes: Mapping[Key, tf.Tensor],
         function: Callable[..., Sequence[tf.Tensor]],
@@ -138,7 +139,7 @@ def cut(
     recompute: bool = False,
     deferring: bool = False,
     timed: bool = False,
-) -> list[Phase]:
+) -> list[StagePhase]:
     """Cuts a graph into phases.
 
     Args:
@@ -210,25 +211,6 @@ def recomputing(
     )
 
 
-def nothing_like(tensor: tf.Tensor, none: tf.Tensor) -> tf.Tensor:
-    """Returns zeros like a tensor, without rows where their number is not known.
-
-    Args:
-        tensor: What the zeros stand in for.
-        none: A scalar that is 0 when this is computed. A constant would make the graph
-            believe that there are never any rows.
-    """
-    if tensor.dtype == tf.variant:
-        return tf.raw_ops.EmptyTensorList(
-            element_shape=-1, max_num_elements=none, element_dtype=tf.float32
-        )
-    shape = [None] if tensor.shape.rank is None else tensor.shape
-    sizes = [none if size is None else size for size in shape]
-    text = tensor.dtype == tf.string
-    value = tf.constant("") if text else tf.cast(none, tensor.dtype)
-    return tf.fill(tf.stack(sizes) if sizes else [], value)
-
-
 def _deferred(order, places, recompute):
     """The places of operations, with those apart that no other part waits for.
 
@@ -294,7 +276,7 @@ class _Places:
     """
 
     def __init__(self, order, labels, given):
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, StagePlace] = {}
         self._labels, self._given = labels, given
         movable = [op for op in order if op.type != "Const"]
         behind = set()
@@ -324,7 +306,7 @@ class _Places:
         for each in self._taken(op):
             same = (each.part, each.backward) == (part, backward)
             level = max(level, each.level + (not same))
-        self.places[op.name] = Place(level, part, backward)
+        self.places[op.name] = StagePlace(level, part, backward)
 
     def _taken(self, op):
         found = (self.places.get(tensor.op.name) for tensor in op.inputs)
@@ -373,7 +355,7 @@ class _Places:
                 first = sorted(needed[op.name])[:2]
                 clear = len(first) == 1 or (first and first[0].level < first[1].level)
                 # On the first level nothing else is computed, so all may take it.
-                self.places[op.name] = first[0] if clear else Place(0, 0)
+                self.places[op.name] = first[0] if clear else StagePlace(0, 0)
             if place := self.places.get(op.name):
                 for tensor in op.inputs:
                     needed[tensor.op.name].add(place)
@@ -397,10 +379,10 @@ class _Parts:
 
     def phase(
         self,
-        place: Place,
+        place: StagePlace,
         members: Mapping[str, tf.Operation],
-        places: Mapping[str, Place],
-    ) -> Phase:
+        places: Mapping[str, StagePlace],
+    ) -> StagePhase:
         """Makes the phase of some operations; those of other places are made again."""
         part, takes, captured, constants = GraphDef(), {}, {}, {}
 
@@ -448,4 +430,4 @@ class _Parts:
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
         effort = sum(map(work.of, members.values()))
         inline = is_placed(part)
-        return Phase(place, tensors, makes, function, effort, self.timed, inline)
+        return StagePhase(place, tensors, makes, function, effort, self.timed, inline)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers.analysis.layer_calls import key
 from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline
-from towers.stages.phases import Key, Phase, cut
+from towers.stages.phases import Key, StagePhase, cut
 from towers.stages.schedule import Slot, Turn, order
 
 
@@ -63,7 +63,7 @@ class Staged:
         self._pipeline = pipeline
 
     @property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[StagePhase]:
         """Its phases, in the order of one micro-batch."""
         return [phase for phases in self.phases_of for phase in phases]
 

@@ -8,11 +8,12 @@ know nothing of this.
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from towers.analysis import effects
 from towers.collectives import batch
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.tower.errors import ModelError
 
 Function = Callable[[Any, Any, bool], tuple[Any, Any]]
@@ -79,6 +80,27 @@ class Preprocess:
         with tf.device(None):
             traced = self._traced.get_concrete_function(*batch.specs((x, y)), training)
         return *traced.structured_outputs, sample_weight
+
+
+class OnEachTower(keras.layers.Layer):
+    """Calls a function with the rows of a tower, which takes them for the batch.
+
+    It returns one row for each example. Where it lets examples meet, those of a tower
+    meet, and the step is not that of one device: so it is for what is random anyway,
+    such as mixing examples.
+    """
+
+    # See `trust.py`.
+    takes_rows_for_batch = True
+
+    def __init__(self, function: Callable[..., Any]):
+        """Keeps the function; it is called with what the layer is called with."""
+        super().__init__(autocast=False, trainable=False)
+        self._function = function
+
+    def call(self, *inputs: Any) -> Any:
+        """Calls the function."""
+        return self._function(*inputs)
 
 
 def _describe(returned):

@@ -30,14 +30,13 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.cluster.membership import HostsDifferError
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError, HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.continuing.resume import OtherDataError, ResumeError
 from towers.lifecycle.signals import Stopped
-from towers.numerics.not_finite import NotFinite
+from towers.numerics.errors import NotFinite
 from towers.program import ending, raised, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
@@ -64,7 +63,7 @@ def main(settings: Settings) -> int:
     try:
         startup.end()
         # First of all: what is read of a run is what nobody else changes.
-        with process_group.together(), _alone(settings):
+        with group.together(), _alone(settings):
             job = assemble(settings)
             with job.data.blaming():
                 run(job)
@@ -117,7 +116,7 @@ def _alone(settings: Settings) -> contextlib.AbstractContextManager[None]:
     Where hosts come and go, `run` locks it, for the host that is the first one.
     """
     writes = not settings.eval_only and this_host().index == 0
-    if not writes or process_group.member() is not None:
+    if not writes or group.member() is not None:
         return contextlib.nullcontext()
     checks.check_model_dir(settings)
     return files.alone(settings.absolute_model_dir)

@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import wrapt
 
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.elastic.batch_size import BatchPerTower
-from towers.elastic.preemption import PreemptionNotice
 from towers.elastic.resize import Resize
+from towers.hosts import group
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.loop import listeners
@@ -22,11 +21,11 @@ from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.evaluation import EvaluationProgress
 from towers.monitoring.lines import Lines
-from towers.monitoring.profile.callback import Profile
 from towers.monitoring.stall.callback import Stall
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.monitoring.watch import Watch
+from towers.program.features import feature
 from towers.train import checks
 from towers.train.job import Job, folder_aside
 from towers.train.outputs import files, model_size, reports
@@ -71,14 +70,17 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         job.checkpoint,
     ]
     if (steps := checks.read_profile_steps(settings)) is not None:
-        callbacks.insert(0, Profile(os.path.join(job.model_dir, "train"), *steps))
+        folder = os.path.join(job.model_dir, "train")
+        profile = feature("monitoring.profile.callback").Profile(folder, *steps)
+        callbacks.insert(0, profile)
     if resize is not None:
         # Before those that measure a call.
         callbacks.insert(0, resize)
     if settings.batch_per_tower:
         callbacks.insert(0, _make_batch_per_tower(job))
     if settings.preemption_notice is not None:
-        callbacks.insert(0, PreemptionNotice(settings.preemption_notice))
+        notice = feature("elastic.preemption").PreemptionNotice
+        callbacks.insert(0, notice(settings.preemption_notice))
     if settings.stall_seconds:
         # First, to hear of a batch before it is waited for any other.
         callbacks.insert(0, make_stall(job))
@@ -117,7 +119,7 @@ class _Log(keras.callbacks.CSVLogger):
 
 def _log_dir(job):
     """Where TensorBoard's logs go: of hosts that come and go, the first one's count."""
-    if process_group.member() is None:
+    if group.member() is None:
         return job.model_dir
     aside = folder_aside()
     return lambda: aside if this_host().index else job.model_dir
@@ -125,7 +127,7 @@ def _log_dir(job):
 
 def _of_first_host(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Has a callback that writes do so on the first of hosts that come and go."""
-    if process_group.member() is None:
+    if group.member() is None:
         return callback  # others write in a folder of their own
     return _OfFirstHost(callback)
 
@@ -159,7 +161,7 @@ class FirstHostWrites(keras.callbacks.Callback):
             yield
             return
         with files.alone(self._job.model_dir):
-            if self._job.settings.clean and process_group.joined().generation == 0:
+            if self._job.settings.clean and group.joined().generation == 0:
                 files.remove_run(self._job.model_dir)
             yield
 

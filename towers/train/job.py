@@ -10,13 +10,14 @@ from typing import Any, Self
 
 import keras
 
-from towers import devices
-from towers.cluster import process_group
 from towers.collectives import batch, reduce
-from towers.collectives.hosts import this_host
-from towers.devices import HOST, Devices
+from towers.collectives.world import this_host
+from towers.devices import listing
+from towers.devices.configuration import Devices
+from towers.devices.names import HOST
 from towers.elastic.generations import Generations
-from towers.elastic.shares import Shares
+from towers.elastic.wish import WishSource
+from towers.hosts import group
 from towers.input_pipeline.records import quarantine
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
@@ -78,7 +79,7 @@ class Job:
     notes: Sequence[str] = ()
     hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None
     generations: Generations = dataclasses.field(default_factory=Generations)
-    shares: Shares | None = None
+    shares: WishSource | None = None
 
     @property
     def model_dir(self) -> str:
@@ -118,9 +119,9 @@ class Job:
 
     @property
     def table(self) -> str:
-        """Describes the devices of all hosts; see `towers.devices.table`."""
+        """Describes the devices of all hosts; see `listing.table`."""
         stages = self.settings.stages
-        return devices.table(self.devices, self.sizes, self.hosts, stages)
+        return listing.table(self.devices, self.sizes, self.hosts, stages)
 
     def check_towers(self, devices: int, ratios: Sequence[int] | None = None) -> None:
         """Checks that a batch has rows for each of other towers, and micro-batch.
@@ -191,7 +192,7 @@ def assemble(settings: Settings) -> Job:
         ValueError: If any input is bad.
     """
     checks.check_model_dir(settings)
-    if process_group.restarted():
+    if group.restarted():
         settings = settings.but(clean=False)  # others of this run have done so
     # Before the data, which TensorFlow may be asked to read.
     found, shares = share_devices(settings, configure_devices(settings))
@@ -275,7 +276,7 @@ def _of_all_hosts(job):
     hosts = this_host()
     if hosts.count == 1:
         return None
-    told = hosts.tell_all(devices.rows(job.devices, job.sizes, job.settings.stages))
+    told = hosts.exchange(listing.rows(job.devices, job.sizes, job.settings.stages))
     return dict(zip(hosts.names, told, strict=True))
 
 
@@ -321,7 +322,7 @@ def _check_sizes(settings, ratios):
     """Checks that no tower, or micro-batch, is idle in every step."""
     count = settings.micro_batches
     ratios = [n for n in ratios for _ in range(count)]
-    ratios = [*itertools.chain(*this_host().tell_all(ratios))]
+    ratios = [*itertools.chain(*this_host().exchange(ratios))]
     idle = batch.cut(settings.batch_size, ratios).count(0)
     if idle and count > 1:
         raise ValueError(
@@ -340,7 +341,14 @@ def _check_sizes(settings, ratios):
 
 
 def check_reduction(settings: Settings, devices: Devices) -> None:
-    """Checks that these towers can add gradients as --all_reduce_alg says."""
+    """Checks that these towers can update variables as flags say."""
+    copied, home = settings.variable_update == "replicated", devices.home
+    if copied and settings.local_parameter_device and home != devices.towers[0]:
+        raise ValueError(
+            f"Received {settings.as_flag('local_parameter_device')} and "
+            "--variable_update=replicated, where the variables are on each tower; "
+            "expected one of them, so leave out --local_parameter_device."
+        )
     if settings.all_reduce_alg != "auto":
         reduce.check_all_reduce(
             settings.all_reduce_alg, settings.variable_update, devices.towers

@@ -3,13 +3,13 @@
 import math
 import sys
 
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.elastic.batch_size import BatchSizeChange
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError
 from towers.monitoring.evaluation import EvaluationProgress
 from towers.monitoring.watch import Watch
-from towers.numerics.not_finite import NotFinite
+from towers.numerics.errors import NotFinite
 from towers.program import voice, words
 from towers.train import callbacks
 from towers.train.job import Job
@@ -23,7 +23,7 @@ def run(job: Job) -> None:
     if job.settings.eval_only:
         print(summary.values_text(evaluate(job)))
         return
-    if process_group.member() is not None:
+    if group.member() is not None:
         return _run_on_hosts(job)
     with files.alone(job.model_dir):
         if job.settings.clean:
@@ -40,15 +40,15 @@ def _run_on_hosts(job):
     while True:
         job, watch = _fit(job, values)
         try:
-            with process_group.together():
+            with group.together():
                 if this_host().index == 0:
                     with files.alone(job.model_dir):
                         _end(job, watch, values)
                 # Others wait: who is the first then writes, if this one is lost.
-                this_host().tell_all("done")
-            return process_group.member().close(done=True)
+                this_host().exchange("done")
+            return group.member().close(done=True)
         except (HostFailedError, ConnectionError) as error:
-            if not process_group.is_broken():
+            if not group.is_broken():
                 raise
             voice.warn(f"{error} It writes again what is written at the end.")
 

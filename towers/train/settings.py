@@ -10,7 +10,7 @@ import io
 import os
 from typing import Any, Literal, Self
 
-from towers.cluster.membership import JOIN_SECONDS
+from towers.hosts.membership import JOIN_SECONDS
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
@@ -25,7 +25,7 @@ from towers.train.outputs.absolute_paths import with_absolute_path
 from towers.train.parts import metrics
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
-BUILDERS = ("asynchronous", "parameter_server", "replicated")
+BUILDERS = ("asynchronous", "parameter_server", "replicated", "sharded")
 ALL_REDUCE_ALGS = ("cpu", "device", "ring", "nccl")
 OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
@@ -49,6 +49,8 @@ PREPROCESSING = "preprocessing.json"
 
 # Names the flags by which the runs of a queue differ, in their environment.
 DIFFERING = "TOWERS_DIFFERING"
+# Names a file descriptor where a run writes lines of JSON while it trains.
+REPORTS = "TOWERS_REPORTS"
 
 # Of a run, these say what to do now; flags.txt, which describes the run, omits them.
 _OF_THE_START = ("clean", "eval_only", "checkpoint")

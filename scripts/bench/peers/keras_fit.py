@@ -1,5 +1,6 @@
 """Contenders that are Keras's `fit` on TensorFlow: towers, one device, replicas."""
 
+import dataclasses
 import sys
 
 from .. import works
@@ -38,18 +39,23 @@ def run(job: Job, clock: Clock) -> None:
 def _on_devices(model, job, placed):
     """Returns what trains on the contender's devices."""
     from towers import multi_gpu_model
+    from towers.model.options import UPDATES
 
     contender = job.parsed
     if contender.name == "towers":
         options = dict(contender.options)
         options.pop("jit_compile", None)
+        # What `--variable_update` says by default.
+        way = UPDATES[contender.way or "auto"]
+        own = [field.name for field in dataclasses.fields(way)]
+        of_way = {name: options.pop(name) for name in own if name in options}
+        if contender.shards_state:
+            of_way["shard_optimizer_state"] = True
         return multi_gpu_model(
             model,
             placed.towers,
-            # What `--variable_update` says by default.
-            variable_update=contender.way or "auto",
+            variable_update=way(**of_way),
             shard_embeddings=contender.tables,
-            shard_optimizer_state=contender.shards_state,
             **options,
         )
     if contender.name == "pipeline":

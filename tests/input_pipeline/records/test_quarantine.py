@@ -498,7 +498,7 @@ class Host:
     def __init__(self, index, meets, told):
         self.index, self.meets, self.told = index, meets, told
 
-    def tell_all(self, value):
+    def exchange(self, value):
         self.told[self.index] = json.dumps(value)
         self.meets.wait()
         told = [json.loads(each) for each in self.told]

@@ -360,22 +360,6 @@ def test_what_is_read_as_rows_is_computed_apart():
         np.testing.assert_allclose(joined, whole, rtol=1e-5, err_msg=f"case {number}")
 
 
-@pytest.mark.parametrize(("own", "found"), [(True, ROWS), (False, UNKNOWN)])
-def test_numbers_are_drawn_by_row_if_each_tower_has_its_own_seed(own, found):
-    @tf.function(autograph=False)
-    def draw(x, seed):
-        return x * tf.random.stateless_uniform(tf.shape(x), seed)
-
-    @tf.function(autograph=False)
-    def trace(x, seed):
-        reader = Reader(x, {}, seeds=[seed] if own else [])
-        assert reader.of(draw(x, seed + 1)) is found
-        # By a constant, each tower would draw what one device does for its first rows.
-        assert reader.of(x + keras.random.normal(tf.shape(x), seed=3)) is UNKNOWN
-
-    trace.get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([2], tf.int64))
-
-
 def _centred(x):
     return x - ops.mean(x, axis=0)
 

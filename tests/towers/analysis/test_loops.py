@@ -266,7 +266,8 @@ def test_how_many_rows_a_loop_has_of_each_example():
         again = _loop(lambda i, h: tf.tanh(h), pairs)
         joined = tf.concat([x[:, 0], x[:, 1]], 0)
         blocks = _loop(lambda i, h: tf.tanh(h), joined)
-        assert reader.rows_of(again) == reader.rows_of(blocks) == 2
+        assert reader.of(again) is reader.of(blocks) is ROWS
+        assert reader.counts.of(again) == reader.counts.of(blocks) == 2
         assert reader.blocks.of(again) is None
         assert reader.blocks.of(blocks) == (1, 1)
         # Neither are the rows of one paired with those of the other.
@@ -290,21 +291,3 @@ def test_what_is_kept_for_a_gradient_leaves_a_loop_as_it_is():
         assert {*map(reader.of, loop.outputs)} == {NONE, ROWS, SHAPE}
 
     trace.get_concrete_function(*map(tf.TensorSpec, SHAPES))
-
-
-def test_seeds_of_each_towers_own_may_go_through_a_loop():
-    @tf.function(autograph=False)
-    def trace(x, seed):
-        reader = Reader(x, {}, seeds=[seed])
-
-        def turn(i, h, seed):
-            return h + tf.random.stateless_normal(tf.shape(h), seed), seed + 1
-
-        assert reader.of(_loop(turn, x, seed)[0]) is ROWS
-        assert reader.of(_loop(turn, x, tf.constant([1, 2]))[0]) is UNKNOWN
-        lost = _loop(
-            lambda i, h, seed: (turn(i, h, seed)[0], tf.stack([1, i])), x, seed
-        )
-        assert reader.of(lost[0]) is UNKNOWN
-
-    trace.get_concrete_function(tf.TensorSpec([None, 4]), tf.TensorSpec([2], tf.int32))

@@ -16,9 +16,9 @@ import numpy as np
 
 import towers
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
+from towers.hosts.membership import Membership
 from towers.layers import sharded
-from towers.numerics.not_finite import NotFiniteStep
+from towers.numerics.errors import NotFiniteStep
 
 ROWS, STEPS, EPOCHS = 10, 4, 3
 
@@ -142,8 +142,7 @@ def main(rank, addresses, counts, name, folder):
     process_group.join(Membership(rank, addresses, called))
     parallel = towers.multi_gpu_model(
         *(model(), mine),
-        variable_update="replicated",
-        shard_optimizer_state=True,
+        variable_update=towers.Replicated(shard_optimizer_state=True),
         check_numerics=name == "not_finite",
     )
     found = DO[name](rank, parallel, folder)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import towers
 from tests.towers.builders.test_own_steps import (
+    IN_SHARDS,
     REPLICATED,
     AsKeras,
     Tied,
@@ -26,14 +27,14 @@ from tests.towers.builders.test_own_steps import (
     trained_table,
 )
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
-from towers.collectives.hosts import this_host
-from towers.collectives.spread import tables
+from towers.collectives.world import this_host
+from towers.hosts.membership import Membership
+from towers.layers import sharded
 
 WAYS = {
     "parameter_server": {},
     "replicated": REPLICATED,
-    "state in parts": {**REPLICATED, "shard_optimizer_state": True},
+    "state in parts": IN_SHARDS,
     "guarded": {"check_numerics": True},
 }
 MAKE = {"rows": looks_up, "positions": looks_up_positions, "tied": Tied}
@@ -120,7 +121,7 @@ def compared(make, wrap):
         ours = trained_table(make, noted)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if not tables.of(models[0].trainable_variables):
+    if not sharded.tables_across_hosts(models[0].trainable_variables):
         return "No table is divided."
     theirs = trained_table(make, lambda model: model)
     for mine, other in zip(ours, theirs, strict=True):
@@ -144,7 +145,7 @@ def main(rank, addresses, counts, file):
             )
             found[f"{name}, {way}"] = said = compared(make, wrap)
             print(name, way, said, flush=True)
-            this_host().tell_all(name)
+            this_host().exchange(name)
     if rank == 0:
         with open(file, "w") as written:
             json.dump(found, written)

@@ -15,7 +15,7 @@ from sklearn.model_selection import train_test_split
 
 from tests import executed, oracle
 from tests.variants import slow
-from towers import multi_gpu_model
+from towers import Asynchronous, multi_gpu_model
 from towers.builders.asynchronous.staleness import Staleness
 from towers.loop.streams import Streams
 from towers.tower.errors import ModelError
@@ -46,9 +46,7 @@ def _mlp(*more):
 
 
 def _towers(model, gpus=2, optimizer=None, loss="mse", max_staleness=None, **options):
-    parallel = multi_gpu_model(
-        model, gpus, variable_update="asynchronous", max_staleness=max_staleness
-    )
+    parallel = multi_gpu_model(model, gpus, variable_update=Asynchronous(max_staleness))
     parallel.compile(optimizer or keras.optimizers.SGD(0.05), loss, **options)
     return parallel
 
@@ -272,7 +270,7 @@ def test_one_tower_is_one_device(packed):
     history, expected = _of_one_device()
     model = _mlp()
     options = {"metrics": ["mae"], "steps_per_execution": 2}
-    parallel = multi_gpu_model(model, 1, variable_update="asynchronous", packed=packed)
+    parallel = multi_gpu_model(model, 1, variable_update=Asynchronous(packed=packed))
     parallel.compile(keras.optimizers.Adam(0.01), "mse", **options)
     for name, found in _fit(parallel, x, y, epochs=2).history.items():
         assert found == pytest.approx(history[name], rel=1e-5)
@@ -498,7 +496,7 @@ def test_xla_compiles_the_towers():
     parallel = _towers(model, jit_compile=True)
     losses = _fit(parallel, *_data(32), epochs=3).history["loss"]
     assert losses[-1] < losses[0]
-    assert parallel.builder.context.found.compiled
+    assert parallel.builder.context.facts.compiled
 
 
 class _Counter(layers.Layer):
@@ -673,12 +671,7 @@ def test_layers_that_need_all_towers_are_refused():
 @pytest.mark.parametrize("bound", [-1, 0.5, "none", True])
 def test_bad_bounds(bound):
     with pytest.raises(ValueError, match=f"Received max_staleness={bound!r}; expected"):
-        multi_gpu_model(_mlp(), 2, variable_update="asynchronous", max_staleness=bound)
-
-
-def test_a_bound_for_towers_that_wait():
-    with pytest.raises(ValueError, match="variable_update='asynchronous'"):
-        multi_gpu_model(_mlp(), 2, max_staleness=1)
+        Asynchronous(max_staleness=bound)
 
 
 # Where things run, and what comes of it.
@@ -711,9 +704,7 @@ def _executed(model_name, name, **options):
     parallel = multi_gpu_model(
         model,
         DEVICES,
-        variable_update="asynchronous",
-        local_parameter_device=HOME,
-        **options,
+        variable_update=Asynchronous(device=HOME, **options),
     )
     parallel.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     return executed.run(lambda: parallel.train_on_batch(*_data(8)), name)

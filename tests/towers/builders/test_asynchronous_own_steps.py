@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from tests.limits import HANG_S
-from towers import multi_gpu_model
+from tests.valued import valued
+from towers import Asynchronous, multi_gpu_model
 from towers.builders.asynchronous.tower_step import TowerStep
 from towers.layers import variables
 from towers.numerics import NotFiniteStep
@@ -69,7 +70,7 @@ def rivals(**options):
 
 
 def towers_of(model, gpus=2, **options):
-    return multi_gpu_model(model, gpus, variable_update="asynchronous", **options)
+    return multi_gpu_model(model, gpus, **valued("asynchronous", **options))
 
 
 def compiled(parallel, **options):
@@ -126,22 +127,26 @@ def second_tower_first(monkeypatch):
     """The first tower begins to compute when the second one has done its step."""
     trace, done = TowerStep.trace, threading.Event()
 
-    def wait(function, *given):
-        assert done.wait(HANG_S)
-        return function(*given)
+    def is_first(local):
+        return np.array_equal(tf.nest.flatten(local)[0][0], X[0])
 
-    def end(function, *given):
-        made = function(*given)
-        done.set()
+    def wait(function, local, *given):
+        if is_first(local):
+            assert done.wait(HANG_S)
+        return function(local, *given)
+
+    def end(function, local, *given):
+        made = function(local, *given)
+        if not is_first(local):
+            done.set()
         return made
 
     def traced(step, spec):
         parts = trace(step, spec)
         away = next(k for k, part in enumerate(parts) if not part.at_home)
-        for place, tower, wrapped in (away, 0, wait), (-1, 1, end):
-            functions = [*parts[place].functions]
-            functions[tower] = functools.partial(wrapped, functions[tower])
-            parts[place] = parts[place]._replace(functions=functions)
+        for place, wrapped in (away, wait), (-1, end):
+            function = functools.partial(wrapped, parts[place].function)
+            parts[place] = parts[place]._replace(function=function)
         return parts
 
     monkeypatch.setattr(TowerStep, "trace", traced)
@@ -398,7 +403,7 @@ def test_towers_compute_on_their_devices():
     devices, home = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:3"
     optimizer = functools.partial(keras.optimizers.Adam, name="own_adam")
     model = rivals(name="own_where", optimizer=optimizer)
-    options = {"variable_update": "asynchronous", "local_parameter_device": home}
+    options = {"variable_update": Asynchronous(device=home)}
     parallel = compiled(multi_gpu_model(model, devices, **options))
 
     # Each part of a step is a graph of its own. TensorFlow tells of it once.

@@ -9,6 +9,7 @@ import pytest
 from models.images import unet
 from models.text import transformer_lm
 from tests import executed
+from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 
@@ -50,8 +51,8 @@ def _sent(kind, step, builder):
     network, x, y = NETWORKS[kind]()
     name = f"bytes_{next(_numbers)}"
     model = keras.Model(network.inputs, network.outputs, name=name)
-    options = {"local_parameter_device": HOME} if builder == "parameter_server" else {}
-    parallel = multi_gpu_model(model, TOWERS, variable_update=builder, **options)
+    home = HOME if builder == "parameter_server" else None
+    parallel = multi_gpu_model(model, TOWERS, **valued(builder, device=home))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     parallel.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
     call = {"train": parallel.train_on_batch, "test": parallel.test_on_batch}[step]

@@ -8,7 +8,8 @@ from tensorflow.python.framework import kernels
 
 from tests import as_on_gpu
 from tests.towers.train.runs import setup
-from towers import multi_gpu_model
+from tests.valued import valued
+from towers import ParameterServer, multi_gpu_model
 from towers.layers import variables
 from towers.train.parts import model as model_parts
 from towers.train.parts.devices import configure_devices
@@ -72,7 +73,9 @@ def _batches(rows=14, size=8):
 def test_what_gpus_cannot_hold_stays_on_the_host(gpus, builder, steps):
     model = Subclassed()
     parallel = multi_gpu_model(
-        model, gpus, local_parameter_device=gpus[0], variable_update=builder
+        model,
+        gpus,
+        **valued(builder, device=gpus[0] if builder == "parameter_server" else None),
     )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     parallel.compile(optimizer, "mse", steps_per_execution=steps)
@@ -267,12 +270,12 @@ def test_defaults_of_the_flags(machine, monkeypatch, gpus, flags, expected):
         (8, {"cpu_merge": True}, (SERVER, "-", "GPU:0", "CPU:0", 2, False, _OF_ONE)),
         (
             8,
-            {"local_parameter_device": "gpu:3"},
+            {"variable_update": ParameterServer("gpu:3")},
             (SERVER, "-", "GPU:3", "GPU:3", 2, False, _OF_ONE),
         ),
         (
             8,
-            {"local_parameter_device": "gpu:3", "cpu_merge": False},
+            {"variable_update": ParameterServer("gpu:3"), "cpu_merge": False},
             (SERVER, "-", "GPU:3", "GPU:0", 2, False, _OF_ONE),
         ),
     ],

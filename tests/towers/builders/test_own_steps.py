@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import towers
 from tests import executed, hosts
 from tests.towers.builders import own_steps_on_hosts
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.numerics import NotFiniteStep
-from towers.partition import phases
+from towers.stages import phases
 from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -404,7 +405,7 @@ def test_copies_are_updated_where_they_are_and_no_weight_travels():
     hidden = keras.layers.Dense(7)(inputs)
     model = Clipped(inputs, keras.layers.Dense(1)(hidden), name="own_copies")
     parallel = multi_gpu_model(
-        model, devices, variable_update="replicated", all_reduce_alg="ring"
+        model, devices, variable_update=towers.Replicated("ring")
     )
     parallel.compile("adam", jit_compile=False)
     nodes = executed.run(lambda: parallel.fit(X, Y, verbose=0), "own_copies")
@@ -479,6 +480,7 @@ def test_a_branch_that_changes_other_variables_has_copies_of_those():
 
 
 REPLICATED = {"variable_update": "replicated"}
+IN_SHARDS = {"variable_update": towers.Replicated(shard_optimizer_state=True)}
 
 
 @pytest.mark.parametrize(
@@ -487,9 +489,9 @@ REPLICATED = {"variable_update": "replicated"}
         {"micro_batches": 2},
         slow({"gpus": 4, "micro_batches": 3, "recompute": "layer"}),
         slow({"gpus": 4, "micro_batches": 2, **REPLICATED}),
-        slow({"gpus": 4, **REPLICATED, "shard_optimizer_state": True}),
+        slow({"gpus": 4, **IN_SHARDS}),
         slow({"gpus": 2, "shard_embeddings": "rows"}),
-        slow({"placement": "auto", "check_numerics": True}),
+        slow({"stages": 2, "check_numerics": True}),
     ],
     ids=str,
 )
@@ -526,7 +528,7 @@ def test_stages(options, capsys):
 
     def wrap(model):
         placement = {"hidden_[12]|dense.*": 1, ".*": 0}
-        given = {"gpus": 2, "stages": 2, "placement": placement, **options}
+        given = {"gpus": 2, "stages": towers.Stages(2, placement), **options}
         return multi_gpu_model(model, **given)
 
     for mine, other in zip(trained(wrap), trained(lambda model: model), strict=True):
@@ -661,7 +663,7 @@ IN_PARTS = {
     "columns": {"shard_embeddings": "columns"},
     "auto": {"shard_embeddings": "auto"},
     "more towers than a table has columns": {"gpus": 4, "shard_embeddings": "columns"},
-    "state in parts": {**REPLICATED, "shard_optimizer_state": True},
+    "state in parts": IN_SHARDS,
     "micro-batches": {"micro_batches": 2},
 }
 
@@ -730,7 +732,7 @@ def test_what_cannot_update_a_table_in_parts(optimizer, options, said):
     [
         {"recompute": "layer"},
         slow({"recompute": "layer", "micro_batches": 2, **REPLICATED}),
-        slow({"recompute": "layer", **REPLICATED, "shard_optimizer_state": True}),
+        slow({"recompute": "layer", **IN_SHARDS}),
         slow({"recompute": "layer", "shard_embeddings": "rows"}),
         slow({"recompute": "stage", "check_numerics": True}),
     ],

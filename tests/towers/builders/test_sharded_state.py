@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tests import executed, oracle
+from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.layers import sharded
-from towers.numerics.not_finite import NotFiniteStep
+from towers.numerics.errors import NotFiniteStep
 from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -42,9 +43,7 @@ def _wrap(model, towers=TOWERS, **options):
     return multi_gpu_model(
         model,
         gpus=towers,
-        variable_update="replicated",
-        shard_optimizer_state=True,
-        **options,
+        **valued("replicated", shard_optimizer_state=True, **options),
     )
 
 
@@ -82,7 +81,7 @@ def test_parameters_and_slots_are_half_as_much_on_each_tower():
     for shard in (False, True):
         model = _model(units=units)
         parallel = multi_gpu_model(
-            model, TOWERS, variable_update="replicated", shard_optimizer_state=shard
+            model, TOWERS, **valued("replicated", shard_optimizer_state=shard)
         )
         parallel.compile("adam", "mse")
         parallel.builder.create_variables(tuple(part[:ROWS] for part in _data()))
@@ -226,20 +225,6 @@ def test_a_step_that_is_not_finite_changes_nothing():
     with pytest.raises(NotFiniteStep, match="on tower 3"):
         parallel.train_on_batch(x[:ROWS], y[:ROWS])
     np.testing.assert_equal(_state(model), before)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"variable_update": "parameter_server"}, "variable_update='replicated' as"),
-        ({"variable_update": "auto"}, "variable_update='replicated' as"),
-        ({"all_reduce_alg": "ring"}, "all_reduce_alg='ring' with shard_optimizer"),
-    ],
-)
-def test_other_ways_to_update_are_refused(options, said):
-    options = {"variable_update": "replicated"} | options
-    with pytest.raises(ValueError, match=said):
-        multi_gpu_model(_model(), 2, shard_optimizer_state=True, **options)
 
 
 def _with_tables():

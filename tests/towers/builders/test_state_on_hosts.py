@@ -9,7 +9,7 @@ import pytest
 
 from tests import hosts, oracle
 from tests.towers.builders import on_hosts
-from towers import multi_gpu_model
+from towers import Replicated, multi_gpu_model
 from towers.callbacks import Checkpoint
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -56,7 +56,7 @@ def test_state_lies_once_in_the_cluster_and_each_host_may_save_it(
 
 def _replicated(model):
     return multi_gpu_model(
-        model, 3, variable_update="replicated", shard_optimizer_state=True
+        model, 3, variable_update=Replicated(shard_optimizer_state=True)
     )
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests import executed
+from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders import steps
@@ -29,7 +30,7 @@ def _step(towers, home, cpu_merge=True, rows=8):
         name=name,
     )
     parallel = multi_gpu_model(
-        model, gpus=towers, local_parameter_device=home, cpu_merge=cpu_merge
+        model, gpus=towers, **valued(device=home), cpu_merge=cpu_merge
     )
     parallel.compile(
         keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["accuracy"]
@@ -153,7 +154,7 @@ def test_nothing_is_left_to_chance():
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
     )
-    parallel = multi_gpu_model(model, gpus=TOWERS, local_parameter_device=HOME)
+    parallel = multi_gpu_model(model, gpus=TOWERS, **valued(device=HOME))
     parallel.compile("adam", "mse", metrics=["accuracy"])
     spec = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])
     step = tf.function(parallel.train_step, autograph=False)
@@ -187,7 +188,7 @@ def _mixed_types(name):
 def _travels(packed, home=HOME):
     name = f"model_{next(_numbers)}"
     parallel = multi_gpu_model(
-        _mixed_types(name), gpus=TOWERS, local_parameter_device=home, packed=packed
+        _mixed_types(name), gpus=TOWERS, **valued(device=home, packed=packed)
     )
     parallel.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     x, y = np.ones((8, 6), "float32"), np.ones((8, 3), "float32")
@@ -199,13 +200,10 @@ def _travels(packed, home=HOME):
 @pytest.mark.parametrize("tower", TOWERS)
 def test_packed_values_and_gradients_travel_in_one_piece(tower):
     sent = _travels(packed=True)
-    there = [
-        dtype.name
-        for a, b, dtype, name in sent
-        if (a, b, "read") == (HOME, tower, name[:4])
-    ]
-    # Weights and moving averages in one; perhaps the seed.
-    assert sorted(there) in (["float32"], ["float32", "int64"])
+    there = [name for a, b, _, name in sent if (a, b) == (HOME, tower)]
+    # Weights and moving averages in one; the seed of the dropout is a whole number.
+    assert sum(name.endswith("/read/concat") for name in there) == 1
+    assert not any("ReadVariableOp" in name for name in there)
     back = [
         dtype.name
         for a, b, dtype, name in sent
@@ -231,10 +229,11 @@ def test_home_does_not_send_to_itself():
     assert not any(a == b for a, b, *_ in sent)
     there = [
         name
-        for a, b, dtype, name in sent
-        if (a, b, dtype) == (*TOWERS, tf.float32) and name.startswith("read")
+        for a, b, _, name in sent
+        if (a, b) == TOWERS and ("read" in name or "ReadVariableOp" in name)
     ]
-    assert [name for name in there if "concat" in name] == ["tower_1/read/concat"]
+    # TensorFlow may name the one buffer after either tower.
+    assert len(there) == 1 and there[0].endswith("/read/concat")
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ from tests import oracle
 from tests.exact import oracle as exact
 from tests.exact.cases import CASES
 from tests.exact.layouts import alone
+from tests.valued import valued
 from tests.variants import slow
 from towers.builders.builder import Builder
 from towers.builders.context import Context
-from towers.numerics import not_finite
+from towers.numerics.errors import NotFiniteStep
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -44,7 +45,7 @@ def test_compiled_away_from_home(case):
 
     def wrap(model):
         parallel = towers.multi_gpu_model(
-            model, [AWAY], local_parameter_device=HOME, **case.options
+            model, [AWAY], **valued(device=HOME, **case.options)
         )
         built.append(parallel.builder)
         return parallel
@@ -58,7 +59,7 @@ def test_compiled_away_from_home(case):
     )
     found = exact.outcome(case, wrap, later=("evaluate",))
     assert found["verdict"] == "equal", found
-    assert built[0].context.found.compiled
+    assert built[0].context.facts.compiled
 
 
 def test_the_named_ones_are_cases():
@@ -150,7 +151,7 @@ def test_auto_is_not_what_keras_makes_of_it(a_gpu, asked, of_keras, ours):
     assert _wants_xla(parallel) is ours
     assert parallel.builder.xla is bool(ours)
     parallel.train_on_batch(*_batch())
-    assert parallel.builder.context.found.compiled is bool(ours)
+    assert parallel.builder.context.facts.compiled is bool(ours)
 
 
 def test_a_wish_that_keras_has_decided_for_itself(a_gpu, capsys):
@@ -163,7 +164,7 @@ def test_a_wish_that_keras_has_decided_for_itself(a_gpu, capsys):
     # What is said later counts.
     before.jit_compile = True
     before.train_on_batch(*_batch())
-    assert before.builder.context.found.compiled
+    assert before.builder.context.facts.compiled
 
 
 def test_a_wish_where_keras_has_no_reason_of_its_own():
@@ -262,7 +263,7 @@ def test_whatever_fails_with_xla_goes_on_without(monkeypatch, capsys, error):
         "towers: XLA cannot compile model 'dense', which goes on without: "
         f"{error.message or 'UnimplementedError'}"
     )
-    assert not (parallel.builder.xla or parallel.builder.context.found.compiled)
+    assert not (parallel.builder.xla or parallel.builder.context.facts.compiled)
 
 
 @pytest.mark.parametrize("asked", [slow(True), "auto"])
@@ -270,14 +271,14 @@ def test_the_update_is_fallen_back_from_by_itself(monkeypatch, capsys, asked):
     monkeypatch.setattr(
         Context,
         "compiles_update",
-        property(lambda self: self.found.asked_xla is not False),
+        property(lambda self: self.facts.asked_xla is not False),
     )
     tried, expected = [], _expected()
     capsys.readouterr()
     fails = _behind_a_step(
         FAILURES[0],
         lambda builder: builder.compiles_update,
-        lambda builder: tried.append(builder.context.found.asked_xla),
+        lambda builder: tried.append(builder.context.facts.asked_xla),
     )
     _, ours = _trained(monkeypatch, fails, jit_compile=asked)
     assert tried == ([True, None, False] if asked is True else [None, False])
@@ -320,6 +321,6 @@ def test_a_step_that_is_not_finite_is_none_of_xla(tmp_path):
     parallel = towers.multi_gpu_model(model, 2, check_numerics=True)
     parallel.compile("sgd", "mse", jit_compile=True)
     x, y = _batch()
-    with pytest.raises(not_finite.NotFiniteStep):
+    with pytest.raises(NotFiniteStep):
         parallel.train_on_batch(x, y * np.nan)
     assert parallel.builder.xla

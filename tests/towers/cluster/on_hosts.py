@@ -19,8 +19,7 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
-from towers.cluster.membership import Membership
+from towers.hosts.membership import HostFailedError, Membership
 from towers.program.ending import ANOTHER_FAILED
 
 rng = np.random.default_rng(0)

@@ -15,7 +15,8 @@ import threading
 import numpy as np
 
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
+from towers.hosts import group
+from towers.hosts.membership import Membership
 
 SIZE, SUMS = 50_000, 5
 
@@ -35,7 +36,7 @@ def summed(membership, wants_to_leave):
     for number in range(10**9):
         mine = np.full(SIZE, membership.rank + number, np.float32)
         mine[0] = wants_to_leave()
-        total = process_group.communicator().all_reduce(mine, f"sum {number}")
+        total = group.communicator().all_reduce(mine, f"sum {number}")
         expected = count * number + sum(range(count))
         np.testing.assert_array_equal(total[1:], np.full(SIZE - 1, expected))
         if total[0]:
@@ -57,14 +58,14 @@ def main():
         if order == "leave":
             continue
         process_group.join(Membership(**order), seeds=False)
-        with process_group.together():
+        with group.together():
             why = None
             try:
-                summed(process_group.joined(), lambda: not orders.empty())
+                summed(group.joined(), lambda: not orders.empty())
             except ConnectionError as error:
                 why = str(error)
             process_group.leave()
-        assert process_group.joined() is None and "tensorflow" not in sys.modules
+        assert group.joined() is None and "tensorflow" not in sys.modules
         say(left=order["generation"], why=why, open=open_things())
 
 

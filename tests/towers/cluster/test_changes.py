@@ -17,10 +17,11 @@ from tests.towers.cluster.in_threads import in_threads, memberships
 from towers.cluster import environment, process_group
 from towers.cluster.communicator import Communicator
 from towers.cluster.elastic import Coordinator, Member
-from towers.cluster.heartbeat import Heartbeat, HostFailedError
+from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError, Links
-from towers.cluster.membership import ElasticPlace
-from towers.collectives import hosts as hosts_module
+from towers.collectives.world import ALONE, this_host
+from towers.hosts import group
+from towers.hosts.membership import ElasticPlace, HostFailedError
 from towers.keras_adapter import runtime
 
 ROOT = Path(__file__).parents[3]
@@ -118,7 +119,7 @@ def joined(monkeypatch):
 
 def test_what_waits_in_another_thread_ends_where_its_host_leaves(joined):
     other = joined()
-    own = process_group.communicator()
+    own = group.communicator()
     calls = [
         lambda: own.all_reduce(np.ones(3), "sum"),
         lambda: [until(lambda: own.links.doing), process_group.leave(0)],
@@ -134,8 +135,8 @@ def test_what_waits_in_another_thread_ends_where_its_host_leaves(joined):
         own.all_reduce(np.ones(3), "sum")
     # Who has left may say so again, and who has joined nobody has nobody to ask.
     process_group.leave()
-    assert process_group.joined() is process_group.failure() is None
-    assert process_group.ask_all(1) == {}
+    assert group.joined() is group.failure() is None
+    assert group.ask_all(1) == {}
 
 
 def until(holds):
@@ -156,18 +157,18 @@ def test_all_draw_alike_as_they_join_first(joined, monkeypatch):
 
 
 def test_a_call_in_which_hosts_meet_goes_on_with_others(joined):
-    with process_group.together():
+    with group.together():
         joined(elastic=True)
-        with pytest.raises(HostFailedError) as caught, process_group.together():
-            process_group._joined[1]._note(1, "has ended")
-            process_group.check()
+        with pytest.raises(HostFailedError) as caught, group.together():
+            group.current[1]._note(1, "has ended")
+            group.check()
         assert (
             str(caught.value) == "host 1 has ended, so this host parts from the others."
         )
         process_group.leave()
         joined(generation=1)
-        assert process_group.failure() is None
-        heartbeat = process_group._joined[1]
+        assert group.failure() is None
+        heartbeat = group.current[1]
         assert heartbeat._inside
     assert not heartbeat._inside
 
@@ -179,7 +180,7 @@ def test_a_generation_that_has_ended_is_not_joined(monkeypatch):
     for _ in range(2):
         with pytest.raises(LinkError, match=r"Host 1 has ended\."):
             process_group.join(first)
-    assert process_group.joined() is None
+    assert group.joined() is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -196,21 +197,21 @@ def test_who_connects_to_a_host_that_has_gone_hears_of_it(monkeypatch, rank):
 
     error, _ = in_threads([lambda: process_group.join(mine), gone])
     assert isinstance(error, LinkError) and str(error) == "Host 1 has ended."
-    assert process_group.joined() is None
+    assert group.joined() is None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_host_that_leaves_before_it_connects_is_not_waited_for(monkeypatch, steps):
     """Neither by the first host, which listens, nor by the second, which dials."""
-    monkeypatch.setattr(process_group, "_member", None)
+    monkeypatch.setattr(group, "_member", None)
     monkeypatch.setattr(process_group, "_ended", None)
     token, long_s = "a secret of all hosts", 10 * HANG_S
     with Coordinator(2, 2, token, fail_seconds=long_s) as coordinator:
         place = ElasticPlace(coordinator.address, token, 0)
         environ = environment.elastic_variables(place)
         other = Member(coordinator.address, token, slot=1)
-        member = process_group.member(environ)
+        member = group.member(environ)
         calls = [lambda: member.next(0), lambda: other.next(steps)]
         membership, _ = in_threads(calls)
         assert membership.rank == steps
@@ -218,25 +219,25 @@ def test_a_host_that_leaves_before_it_connects_is_not_waited_for(monkeypatch, st
         other.close()
         with pytest.raises(LinkError, match=r"Host [01] \(.*\) leaves: SIGTERM\."):
             process_group.join(membership)
-        assert process_group.joined() is None
+        assert group.joined() is None
         member.close()
 
 
 def test_this_host_follows(joined):
-    assert hosts_module.this_host() is hosts_module.ONE_HOST
+    assert this_host() is ALONE
     for generation in range(2):
         communicator = joined(generation=generation)
-        host = hosts_module.this_host()
-        assert host is hosts_module.this_host()
+        host = this_host()
+        assert host is this_host()
         assert (host.count, host.index) == (2, 0)
-        assert host.communicator is process_group.communicator() is not communicator
+        assert host.communicator is group.communicator() is not communicator
         process_group.leave(0)
-    assert hosts_module.this_host() is hosts_module.ONE_HOST
+    assert this_host() is ALONE
 
 
 def test_a_process_is_started_as_one_that_joins_whoever_comes(monkeypatch):
     """The other one of the first generation is lost before it has connected."""
-    monkeypatch.setattr(process_group, "_member", None)
+    monkeypatch.setattr(group, "_member", None)
     monkeypatch.setattr(process_group, "_ended", None)
     with Coordinator(1, 2, "a secret of all hosts") as coordinator:
         place = ElasticPlace(coordinator.address, "a secret of all hosts", 0)
@@ -249,17 +250,17 @@ def test_a_process_is_started_as_one_that_joins_whoever_comes(monkeypatch):
 
         def joins():
             # It joins nobody before it trains.
-            assert process_group.join_as_started("auto", environ) is None
+            assert group.join_as_started("auto", environ) is None
             return process_group.join_next(0)
 
         joined, _ = in_threads([joins, goes])
         assert (joined.generation, joined.count) == (1, 1)
-        assert process_group.joined() is joined
+        assert group.joined() is joined
         # It computes as one that is alone.
-        assert hosts_module.this_host() is hosts_module.ONE_HOST
-        assert process_group.join_as_started("auto", environ) is joined
-        member = process_group.member()
-        assert member is process_group.member(environ)
+        assert this_host() is ALONE
+        assert group.join_as_started("auto", environ) is joined
+        member = group.member()
+        assert member is group.member(environ)
         # One arrives, and thinks better of it.
         other = Member(coordinator.address, "a secret of all hosts", slot=1)
         comes = threading.Thread(target=in_threads, args=[[lambda: other.next(0)]])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from towers.cluster import environment
-from towers.cluster.membership import ElasticPlace, Place
+from towers.hosts import group
+from towers.hosts.membership import ElasticPlace, ProcessPlace
 
 OURS = {
     "TOWERS_HOST_RANK": "1",
@@ -36,31 +37,31 @@ def tf_config(kind="worker", index=0, **cluster):
 
 ENVIRONMENTS = {
     "nothing": ({}, None),
-    "ours": (OURS, Place(1, 2, "node0:8476", "a secret of all hosts")),
+    "ours": (OURS, ProcessPlace(1, 2, "node0:8476", "a secret of all hosts")),
     "ours, all of it": (
         OURS
         | {"TOWERS_JOIN_SECONDS": "7.5", "TOWERS_INTERFACE": "eth1"}
         | {"TOWERS_GENERATION": "3"},
-        Place(1, 2, "node0:8476", "a secret of all hosts", 7.5, "eth1", None, 3),
+        ProcessPlace(1, 2, "node0:8476", "a secret of all hosts", 7.5, "eth1", None, 3),
     ),
     "ours, before others": (
         SLURM | tf_config() | OURS,
-        Place(1, 2, "node0:8476", "a secret of all hosts"),
+        ProcessPlace(1, 2, "node0:8476", "a secret of all hosts"),
     ),
     "ours, alone": (OURS | {"TOWERS_HOST_RANK": "0", "TOWERS_HOST_COUNT": "1"}, None),
     "a token alone": ({"TOWERS_TOKEN": "a secret of all hosts"}, None),
     "TF_CONFIG": (
         tf_config(index=2),
-        Place(2, 3, "a:1", None, addresses=HOSTS),
+        ProcessPlace(2, 3, "a:1", None, addresses=HOSTS),
     ),
     "TF_CONFIG, a chief": (
         tf_config("chief", chief=["c:1"], worker=["a:1", "b:2"]),
-        Place(0, 3, "c:1", None, addresses=("c:1", "a:1", "b:2")),
+        ProcessPlace(0, 3, "c:1", None, addresses=("c:1", "a:1", "b:2")),
     ),
     "TF_CONFIG, a worker of a chief's": (
         tf_config("worker", "1", worker=["a:1", "b:2"], chief=["c:1"])
         | {"TOWERS_TOKEN": "a secret of all hosts", "TOWERS_GENERATION": "1"},
-        Place(
+        ProcessPlace(
             2,
             3,
             "c:1",
@@ -71,14 +72,14 @@ ENVIRONMENTS = {
     ),
     "TF_CONFIG before Slurm": (
         SLURM | tf_config(),
-        Place(0, 3, "a:1", None, addresses=HOSTS),
+        ProcessPlace(0, 3, "a:1", None, addresses=HOSTS),
     ),
     "TF_CONFIG, alone": (tf_config("chief", chief=["c:1"]), None),
     "TF_CONFIG, empty": ({"TF_CONFIG": "{}"}, None),
-    "Slurm": (SLURM, Place(2, 4, f"n08:{15_000 + 31 * 4242 % 10_000}", None)),
+    "Slurm": (SLURM, ProcessPlace(2, 4, f"n08:{15_000 + 31 * 4242 % 10_000}", None)),
     "Slurm, a later step, requeued": (
         SLURM | {"SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"},
-        Place(2, 4, f"n08:{15_002 + 31 * 4242 % 10_000}", None, generation=1),
+        ProcessPlace(2, 4, f"n08:{15_002 + 31 * 4242 % 10_000}", None, generation=1),
     ),
     "Slurm, a step of fewer tasks": (
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | {"SLURM_PROCID": "0"},
@@ -86,11 +87,11 @@ ENVIRONMENTS = {
     ),
     "Slurm, whose names nobody knows": (
         SLURM | {"TOWERS_COORDINATOR": "10.0.0.1:7"},
-        Place(2, 4, "10.0.0.1:7", None),
+        ProcessPlace(2, 4, "10.0.0.1:7", None),
     ),
     "Slurm, on one node": (
         SLURM | {"SLURM_STEP_NODELIST": "n10"},
-        Place(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
+        ProcessPlace(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
     ),
 }
 
@@ -99,6 +100,9 @@ ENVIRONMENTS = {
 def test_what_an_environment_says(name):
     environ, place = ENVIRONMENTS[name]
     assert environment.find(environ) == place
+    # What connects hosts is imported then, and only then.
+    assert place is None or group.is_started(environ)
+    assert name not in ("nothing", "a token alone") or not group.is_started(environ)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -213,7 +217,9 @@ def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch)
 
 
 def test_what_the_launcher_sets_is_found():
-    place = Place(1, 3, "[::1]:7", "a secret of all hosts", 2.5, "lo", generation=4)
+    place = ProcessPlace(
+        1, 3, "[::1]:7", "a secret of all hosts", 2.5, "lo", generation=4
+    )
     assert environment.find(environment.variables(place)) == place
 
 
@@ -248,7 +254,7 @@ def test_whether_others_have_begun_before(restarted):
     variables = {"TOWERS_GENERATION": "2"} | environment.elastic_variables(place)
     assert environment.find_elastic(variables) == place
     assert environment.restarted(variables) == restarted
-    place = Place(
+    place = ProcessPlace(
         0, 1, "node0:8476", "a secret of all hosts", generation=int(restarted)
     )
     assert environment.restarted(environment.variables(place)) == restarted

@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[3]
 PORT = 8476
 MEET = """
 import socket, sys
-from towers.cluster.membership import Place
+from towers.hosts.membership import ProcessPlace
 from towers.cluster import rendezvous
 from towers.cluster.rendezvous import meeting
 rank, count, coordinator, seconds = sys.argv[1:]
-place = Place(int(rank), int(count), coordinator, "secret", float(seconds), "eth0")
+rank, count, seconds = int(rank), int(count), float(seconds)
+place = ProcessPlace(rank, count, coordinator, "secret", seconds, "eth0")
 welcome = meeting.Meeting._welcome
 
 async def tell(self, *about):

@@ -15,7 +15,6 @@ import pytest
 
 from tests.limits import HANG_S
 from towers.cluster import addresses
-from towers.cluster.membership import Place
 from towers.cluster.rendezvous import (
     HostsMissingError,
     RendezvousError,
@@ -26,6 +25,7 @@ from towers.cluster.rendezvous import (
     meeting,
     strangers,
 )
+from towers.hosts.membership import ProcessPlace
 
 # Longer than any test may take: who waits for that, fails.
 LONG = 10 * HANG_S
@@ -38,7 +38,7 @@ def free_port():
 
 
 def places(count, seconds=LONG, **changes):
-    first = Place(0, count, f"127.0.0.1:{free_port()}", "secret", seconds)
+    first = ProcessPlace(0, count, f"127.0.0.1:{free_port()}", "secret", seconds)
     first = dataclasses.replace(first, **changes)
     return [dataclasses.replace(first, rank=rank) for rank in range(count)]
 
@@ -281,7 +281,7 @@ def test_different_counts_are_told_to_all_at_once():
     assert " and 3 on host 1 (" in text
 
 
-HOST = host.Host(
+HOST = host.HostDescription(
     *(0, 3, 0, "n", 1, "a:1"),
     {"python": "3", "tensorflow": "2.21.0", "keras": "3.15", "towers": "1"},
 )
@@ -297,12 +297,6 @@ def test_different_versions_are_told(package):
         "0 (n, pid 1) and host 2 (n, pid 1) and 0.1 on host 1 (n, pid 1); install the "
         "same one on all."
     )
-
-
-def test_only_so_many_are_named():
-    names = [f"h{i}" for i in range(1000)]
-    assert host.joined(names) == "h0, h1, h2, h3, h4, h5, h6 and 993 more"
-    assert host.joined(names[:3]) == "h0, h1 and h2"
 
 
 def test_an_old_generation_is_turned_away():
@@ -337,7 +331,7 @@ async def come(place):
         *(place.token, False),
     )
     await came.greet()
-    await came.send(dataclasses.asdict(host.Host.here(place, "x:1")))
+    await came.send(dataclasses.asdict(host.HostDescription.here(place, "x:1")))
     assert (await came.receive())["seconds_left"] > 0
     return came
 

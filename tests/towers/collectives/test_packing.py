@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import oracle
+from tests.valued import valued
 from towers import multi_gpu_model
 from towers.collectives import packing
 
@@ -139,7 +140,7 @@ def _trained(name, towers, builder="parameter_server", scale=None, **options):
     trained = model
     if towers:
         trained = multi_gpu_model(
-            model, gpus=towers, variable_update=builder, packed=True, **options
+            model, gpus=towers, **valued(builder, packed=True, **options)
         )
     # Keras takes no global norm of several types.
     several = name in ("float64", "mixed")
@@ -199,9 +200,7 @@ def test_packed_towers_in_float16(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"local_parameter_device": "/device:CPU:3"}, {"cpu_merge": False}]
-)
+@pytest.mark.parametrize("options", [{"device": "/device:CPU:3"}, {"cpu_merge": False}])
 def test_wherever_they_are_packed(options):
     found = _trained("dense", 2, **options)
     assert oracle.largest_difference(found, _expected("dense")) < 1e-4

@@ -13,9 +13,9 @@ from tensorflow.python.eager import context
 
 from tests import warm
 from towers import devices
-from towers.cluster import process_group
-from towers.cluster.membership import Membership
 from towers.devices import listing, threads
+from towers.hosts import group
+from towers.hosts.membership import Membership
 from towers.machine import limits, nvml
 from towers.machine.limits import Processors
 from towers.machine.nvml import Gpu
@@ -815,7 +815,7 @@ def test_hosts_on_a_machine_divide_its_cores(
 ):
     machine(0)
     joined = Membership(0, addresses, addresses)
-    monkeypatch.setattr(process_group, "join_as_started", lambda hosts: joined)
+    monkeypatch.setattr(group, "join_as_started", lambda hosts: joined)
     devices.configure(towers, hosts="auto")
     assert _threads() == expected
 

@@ -237,7 +237,7 @@ def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
 
     monkeypatch.setattr(free, "one_at_a_time", one_at_a_time)
     monkeypatch.setattr(
-        configured.process_group, "join_as_started", lambda hosts: events.append(hosts)
+        configured.group, "join_as_started", lambda hosts: events.append(hosts)
     )
     monkeypatch.setattr(configured, "_configure", lambda settings: "devices")
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.made_up_nvml import NOT_SUPPORTED, Nvml, held, memory
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.doctor.gpus import at_start, checks
 from towers.machine import nvml
 from towers.machine.nvml import Driver, Gpu

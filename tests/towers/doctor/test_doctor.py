@@ -31,7 +31,7 @@ from towers.doctor import (
     settings,
     versions,
 )
-from towers.doctor.devices import Probe
+from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.doctor.gpus import checks as gpus
 from towers.keras_adapter import versions as tested_versions
@@ -44,7 +44,7 @@ BUILT = {
     "cudnn_version": "9",
     "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
 }
-HEALTHY = Probe(
+HEALTHY = DeviceProbe(
     build=BUILT,
     gpus=0,
     towers=TOWERS,
@@ -67,7 +67,7 @@ def environ(monkeypatch):
 def report(environ, capsys, monkeypatch, tmp_path):
     """Runs the doctor as on a machine of two logical CPUs: exit code, findings."""
     monkeypatch.setattr(devices, "probe", lambda num_gpus: HEALTHY)
-    monkeypatch.setattr(gpus, "look", lambda: gpus.Machine(0, 0))
+    monkeypatch.setattr(gpus, "look", lambda: gpus.SeenMachine(0, 0))
 
     def run(*flags):
         folders = (f"--model_dir={tmp_path}", f"--data_dir={tmp_path}")
@@ -310,7 +310,7 @@ def test_the_users_settings_of_keras(monkeypatch, tmp_path):
 
 
 def test_towers_that_cannot_be_set_up():
-    finding = devices.start(Probe(build={}, fault="of 9 GPUs"))
+    finding = devices.start(DeviceProbe(build={}, fault="of 9 GPUs"))
     assert (finding.verdict, finding.text) == ("wrong", "of 9 GPUs")
 
 
@@ -318,7 +318,9 @@ def test_towers_that_cannot_be_set_up():
     ("difference", "verdict"), [(1e-6, "ok"), (0.5, "wrong"), (float("nan"), "wrong")]
 )
 def test_what_a_device_computes(difference, verdict):
-    found = Probe(towers=TOWERS, computed={TOWERS[1]: difference}, fault="it hangs")
+    found = DeviceProbe(
+        towers=TOWERS, computed={TOWERS[1]: difference}, fault="it hangs"
+    )
     finding = devices.computation(found, TOWERS[1])
     assert finding.verdict == verdict
     json.dumps(finding.figures, allow_nan=False)
@@ -326,7 +328,7 @@ def test_what_a_device_computes(difference, verdict):
 
 
 def test_a_device_that_fails():
-    found = Probe(towers=TOWERS, failed={TOWERS[0]: "UnknownError: cuDNN"})
+    found = DeviceProbe(towers=TOWERS, failed={TOWERS[0]: "UnknownError: cuDNN"})
     finding = devices.computation(found, TOWERS[0])
     assert finding.verdict == "wrong"
     assert finding.text.startswith("UnknownError: cuDNN; expected")
@@ -358,13 +360,13 @@ def test_each_copy_is_of_a_new_array(monkeypatch):
 
 
 def test_copies():
-    finding = devices.copies(Probe(copies=links()))
+    finding = devices.copies(DeviceProbe(copies=links()))
     assert finding.verdict == "ok"
     assert finding.table.splitlines()[2].split() == ["GPU:0", *["10,000"] * 3]
-    slow = devices.copies(Probe(copies=links(slowest=900)))
+    slow = devices.copies(DeviceProbe(copies=links(slowest=900)))
     assert slow.verdict == "note"
     assert slow.text.startswith("from GPU:0 to GPU:1 only 900 MB/s")
-    changed = devices.copies(Probe(copies=links(unchanged=False)))
+    changed = devices.copies(DeviceProbe(copies=links(unchanged=False)))
     assert changed.verdict == "wrong"
     assert "from CPU:0 to GPU:0 arrives changed (6 of 9 pairs)" in changed.text
 
@@ -465,7 +467,7 @@ case "$1" in
    echo "1, NVIDIA H200, GPU-b, 81559, 500, 555.58.02" ;;
 esac
 """
-FOUND = Probe(build=BUILT, gpus=2)
+FOUND = DeviceProbe(build=BUILT, gpus=2)
 
 
 def smi(folder, monkeypatch, text):
@@ -494,11 +496,13 @@ def machine(tmp_path, monkeypatch):
 def test_look(machine):
     assert machine.gpus == machine.on_bus == machine.device_files == 2
     assert machine.driver == "555.58.02"
-    assert machine.cards[1] == gpus.Card(1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0")
+    assert machine.cards[1] == gpus.SeenCard(
+        1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0"
+    )
     assert machine.holders == (("GPU-b", "process 4194305 (python)", 60000),)
     assert machine.fault == ""
     # Of a TensorFlow without CUDA, nothing is asked of a driver.
-    without = Probe(build={}, gpus=0)
+    without = DeviceProbe(build={}, gpus=0)
     assert gpus.check_driver(machine, without) == ok(
         *(machine.driver,),
         **{"found": machine.driver, "cuda": "", "expected": None},
@@ -534,18 +538,20 @@ def test_an_nvidia_smi_that_fails(machine, tmp_path, monkeypatch, script, fault)
     machine = gpus.look(tmp_path, {})
     assert machine.gpus == 2
     assert machine.fault.startswith(fault)
-    finding = gpus.check_gpus(machine, Probe(build=BUILT, gpus=0), {})
+    finding = gpus.check_gpus(machine, DeviceProbe(build=BUILT, gpus=0), {})
     assert finding.verdict == "wrong"
     assert f"because the driver does not answer: {fault}" in finding.text
-    assert gpus.check_driver(machine, Probe(build=BUILT, gpus=0)).verdict == "wrong"
+    assert (
+        gpus.check_driver(machine, DeviceProbe(build=BUILT, gpus=0)).verdict == "wrong"
+    )
     assert gpus.check_driver(machine, FOUND).verdict == "note"
     assert gpus.check_memory(machine).verdict == "note"
 
 
 def test_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    machine, found = gpus.look(tmp_path, {}), Probe(build=BUILT, gpus=0)
-    assert machine == gpus.Machine(0, 0, fault="nvidia-smi is not installed")
+    machine, found = gpus.look(tmp_path, {}), DeviceProbe(build=BUILT, gpus=0)
+    assert machine == gpus.SeenMachine(0, 0, fault="nvidia-smi is not installed")
     assert gpus.check_gpus(machine, found, {}).verdict == "note"
     for finding in (
         gpus.check_driver(machine, found),
@@ -557,7 +563,10 @@ def test_no_gpu(tmp_path, monkeypatch):
 
 def test_gpus_that_are_hidden_on_purpose(machine, tmp_path):
     machine = gpus.look(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"})
-    machine, found = machine._replace(driver="", cards=()), Probe(build=BUILT, gpus=0)
+    machine, found = (
+        machine._replace(driver="", cards=()),
+        DeviceProbe(build=BUILT, gpus=0),
+    )
     for finding in (
         gpus.check_driver(machine, found),
         gpus.check_libraries(machine, found),
@@ -643,7 +652,7 @@ def test_the_command_that_installs_cuda(tmp_path, monkeypatch):
 )
 def test_kernels(machine, capability, built, verdict, text):
     cards = tuple(card._replace(capability=capability) for card in machine.cards)
-    found = Probe(build=BUILT | {"cuda_compute_capabilities": built}, gpus=2)
+    found = DeviceProbe(build=BUILT | {"cuda_compute_capabilities": built}, gpus=2)
     finding = gpus.check_kernels(machine._replace(cards=cards), found)
     assert finding.verdict == verdict
     assert text in finding.text
@@ -657,7 +666,7 @@ def test_slices(machine, tmp_path, monkeypatch):
     smi(tmp_path, monkeypatch, _SMI.replace("*compute_cap", mode))
     cut_up = gpus.look(tmp_path, {})
     assert cut_up == machine._replace(cut_up=True)
-    finding = gpus.check_gpus(cut_up, Probe(build=BUILT, gpus=1), {})
+    finding = gpus.check_gpus(cut_up, DeviceProbe(build=BUILT, gpus=1), {})
     assert finding.verdict == "note"
     assert "train on each in a process of its own, with CUDA_VISIBLE" in finding.text
 
@@ -690,7 +699,7 @@ def test_gpus_that_tensorflow_does_not_find(
 ):
     environ = {} if hides is None else {"CUDA_VISIBLE_DEVICES": hides}
     machine = gpus.look(tmp_path, environ)
-    finding = gpus.check_gpus(machine, Probe(build=BUILT, gpus=found), environ)
+    finding = gpus.check_gpus(machine, DeviceProbe(build=BUILT, gpus=found), environ)
     assert finding.verdict == verdict
     assert text in finding.text
 
@@ -699,12 +708,14 @@ def test_why_gpus_are_not_found(machine, installed, monkeypatch):
     monkeypatch.setattr(gpus, "_install", lambda: "make GPU=1")
 
     def reason(machine=machine, **found):
-        found = Probe(**{"build": BUILT, "gpus": 0} | found)
+        found = DeviceProbe(**{"build": BUILT, "gpus": 0} | found)
         finding = gpus.check_gpus(machine, found, {})
         assert finding.verdict == "wrong"
         return finding.figures["reason"]
 
-    bare = gpus.Machine(on_bus=1, device_files=0, fault="nvidia-smi is not installed")
+    bare = gpus.SeenMachine(
+        on_bus=1, device_files=0, fault="nvidia-smi is not installed"
+    )
     assert reason(bare).startswith("there is no /dev/nvidia0, so the driver is not")
     assert reason(build={}).startswith("this TensorFlow is built without CUDA")
     old = machine._replace(driver="470.57.02")

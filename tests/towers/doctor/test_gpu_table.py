@@ -16,11 +16,11 @@ import pytest
 from tests.limits import HANG_S
 from tests.made_up_nvml import Nvml, held, memory
 from tests.towers.cluster.in_threads import in_threads, memberships
-from towers.cluster.membership import Place
 from towers.doctor import __main__ as doctor
 from towers.doctor import hosts
 from towers.doctor.gpus import notes as gpu_notes
 from towers.doctor.gpus import table as gpu_table
+from towers.hosts.membership import ProcessPlace
 from towers.machine import nvml
 from towers.machine.nvml import Driver
 from towers.processes import described
@@ -228,7 +228,7 @@ def test_the_doctor_lists_gpus(monkeypatch, capsys):
 
 def test_the_gpus_of_all_hosts():
     listed = memberships(2)[0].addresses
-    first = Place(0, 2, listed[0], "token", 20.0, addresses=listed)
+    first = ProcessPlace(0, 2, listed[0], "token", 20.0, addresses=listed)
     every = [first, dataclasses.replace(first, rank=1)]
 
     def one(place):

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from tests.towers.cluster.in_threads import in_threads, memberships
-from towers.cluster.membership import Place
 from towers.doctor import hosts
 from towers.doctor.__main__ import main
 from towers.doctor.finding import NOTE, OK, WRONG
+from towers.hosts.membership import ProcessPlace
 
 
 def places(count, **changes):
     listed = memberships(count)[0].addresses
-    first = Place(0, count, listed[0], "token", 20.0, addresses=listed)
+    first = ProcessPlace(0, count, listed[0], "token", 20.0, addresses=listed)
     return [dataclasses.replace(first, rank=k, **changes) for k in range(count)]
 
 
@@ -21,7 +21,7 @@ def examine(every):
     """What each host finds, by check."""
 
     def one(place):
-        return {name: check() for name, check in hosts.Hosts(place).checks()}
+        return {name: check() for name, check in hosts.BetweenHosts(place).checks()}
 
     return in_threads([lambda place=place: one(place) for place in every])
 
@@ -64,7 +64,7 @@ def test_hosts_of_different_tokens():
 def test_a_name_that_is_not_known():
     listed = "127.0.0.1:1", "no-such.invalid:2"
     place = dataclasses.replace(places(2)[0], addresses=listed)
-    found = hosts.Hosts(place).names()
+    found = hosts.BetweenHosts(place).names()
     assert found.verdict == WRONG and "no-such.invalid is not known" in found.text
 
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from tests.limits import HANG_S
+from tests.valued import valued
 
 EXAMPLES, BATCH, WORDS = 121, 16, 41
 # The last one of an epoch is smaller than the others.
@@ -31,7 +32,7 @@ _DEFAULTS = {
     "validates": False,
     "steps_per_execution": 1,
     "variable_update": "parameter_server",
-    "shard_optimizer_state": False,
+    "shard_optimizer_state": None,
     "shard_embeddings": "none",
     "is_built": True,
     "seed": 0,
@@ -50,14 +51,14 @@ def plain_model(options):
     import keras
     import tensorflow as tf
 
-    from towers.cluster import process_group
+    from towers.hosts import group
 
     class Dense(keras.layers.Dense):
         """Notes with whom this process is connected as a step is traced."""
 
         def call(self, inputs, training=None):
             if tf.is_symbolic_tensor(inputs):
-                hosts = process_group.joined()
+                hosts = group.joined()
                 TRACED_IN.append(None if hosts is None else hosts.generation)
             return super().call(inputs, training=training)
 
@@ -139,7 +140,7 @@ def main(folder, options="{}"):
     import numpy as np
 
     import towers
-    from towers.cluster import process_group
+    from towers.hosts import group
 
     options = with_defaults(json.loads(options))
     if (others := folder / f"options-{slot}").exists():
@@ -148,7 +149,7 @@ def main(folder, options="{}"):
     parallel = towers.multi_gpu_model(
         plain_model(options),
         gpus=devices.towers,
-        **{name: options[name] for name in _OF_TOWERS},
+        **valued(**{name: options[name] for name in _OF_TOWERS}),
     )
     parallel.compile(**_compiled(options))
     raises = folder / f"raises-{slot}"
@@ -157,7 +158,7 @@ def main(folder, options="{}"):
     with open(folder / f"steps-{pid}", "a", buffering=1) as file:
 
         def write(step, logs):
-            hosts = process_group.joined()
+            hosts = group.joined()
             about = {"pid": pid, "slot": slot, "step": step, "logs": logs}
             about |= {"rank": hosts.rank, "hosts": hosts.count, "time": time.time()}
             about |= {"launcher": launcher, "generation": hosts.generation}
@@ -169,7 +170,7 @@ def main(folder, options="{}"):
             _wait(lambda: is_to_stop() or step < _allowed(folder))
 
         def is_to_stop():
-            return process_group.change() or checkpoint.run._signals.stop
+            return group.change() or checkpoint.run._signals.stop
 
         checkpoint = towers.callbacks.Checkpoint(folder / "run")
         callbacks = [

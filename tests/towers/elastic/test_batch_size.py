@@ -81,7 +81,7 @@ FIXED = "\ntrain_data = tf.data.Dataset.from_tensor_slices((x, y)).batch({})\n"
 
 def test_a_host_that_comes_takes_the_size_of_the_first(monkeypatch):
     sizes = [8, 8]
-    place = types.SimpleNamespace(tell_all=lambda mine: sizes)
+    place = types.SimpleNamespace(exchange=lambda mine: sizes)
     monkeypatch.setattr(batch_size, "this_host", lambda: place)
     callback = batch_size.BatchPerTower(4, 8, lambda: True)
     callback.before_hosts_compare()
@@ -347,8 +347,8 @@ def test_parity(tmp_path):
 
 GATE = """
 import os, pathlib, threading
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
+from towers.hosts import group
+from towers.collectives.world import this_host
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -360,7 +360,7 @@ class Gate(keras.callbacks.Callback):
             os.symlink(str(os.getpid()), FOLDER / f"ready-{slot}")
             while not (FOLDER / "go").exists():
                 threading.Event().wait(0.01)
-        while alone and step == ALONE_UNTIL and not process_group.change():
+        while alone and step == ALONE_UNTIL and not group.change():
             threading.Event().wait(0.01)
 
 def callbacks():

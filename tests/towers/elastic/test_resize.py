@@ -15,12 +15,12 @@ import tensorflow as tf
 import towers
 from tests.limits import HANG_S
 from tests.towers.train.runs import finish, start, summary_of, wait_for
-from towers.cluster import process_group
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.elastic import requests
 from towers.elastic.asked import Asked
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.requests import Inbox, Request, RunError
+from towers.hosts import group
 from towers.resize import __main__ as program
 from towers.resize import arguments
 
@@ -193,7 +193,7 @@ def test_devices_that_are_not_set_up(tmp_path, devices, request_, message):
 
 
 def test_hosts_that_come_and_go_are_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_group, "member", lambda: object())
+    monkeypatch.setattr(group, "member", lambda: object())
     source = Asked(str(tmp_path), Devices(GPUS, ""))
     (tmp_path / "resize.json").write_text(
         json.dumps({"key": "a", "num_gpus": 1, "gpu_indices": (), "split_ratios": ()})

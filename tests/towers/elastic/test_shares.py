@@ -12,12 +12,12 @@ import towers
 from tests import oracle
 from tests.limits import HANG_S
 from tests.towers.train.runs import finish, read_settings, start
-from towers.cluster import process_group
-from towers.cluster.membership import Membership
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.devices.sharing import RegistryError
 from towers.elastic import shares
 from towers.elastic.shares import Shares
+from towers.hosts import group
+from towers.hosts.membership import Membership
 from towers.machine import nvml
 from towers.machine.nvml import Gpu
 from towers.train.parts.devices import share_devices
@@ -192,7 +192,7 @@ def test_towers_that_come_one_by_one(flag):
 
 def test_several_hosts_do_not_share(monkeypatch):
     member = Membership(0, ("a:1", "b:1"), ("host 0", "host 1"))
-    monkeypatch.setattr(process_group, "joined", lambda: member)
+    monkeypatch.setattr(group, "joined", lambda: member)
     settings = read_settings("--share_gpus=0.5")
     with pytest.raises(ValueError, match=r"share_gpus=0\.5 on several hosts; expected"):
         share_devices(settings, Devices((), ""))

@@ -19,13 +19,14 @@ from absl.testing import flagsaver
 from tests import warm
 from tests.limits import HANG_S
 from tests.variants import slow
-from towers.cluster.heartbeat import HostFailedError
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.find_batch_size import __main__ as main
 from towers.find_batch_size import child, processes, search_flags
 from towers.find_batch_size import probe as probing
-from towers.find_batch_size.report import Report
+from towers.find_batch_size.report import SearchReport
 from towers.find_batch_size.search import Probe, search, unit
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError
 from towers.input_pipeline.sources.targets import Target
 from towers.tower.errors import StageError
 from towers.train.parts.facts import DataFacts
@@ -129,7 +130,7 @@ def test_a_unit_gives_each_micro_batch_its_share():
 
 def report(tried, split_ratios=(1, 1), most=None):
     towers = [f"/device:CPU:{tower}" for tower in range(len(split_ratios))]
-    return Report(
+    return SearchReport(
         tried,
         towers=towers,
         split_ratios=split_ratios,
@@ -408,7 +409,7 @@ def test_why_a_stage_failed_is_read_from_what_tensorflow_writes(monkeypatch, cap
         tell(batch_size=8, memory="GPU")
         raise StageError("A stage has failed.")
 
-    monkeypatch.setattr(child.process_group, "together", contextlib.nullcontext)
+    monkeypatch.setattr(group, "together", contextlib.nullcontext)
     assert child.answer(fails) == 1
     written = capsys.readouterr()
     assert "error" not in written.out
@@ -427,7 +428,7 @@ def test_why_a_stage_failed_is_read_from_what_tensorflow_writes(monkeypatch, cap
     ],
 )
 def test_a_probe_says_why_it_ends(monkeypatch, capsys, error, code, told):
-    monkeypatch.setattr(child.process_group, "together", contextlib.nullcontext)
+    monkeypatch.setattr(group, "together", contextlib.nullcontext)
     assert child.answer(mock.Mock(side_effect=error)) == code
     assert capsys.readouterr().out == told
 

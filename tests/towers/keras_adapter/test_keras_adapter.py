@@ -343,19 +343,6 @@ def _():
 
 
 @contract(
-    "_losses_override",
-    "compute_loss",
-    "stands in for `model.losses` until it is cleared",
-)
-def _():
-    model = _compiled(loss=None)
-    model.layers[0].kernel_regularizer = "l2"
-    extra = [tf.constant(2.0), tf.constant(3.0)]
-    assert float(models.compute_loss(model, _X, None, _Y, None, added=extra)) == 5
-    assert [*model.losses] == []
-
-
-@contract(
     "keras.src.trainers.trainer.Trainer",
     "compute_loss_replaced",
     "is the class of every model, whose `_compute_loss` Keras's steps call",
@@ -662,6 +649,18 @@ def test_each_optimizer_of_several_has_slots_of_its_own():
 
 
 @contract(
+    "_momentums", "moments", "has Adam's means of gradients, in order of the variables"
+)
+@contract("_velocities", "moments", "has those of their squares, in the same order")
+def _():
+    optimizer = keras.optimizers.Adam(beta_1=0.5, beta_2=0.75)
+    variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer.apply([tf.constant([2.0]), tf.constant([4.0])], variables)
+    mean, squares = optimizers.moments(optimizer, variables[1])
+    assert (float(mean[0]), float(squares[0])) == (2.0, 4.0)
+
+
+@contract(
     "_accumulators",
     "accumulator",
     "has the sums of squares of Adagrad, in the order of the variables",
@@ -936,6 +935,123 @@ def _():
 
 
 @contract(
+    "tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs",
+    "written",
+    "tells which variables an operation may write to",
+)
+@contract(
+    "tensorflow.python.framework.auto_control_deps_utils.RESOURCE_READ_OPS",
+    "runs_anyway",
+    "has the types of operations that only read variables",
+)
+@contract(
+    "control_outputs",
+    "runs_anyway",
+    "lists what a function runs although nobody takes from it",
+)
+@contract(
+    "tensorflow.python.eager.polymorphic_function.atomic_function.AtomicFunction",
+    "PartFunction",
+    "is a function that TensorFlow knows, for as long as the last of them is there",
+)
+@contract(
+    "tensorflow.python.eager.polymorphic_function.atomic_function.partitioned_call_op",
+    "PartFunction",
+    "adds a call of a function to the graph being built",
+)
+@contract(
+    "_add_function_recursive",
+    "PartFunction",
+    "gives a graph a function that it calls, and those that this calls",
+)
+@contract(
+    "tensorflow.python.eager.context.Context.call_function",
+    "PartFunction",
+    "calls a function eagerly",
+)
+def _():
+    read, changed = tf.Variable(1.0), tf.Variable(2.0)
+
+    @tf.function
+    def double(x):
+        return 2 * x
+
+    @tf.function
+    def function(x):
+        changed.assign(double(x) + read)
+        return tf.split(tf.stack([x, x + read]), 2)[1]
+
+    graph = function.get_concrete_function(tf.TensorSpec([])).graph
+    handles = {inside.name: handle for handle, inside in graph.captures}
+    part, feeds, written = graphs.GraphDef(), [], set()
+    for op in graph.get_operations():
+        written.update(op.inputs[i].name for i in graphs.written(op))
+        if op.type == "Placeholder":
+            feeds.append((op.outputs[0].name, op.outputs[0].dtype))
+            continue
+        waits = [f"^{each.name}" for each in op.control_inputs]
+        graphs.add_copy(part, op, [*(t.name for t in op.inputs), *waits])
+    graphs.keep_functions(part, graph)
+    assert [id(handles[name]) for name in written] == [id(changed.handle)]
+    runs = graphs.runs_anyway(graph)
+    kinds = {
+        graph.get_operation_by_name(name).type: acts for name, acts in runs.items()
+    }
+    assert kinds["AssignVariableOp"] and not kinds["ReadVariableOp"]
+    (split,) = [op for op in graph.get_operations() if op.type == "Split"]
+    for gated in (None, handles):
+        about = part, feeds, split.outputs[1:], written, runs, gated
+        made = graphs.PartFunction(*about)
+        gate = [] if gated is None else [tf.constant(True)]
+
+        def outer(made, gate, x):
+            return made([*gate, *(handles.get(name, x) for name, _ in feeds)])
+
+        outer = tf.function(functools.partial(outer, made, gate))
+        concrete = outer.get_concrete_function(tf.TensorSpec([]))
+        (call,) = [op for op in concrete.graph.get_operations() if "Call" in op.type]
+        changing = [t for t in graphs.may_change(call) if t.dtype == tf.resource]
+        outside = {inside.name: handle for handle, inside in concrete.graph.captures}
+        assert [id(outside[t.name]) for t in changing] == [id(changed.handle)]
+        for eagerly in (False, True):
+            changed.assign(0.0)
+            x = tf.constant(3.0)
+            given = [*gate, *(handles.get(name, x) for name, _ in feeds)]
+            values = made(given) if eagerly else concrete(x)
+            assert values[0].numpy().tolist() == [4.0] and float(changed) == 7.0
+        name = call.get_attr("f").name
+        known = {each.signature.name for each in part.library.function}
+        library = concrete.graph.as_graph_def().library.function
+        assert {each.signature.name for each in library} == {name, *known}
+        assert graphs.function_definition(name).signature.is_stateful
+
+
+@contract(
+    "tensorflow.core.framework.function_pb2.FunctionDef.control_ret",
+    "makers",
+    "names what a call of a function waits for, also where it is copied",
+)
+def _():
+    graph = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([])).graph
+    (sine,) = [op for op in graph.get_operations() if op.type == "Sin"]
+    part = graphs.GraphDef()
+    graphs.add_copy(part, sine, ["given:0"])
+    feeds = [("given:0", tf.float32)]
+    made = graphs.PartFunction(part, feeds, sine.outputs, (), {})
+    traced = graphs.traced(lambda x: [tf.sin(x)], tf.TensorSpec([]))
+
+    @tf.function
+    def outer(x):
+        (mine,), (others,) = made([x]), traced(x)
+        waits = graphs.makers([mine, mine, others])
+        assert waits[0] is mine.op and waits[1] is others and len(waits) == 2
+        with tf.control_dependencies(waits):
+            return tf.identity(1.0)
+
+    assert float(outer(tf.constant(0.5))) == 1.0
+
+
+@contract(
     "tensorflow.python.framework.op_def_registry",
     "operation_definition",
     "has the definition of each type of operation",
@@ -1003,6 +1119,27 @@ def _():
         assert int(tf.function(lambda x: x + 1)(1)) == 2
         assert int(Doubles().of(tf.constant(3))) == 6
     assert len(called) == 2
+
+
+@contract(
+    "get_name_scope", "is_vectorized", "knows the body of `vectorized_map`, not others"
+)
+def _():
+    seen = []
+
+    def body(x):
+        seen.append(graphs.is_vectorized())
+        tf.cond(x > 0, lambda: seen.append(graphs.is_vectorized()) or x, lambda: x)
+        return x
+
+    @tf.function
+    def step(x):
+        seen.append(graphs.is_vectorized())
+        with tf.name_scope("model"):
+            return tf.vectorized_map(body, x), tf.map_fn(body, x)
+
+    step(tf.range(3))
+    assert seen == [False, True, True, False, False]
 
 
 # tf.data.

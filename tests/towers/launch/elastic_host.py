@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tests.towers.cluster.elastic import counting
-from towers.cluster import process_group
+from towers.hosts import group
 
 
 class File:
@@ -32,7 +32,7 @@ def main(folder, goal=None):
 
     def say(**message):
         about = {"slot": slot, "pid": os.getpid()}
-        about["restarted"] = process_group.restarted()
+        about["restarted"] = group.restarted()
         with open(folder / "said", "a") as file:
             file.write(json.dumps(about | message) + "\n")
 

@@ -293,10 +293,10 @@ def test_a_file_that_changes_again_while_a_host_ends(by_ssh):
 
 def test_other_machines_have_places_of_their_own(by_ssh, monkeypatch):
     run, _ = by_ssh
-    asked = arguments.Options(1, 4, ("x",), elastic=True, log_dir=str(run.folder))
+    asked = arguments.LaunchOptions(1, 4, ("x",), elastic=True, log_dir=str(run.folder))
     monkeypatch.setenv("TOWERS_SSH", "true")
     one = listed.Machines(asked, ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
-    slots = [slot.Slot(number) for number in range(4)]
+    slots = [slot.ProcessSlot(number) for number in range(4)]
     for each in slots[:3]:
         each.begin("a process")
         one._machine_for(each.number)
@@ -323,7 +323,7 @@ def test_a_host_has_no_input_and_its_own_exit_code(
 @pytest.mark.parametrize("command", ["", "ssh 'x", "/no/such -x"])
 def test_no_ssh(command, monkeypatch, tmp_path):
     monkeypatch.setenv("TOWERS_SSH", command)
-    asked = arguments.Options(1, 2, ("x",), elastic=True, log_dir=str(tmp_path))
+    asked = arguments.LaunchOptions(1, 2, ("x",), elastic=True, log_dir=str(tmp_path))
     with pytest.raises(ValueError, match="another by TOWERS_SSH"):
         listed.Machines(asked, ["127.0.0.1"])
 
@@ -331,7 +331,7 @@ def test_no_ssh(command, monkeypatch, tmp_path):
 def test_machines_reach_the_launcher_where_others_do(monkeypatch):
     routes = {"here": "127.0.0.1", "node2": "10.0.0.1", "gone": None}
     monkeypatch.setattr(listed, "_route_to", routes.get)
-    asked = arguments.Options(1, 2, ("x",), elastic=True)
+    asked = arguments.LaunchOptions(1, 2, ("x",), elastic=True)
     found = listed._address_for(asked, ["here", "me@gone", "me@node2"])
     assert found == "10.0.0.1"
     assert listed._address_for(asked, ["here"]) == "127.0.0.1"
@@ -480,7 +480,7 @@ def launched(tmp_path, capfd, monkeypatch):
 
     def launch(code, hosts=(1, 2), **options):
         command = sys.executable, "-S", "-c", SLOT + code
-        asked = arguments.Options(
+        asked = arguments.LaunchOptions(
             *(*hosts, command),
             elastic=True,
             **{"log_dir": str(tmp_path), "max_restarts": None, **options},
@@ -609,14 +609,14 @@ def test_a_coordinator_at_an_interface(launched):
 
 
 def test_a_command_that_cannot_be_started():
-    asked = arguments.Options(1, 1, ("/no/such",), elastic=True)
+    asked = arguments.LaunchOptions(1, 1, ("/no/such",), elastic=True)
     with pytest.raises(ValueError, match=r"Cannot start /no/such \(No such file"):
         Launcher(asked, Machine(asked, {})).run()
 
 
 def test_after_a_signal_no_further_host_starts(tmp_path, monkeypatch):
     command = sys.executable, "-S", "-c", "import time; time.sleep(60)"
-    asked = arguments.Options(
+    asked = arguments.LaunchOptions(
         *(1, 5, command), elastic=True, log_dir=str(tmp_path), max_restarts=None
     )
     machine = Machine(asked, {**os.environ, "TOWERS_TOKEN": "a secret of all hosts"})
@@ -633,7 +633,7 @@ def test_after_a_signal_no_further_host_starts(tmp_path, monkeypatch):
 
 
 def test_no_token_for_several_machines():
-    asked = arguments.Options(
+    asked = arguments.LaunchOptions(
         1, 2, ("x",), host_rank=1, coordinator="a:1", elastic=True
     )
     with pytest.raises(ValueError, match="Received no TOWERS_TOKEN; expected the same"):
@@ -658,7 +658,7 @@ def test_whether_anybody_listens():
 
 
 def test_who_leaves_and_who_starts():
-    asked = arguments.Options(1, 4, ("x",), elastic=True)
+    asked = arguments.LaunchOptions(1, 4, ("x",), elastic=True)
     every = hosts.Hosts(asked, None, None)
     places = every.slots
     for number in (0, 1, 2):
@@ -702,7 +702,7 @@ def test_the_exit_code():
 def test_pauses_double_until_one_trains_well(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(slot.time, "monotonic", lambda: now_s[0])
-    one = slot.Slot(0)
+    one = slot.ProcessSlot(0)
     found = []
     for _ in range(8):
         one.begin("a process")

@@ -34,7 +34,7 @@ def launched(tmp_path, capfd, monkeypatch):
 
     def launch(code, hosts=2, told=None, **options):
         command = sys.executable, "-S", "-c", code
-        asked = arguments.Options(
+        asked = arguments.LaunchOptions(
             hosts, hosts, command, **{"log_dir": str(tmp_path), **options}
         )
         environ = {**os.environ, "TOWERS_TOKEN": "a secret of all hosts"}
@@ -512,7 +512,7 @@ def test_a_range_of_hosts_is_elastic(words, elastic, restarts):
 
 
 def test_no_token_for_several_machines():
-    asked = arguments.Options(2, 2, ("x",), host_rank=0, coordinator="a:1")
+    asked = arguments.LaunchOptions(2, 2, ("x",), host_rank=0, coordinator="a:1")
     with pytest.raises(
         ValueError, match=r"Received no TOWERS_TOKEN; expected the same"
     ):
@@ -521,7 +521,7 @@ def test_no_token_for_several_machines():
 
 def test_a_command_that_cannot_be_started(launched):
     with pytest.raises(ValueError, match=r"Cannot start /no/such \(No such file"):
-        asked = arguments.Options(1, 1, ("/no/such",))
+        asked = arguments.LaunchOptions(1, 1, ("/no/such",))
         supervisor.Supervisor(asked, Machine(asked, {})).run()
 
 

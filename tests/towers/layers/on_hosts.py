@@ -18,9 +18,10 @@ import towers
 from tests.towers.layers import test_tables
 from towers.callbacks import Checkpoint
 from towers.cluster import process_group
-from towers.cluster.membership import HostsDifferError, Membership
-from towers.collectives.hosts import this_host
 from towers.collectives.spread.variable import SpreadVariable
+from towers.collectives.world import this_host
+from towers.hosts import group
+from towers.hosts.membership import HostsDifferError, Membership
 from towers.keras_adapter import optimizers
 from towers.layers import sharded
 
@@ -59,7 +60,7 @@ class Sent(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Begins."""
-        self.bytes, self.links = [], process_group.communicator().links
+        self.bytes, self.links = [], group.communicator().links
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts."""
@@ -101,7 +102,7 @@ def large(rank, counts, folder, way):
         # A host alone, of what it has kept.
         assert model.predict(ids[:3], verbose=0).shape == (3, 1)
         assert np.asarray(table).shape == (ROWS, WIDTH)
-    this_host().tell_all("")
+    this_host().exchange("")
 
 
 class ReadsAlone(keras.callbacks.Callback):

@@ -230,6 +230,51 @@ QUICK = {
 }
 
 
+ADAM = {
+    "as it is": (keras.optimizers.Adam, {}),
+    "decay": (keras.optimizers.AdamW, {"weight_decay": 0.1, "beta_2": 0.9}),
+    "a schedule": (
+        keras.optimizers.Adam,
+        {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)},
+    ),
+    "accumulated": (keras.optimizers.Adam, {"gradient_accumulation_steps": 2}),
+    "amsgrad": (keras.optimizers.Adam, {"amsgrad": True}),
+}
+
+
+@pytest.mark.parametrize("how", ["dense", "sparse", "float64"])
+@pytest.mark.parametrize("which", ADAM)
+def test_adam_has_keras_numbers_to_the_last_bit(which, how):
+    make, options = ADAM[which]
+    gradients, dtype = list(_gradients(sparse=how == "sparse")), "float32"
+    if how == "float64":
+        dtype = how
+        gradients = [tf.cast(each, dtype) for each in gradients]
+    options = {"learning_rate": 0.1} | options
+    expected, _ = _train(make(**options), gradients, dtype)
+    with fused.updates():
+        ours, _ = _train(make(**options), gradients, dtype)
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_adam_computes_once_what_variables_share():
+    model = [keras.Variable(np.ones([2, k + 1], "float32")) for k in range(4)]
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model)
+
+    @tf.function(autograph=False)
+    def twice():
+        for _ in range(2):
+            optimizer.apply([tf.ones_like(each.value) for each in model])
+
+    with fused.updates():
+        graph = twice.get_concrete_function().graph
+    kinds = collections.Counter(op.type for op in graph.get_operations())
+    # The second update is of another step.
+    assert kinds["Pow"] == 2 * 2 and kinds["Square"] == 2 * 4
+
+
 @pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("options", "how", "scaled"),

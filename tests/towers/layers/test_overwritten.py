@@ -6,10 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.collectives import reduce
 from towers.layers import overwritten
-
-DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
 
 
 def _in_float8():
@@ -24,30 +21,9 @@ def _in_float8():
 
 def test_all_of_keras_s_float8_are_known():
     model = _in_float8()
-    assert len(overwritten.places(model)) == 12
+    variables = model.trainable_variables
+    assert sum(v.overwrite_with_gradient for v in variables) == 12
     assert overwritten.others(model) == []
-
-
-def _ways(towers):
-    """Each way to combine what some of the towers have, on all devices."""
-    sources = DEVICES[: len(towers)]
-    yield reduce.sum_gradients(towers, {1, 2})
-    yield reduce.sum_packed(towers, sources, DEVICES[0], DEVICES[1], {1, 2})
-    for algorithm in ("cpu", "device", "ring"):
-        yield from reduce.all_reduce(towers, sources, DEVICES, algorithm, {1, 2})
-
-
-@pytest.mark.parametrize("towers", [1, 3])
-def test_the_largest_is_taken_for_each_use(towers):
-    """Other gradients are added; a variable that no tower uses has none."""
-    of_one = np.float32([[0, 3], [5, 1]]), np.float32([[4, 0], [0, 2]])
-    uses = [of_one[0], of_one[1], np.zeros((2, 2), "float32")][:towers]
-    expected = [5.0, 4.0] if towers == 1 else [9.0, 5.0]
-    parts = [[tf.ones([2]), tf.constant(each), None] for each in uses]
-    for added, largest, none in _ways(parts):
-        np.testing.assert_array_equal(added, [towers, towers])
-        np.testing.assert_array_equal(largest, expected)
-        assert none is None
 
 
 def test_uses_are_told_apart_in_their_sum():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tests.valued import valued
 from towers import multi_gpu_model
-from towers.layers.pipeline import Placement, balanced, best_cut, placeable, placed
+from towers.layers.pipeline import LayerPlacement, balanced, best_cut, placeable, placed
 
 
 def chain(*sizes):
@@ -59,7 +60,7 @@ def test_tables_that_lie_apart_count_for_no_stage():
     model = keras.Model(ids, hidden)
     found = by_name(model, balanced(model, 2))
     assert found == {"table": 0, "a": 1, "b": 1, "c": 1}
-    placement = Placement(model, 3, apart=True)
+    placement = LayerPlacement(model, 3, apart=True)
     assert by_name(model, placement.layers) == {"table": 0, "a": 0, "b": 1, "c": 2}
     # The optimizer may not allow it.
     placement.keeps_tables()
@@ -134,7 +135,7 @@ ARGUMENTS = [
     ({"stages": 4}, "which has 3 layers with weights; expected at least as many"),
     ({"micro_batches": 0}, "Received micro_batches=0; expected an integer from 1"),
     ({"micro_batches": "2"}, "Received micro_batches='2'; expected an integer"),
-    ({"pipeline_schedule": "2f2b"}, "expected one of ['1f1b', 'gpipe']"),
+    ({"schedule": "2f2b"}, "expected one of ['1f1b', 'gpipe']"),
     ({"recompute": True}, "Received recompute=True; expected one of ['none', 'stage'"),
     ({"placement": {".*": 0}}, "Received a placement with stages=1; expected stages=2"),
     ({"stages": 2, "split_ratios": (1, 1, 2)}, "for 2 towers; expected a positive"),
@@ -147,13 +148,13 @@ ARGUMENTS += [({"stages": 2, "placement": each}, words) for each, words in PLACE
 @pytest.mark.parametrize(("options", "words"), ARGUMENTS)
 def test_a_wrong_argument_is_a_sentence(options, words):
     with pytest.raises(ValueError) as caught:
-        multi_gpu_model(chain(6, 6, 3), 4, **options)
+        multi_gpu_model(chain(6, 6, 3), 4, **valued(**options))
     assert words in str(caught.value)
 
 
 # What each argument needs beside it: with less, a line or an error says so.
 STAGES, PARTS = {"stages": 2}, {"micro_batches": 2}
-GPIPE = {"pipeline_schedule": "gpipe"}
+GPIPE = {"schedule": "gpipe"}
 NEEDS = [
     (STAGES, ()),
     (PARTS, ()),
@@ -170,7 +171,7 @@ NEEDS = [
 )
 def test_what_changes_nothing_is_said(capsys, option, ways, others):
     given = option | others
-    multi_gpu_model(chain(6, 6, 3), 4, **given)
+    multi_gpu_model(chain(6, 6, 3), 4, **valued(**given))
     (name,) = option
     suffices = not ways or any(way.items() <= given.items() for way in ways)
     assert (f"{name}=" in capsys.readouterr().err) is not suffices

@@ -30,7 +30,7 @@ from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.stop_at_step import StopAtStep
 from towers.machine import limits
-from towers.numerics.not_finite import NotFinite
+from towers.numerics.errors import NotFinite
 
 pytestmark = pytest.mark.oldest
 

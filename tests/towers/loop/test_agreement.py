@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.cluster.membership import HostsDifferError
-from towers.collectives.hosts import OneHost
-from towers.loop.agreement import Agreement, SignalReceived
+from towers.collectives.world import Alone
+from towers.hosts.membership import HostsDifferError, SignalReceived
+from towers.loop.agreement import Agreement
 
 
-class Host(OneHost):
+class Host(Alone):
     """One of two hosts, that is told what the other one says."""
 
     count, names = 2, ("host 0", "host 1")
@@ -18,10 +18,10 @@ class Host(OneHost):
     def __init__(self, index=0):
         self.index, self.other, self.values = index, 0.0, None
 
-    def sum(self, tensors, purpose):
+    def all_reduce(self, tensors, purpose):
         return [tensors[0] + self.other]
 
-    def tell_all(self, value):
+    def exchange(self, value):
         return [value, self.values]
 
 

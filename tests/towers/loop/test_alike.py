@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.collectives.hosts import OneHost
+from towers.collectives.world import Alone
 from towers.loop import alike, described
 from towers.model import fit_call
 from towers.train.settings import OF_A_HOST, Settings
 
 
-class Hosts(OneHost):
+class Hosts(Alone):
     """Hosts that say in turn what they were given."""
 
     count, names = 3, ("host 0", "host 1 (b)", "host 2")
@@ -21,7 +21,7 @@ class Hosts(OneHost):
     def __init__(self, *others):
         self.others = others
 
-    def tell_all(self, value):
+    def exchange(self, value):
         if isinstance(value, str):  # a digest
             return [value, "another"] if len({*map(str, self.others)}) > 1 else [value]
         return [value, *self.others]
@@ -41,7 +41,7 @@ def test_a_sentence_names_what_differs_and_on_which_hosts():
     assert str(error.value).startswith(
         "Hosts differ in epochs of fit: 2 on host 0 and host 2 and 3 on host 1 (b); "
     )
-    alike.check(OneHost(), {"fit": {"epochs": 2}})
+    alike.check(Alone(), {"fit": {"epochs": 2}})
 
 
 def test_a_sentence_counts_what_else_differs():

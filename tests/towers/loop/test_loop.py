@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tests import executed, oracle
 from tests.limits import HANG_S
+from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
@@ -158,9 +159,7 @@ TOWERS, HOST, HOME = ["/device:CPU:1", "/device:CPU:2"], "/device:CPU:0", None
 def _executed(builder, home, steps=4):
     name = f"loop_{next(_numbers)}"
     model = _model(name=name)
-    parallel = multi_gpu_model(
-        model, gpus=TOWERS, variable_update=builder, local_parameter_device=home
-    )
+    parallel = multi_gpu_model(model, gpus=TOWERS, **valued(builder, device=home))
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     parallel.compile(optimizer, "mse", steps_per_execution=steps)
     return executed.run(lambda: parallel.fit(_dataset(), verbose=0), name)

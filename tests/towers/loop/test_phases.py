@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.limits import HANG_S
+from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.builders.pieces.batches import LocalBatches
@@ -21,7 +22,7 @@ from towers.collectives import packing
 from towers.keras_adapter.patching import Target, patched
 from towers.loop import timers
 from towers.monitoring.step_time import StepTime
-from towers.partition import partitioned
+from towers.partition.call import PartitionedCall
 
 NAP_S = 0.02
 BATCHES = 8
@@ -70,7 +71,7 @@ def second_tower(late):
             values = [late(values[0]), *values[1:]]
         return run(call, k, phase, values)
 
-    return patched(Target(partitioned.Call, "_made"), made)
+    return patched(Target(PartitionedCall, "_call_on_tower"), made)
 
 
 class SlowSGD(keras.optimizers.SGD):
@@ -99,10 +100,7 @@ def train(
     parallel = multi_gpu_model(
         model,
         gpus=2,
-        variable_update=builder,
-        prefetch=prefetch,
-        preprocess=preprocess,
-        packed=packed,
+        **valued(builder, prefetch=prefetch, preprocess=preprocess, packed=packed),
     )
     parallel.compile(optimizer, "mse", steps_per_execution=steps, run_eagerly=eager)
     x = np.repeat([[-1.0], [1.0]], 3, axis=0) * np.ones([1, 4])

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
-from towers.cluster.membership import Membership
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts.membership import Membership
 from towers.input_pipeline import ArraySource
 from towers.input_pipeline.pipeline import Pipeline
 
@@ -164,7 +164,7 @@ def main(rank, addresses, counts, names, file):
             found = DO[name]()
         except Exception as error:
             found = {"said": f"{type(error).__name__}: {error}"}
-        found = this_host().tell_all(found)
+        found = this_host().exchange(found)
         if RANK == 0:
             with open(file, "a") as lines:
                 lines.write(f"{json.dumps({'name': name, 'found': found})}\n")

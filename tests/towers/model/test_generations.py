@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from towers.cluster import process_group
-from towers.cluster.membership import HostsDifferError, Membership
-from towers.loop.agreement import HostsChange
+from towers.hosts import group
+from towers.hosts.membership import HostsChange, HostsDifferError, Membership
 from towers.model import generations
 
 
@@ -48,10 +48,10 @@ def hosts(monkeypatch):
         ("joined", joined),
         ("change", lambda: None),
         ("is_broken", lambda: state["broken"]),
-        ("join_next", join_next),
         ("together", contextlib.nullcontext),
     ):
-        monkeypatch.setattr(process_group, name, value)
+        monkeypatch.setattr(group, name, value)
+    monkeypatch.setattr(process_group, "join_next", join_next)
     monkeypatch.setattr(generations, "steps_done", lambda model: 0)
     return state
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests import oracle
 from tests.variants import slow
-from towers import multi_gpu_model
+from towers import ParameterServer, multi_gpu_model
 from towers.tower.errors import ModelError
 
 
@@ -366,7 +366,11 @@ def test_gathered_is_auto_and_a_line_says_so(caplog):
         (_model, {"gpus": 0}, "gpus=0"),
         (_model, {"gpus": ["/gpu:7"]}, "gpu:7"),
         (_model, {"variable_update": "magic"}, "variable_update='magic'"),
-        (_model, {"local_parameter_device": "/gpu:3"}, "gpu:3"),
+        (
+            _model,
+            {"variable_update": ParameterServer("/gpu:3")},
+            "device names '/gpu:3'",
+        ),
         (_model, {"split_ratios": (1, 2, 3)}, "split_ratios=.1, 2, 3. for 2 towers"),
         (_model, {"split_ratios": (1, 0)}, "a positive integer for each"),
         (_model, {"loss_placement": "gpu"}, "loss_placement='gpu'"),
@@ -493,7 +497,7 @@ def test_moving_the_model_again_is_noticed():
     model = _model()
     first = multi_gpu_model(model, gpus=2)
     first.predict(data, verbose=0)
-    second = multi_gpu_model(model, gpus=2, local_parameter_device="/cpu:2")
+    second = multi_gpu_model(model, gpus=2, variable_update=ParameterServer("/cpu:2"))
     model.set_weights([w * 0 for w in model.get_weights()])
     np.testing.assert_allclose(
         first.predict(data, verbose=0), second.predict(data, verbose=0), rtol=1e-6

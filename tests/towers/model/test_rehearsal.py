@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests.variants import slow
-from towers.cluster import process_group
+from towers.hosts import group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.keras_adapter.randomness import random_states
 from towers.model import fit_data, rehearsal, tower_model
@@ -40,8 +40,8 @@ def rehearse(monkeypatch):
     def run(parallel, *args, place=(1, 2), **kwargs):
         member = types.SimpleNamespace(expects=lambda: place)
         with monkeypatch.context() as patch:
-            patch.setattr(process_group, "member", lambda: member)
-            patch.setattr(process_group, "change", lambda: None)
+            patch.setattr(group, "member", lambda: member)
+            patch.setattr(group, "change", lambda: None)
             swap = functools.partial(tower_model._swap_functions, parallel)
             update = parallel._self_update
             trace = functools.partial(tower_model._trace_training, parallel)

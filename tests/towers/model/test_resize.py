@@ -12,8 +12,10 @@ import tensorflow as tf
 
 import towers
 from tests import oracle
+from tests.valued import valued
 from tests.variants import slow
-from towers.model.update import recipe, variable_update
+from towers import ParameterServer
+from towers.model.update import placing, variable_update
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -121,7 +123,7 @@ def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
             if batch != 3:
                 return
             moved = iter(range(2))
-            make = recipe.variables.variable_like
+            make = placing.variables.variable_like
 
             def fails(*args, **options):
                 if next(moved, None) is None:
@@ -129,12 +131,12 @@ def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
                 return make(*args, **options)
 
             with monkeypatch.context() as patched:
-                patched.setattr(recipe.variables, "variable_like", fails)
+                patched.setattr(placing.variables, "variable_like", fails)
                 with pytest.raises(tf.errors.ResourceExhaustedError):
                     self.model.resize(gpus=[3, 2])
 
     home = "gpu" if update == "parameter_server" else None
-    model = parallel(2, variable_update=update, local_parameter_device=home)
+    model = parallel(2, **valued(update, device=home))
     model.fit(X, Y, BATCH, 2, verbose=0, shuffle=False, callbacks=[Fails()])
     weights = expected.get_weights()
     assert oracle.largest_difference(model.get_weights(), weights) < 1e-5
@@ -145,7 +147,7 @@ def test_what_fails_leaves_all_as_it_was(monkeypatch, update):
 
 @pytest.mark.slow
 def test_variables_that_were_moved_are_not_kept():
-    model = parallel(2, local_parameter_device="gpu")
+    model = parallel(2, variable_update=ParameterServer("gpu"))
     fit(model)
     old = [weakref.ref(each.value) for each in model.trainable_variables]
     model.resize(gpus=[2, 3])

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.variants import slow
-from towers.devices import Devices
+from towers.devices.configuration import Devices
 from towers.input_pipeline import (
     ADVICE,
     Pipeline,

@@ -4,8 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model
-from towers.layers.pipeline import Pipeline, Placement
+from towers import Stages, multi_gpu_model
+from towers.layers.pipeline import LayerPlacement, Pipeline
 from towers.loop.timers import TurnsTaken
 from towers.monitoring.bottleneck import stages
 from towers.monitoring.step_time import StepTime, check_towers
@@ -18,7 +18,7 @@ def pipeline(*of_layers, width=4):
     model = keras.Sequential([keras.Input([width]), *every])
     asked = dict(zip(names, of_layers, strict=True))
     count = max(of_layers) + 1
-    return Pipeline(count, placement=Placement(model, count, asked))
+    return Pipeline(count, placement=LayerPlacement(model, count, asked))
 
 
 def test_a_stage_is_at_work_from_when_it_may_begin():
@@ -56,7 +56,7 @@ def test_each_stage_is_measured():
     # Much to compute: on a busy machine, the clock may be looked at some time late.
     model = pipeline(0, 1, width=512).model
     parallel = multi_gpu_model(
-        model, gpus=2, stages=2, micro_batches=2, placement={"a": 0, "b": 1}
+        model, gpus=2, stages=Stages(2, {"a": 0, "b": 1}), micro_batches=2
     )
     parallel.compile("sgd", "mse")
     times, x = StepTime(warmup_steps=1), tf.zeros([512, 512])

@@ -21,7 +21,7 @@ from tensorflow.data.experimental import service
 from tests import warm
 from tests.limits import HANG_S
 from towers import multi_gpu_model
-from towers.cluster import process_group
+from towers.hosts import group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
@@ -746,16 +746,16 @@ def test_what_does_not_fit(options, message):
 )
 def test_hosts_that_are_waited_for(monkeypatch, told, said):
     answers = {"host 0": ("step 0", "computes"), "host 1": told}
-    monkeypatch.setattr(process_group, "ask_all", lambda seconds: answers)
+    monkeypatch.setattr(group, "ask_all", lambda seconds: answers)
     assert hosts.waited_for(1.0) is None
-    monkeypatch.setattr(process_group, "collective", lambda: "step 0")
+    monkeypatch.setattr(group, "collective", lambda: "step 0")
     assert hosts.waited_for(1.0) == said
     assert Stall(stall_seconds=9)._ask(testing=False) == said
 
 
 def test_what_other_hosts_are_told(monkeypatch):
     stall, hosts_hear, over = Stall(stall_seconds=9), [], mock.Mock()
-    monkeypatch.setattr(process_group, "does_meanwhile", hosts_hear.append)
+    monkeypatch.setattr(group, "does_meanwhile", hosts_hear.append)
     over.wait.return_value = True
     stall._watch(over)
     says, nothing = hosts_hear

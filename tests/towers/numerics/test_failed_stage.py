@@ -1,7 +1,5 @@
 """A stage that fails says how, though TensorFlow says only that it was cancelled."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -9,9 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 from tests.variants import slow
-from towers import multi_gpu_model
+from towers import Stages, multi_gpu_model
 from towers.layers import variables
-from towers.model import tower_model
 from towers.numerics import failed_stage
 from towers.tower.errors import ModelError, StageError
 
@@ -52,8 +49,7 @@ def parallel(stage=None, function=check, loss="mse", **options):
     model = keras.Sequential([keras.Input([6]), *every], name="model")
     made = multi_gpu_model(
         *(model, 2, "replicated"),
-        stages=2,
-        placement={"s0": 0, "s1": 1},
+        stages=Stages(2, {"s0": 0, "s1": 1}),
         micro_batches=2,
         strict=False,
     )
@@ -88,18 +84,16 @@ SENTENCE = (
     ids=lambda options: "-".join(options),
 )
 def test_training_says_how_a_stage_has_failed(monkeypatch, options):
-    values = []
+    values, finds = [], failed_stage.reason
 
     def reason(builder, step):
         values.append(variables.values(model.__wrapped__))
         try:
-            return failed_stage.reason(builder, step)
+            return finds(builder, step)
         finally:
             values.append(variables.values(model.__wrapped__))
 
-    monkeypatch.setattr(
-        tower_model, "failed_stage", types.SimpleNamespace(reason=reason)
-    )
+    monkeypatch.setattr(failed_stage, "reason", reason)
     model = parallel(**options)
     model.fit(X, X, batch_size=4, verbose=0)
     with pytest.raises(ERRORS, match=SENTENCE):

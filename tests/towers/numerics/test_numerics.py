@@ -15,13 +15,13 @@ from keras import layers
 from tests import warm
 from tests.towers.train.runs import main_here
 from tests.variants import slow
-from towers import multi_gpu_model
+from towers import ParameterServer, Stages, multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
 from towers.lifecycle.checkpoints import store
 from towers.model.update import auto
 from towers.numerics import recorded_step, search
-from towers.numerics.not_finite import NotFinite, NotFiniteStep
+from towers.numerics.errors import NotFinite, NotFiniteStep
 from towers.numerics.recorded_step import RecordedStep
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -255,7 +255,7 @@ WAYS = {
     },
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
-    "packed": {"packed": True},
+    "packed": {"variable_update": ParameterServer(packed=True)},
     "prefetched": {"prefetch": 2},
     "uneven": {"split_ratios": (1, 2, 1)},
     "asynchronous": {"variable_update": "asynchronous"},
@@ -294,7 +294,7 @@ def test_whichever_way_towers_go(way):
 
 
 def test_a_micro_batch_is_named():
-    options = {"stages": 2, "micro_batches": 3, "placement": {"weight": 0, ".*": 1}}
+    options = {"stages": Stages(2, {"weight": 0, ".*": 1}), "micro_batches": 3}
     parallel = on_towers(build(), 2, **options)
     at, expected = FAULTS["forward"]
     error = stopped(parallel, *data(**at))

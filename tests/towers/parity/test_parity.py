@@ -11,12 +11,13 @@ import pytest
 import tensorflow as tf
 from absl.testing import flagsaver
 
+import towers
 from tests import warm
 from tests.towers.train.runs import read_settings
 from tests.variants import slow
 from towers import input_pipeline
-from towers.cluster.heartbeat import HostFailedError
 from towers.collectives import reduce
+from towers.hosts.membership import HostFailedError
 from towers.layers import fused
 from towers.parity import __main__ as parity_program
 from towers.parity import causes, check, check_flags, check_parity
@@ -24,8 +25,8 @@ from towers.parity.report import (
     DIFFERS,
     EQUAL,
     ROUNDING,
-    Entry,
     Parity,
+    ReportEntry,
     Row,
     compare,
     difference,
@@ -657,7 +658,8 @@ def test_difference():
 
 def entries(**values):
     return [
-        Entry("variable", name, 0, np.asarray(value)) for name, value in values.items()
+        ReportEntry("variable", name, 0, np.asarray(value))
+        for name, value in values.items()
     ]
 
 
@@ -668,7 +670,7 @@ def test_rounding_is_measured_by_its_group():
 
 
 def test_the_step_that_tells_most_is_shown():
-    found = [Entry("variable", "v", step, np.ones(1)) for step in (0, 2)]
+    found = [ReportEntry("variable", "v", step, np.ones(1)) for step in (0, 2)]
     (row,) = compare(found, [2e-4, 0.5], [1e-6, 0.4], tolerance=1e-5)
     assert (row.difference, row.verdict) == (2e-4, DIFFERS)
     (row,) = compare(found, [2e-6, 0.5], [1e-6, 0.4], tolerance=1e-5)
@@ -773,9 +775,9 @@ def test_the_command_compares_stages_and_tables(monkeypatch):
     flags += "--shard_embeddings=rows", "--variable_update=replicated"
     parity_program.check(read_settings(*flags, "--all_reduce_alg=ring"))
     options = compares.call_args.kwargs
-    assert options["placement"] == {".*1": 0, ".*": 1}
-    assert (options["stages"], options["micro_batches"]) == (2, 3)
-    assert (options["shard_embeddings"], options["all_reduce_alg"]) == ("rows", "ring")
+    assert options["stages"] == towers.Stages(2, {".*1": 0, ".*": 1})
+    assert options["variable_update"] == towers.Replicated("ring")
+    assert (options["micro_batches"], options["shard_embeddings"]) == (3, "rows")
 
 
 def test_command_not_equal(tmp_path):

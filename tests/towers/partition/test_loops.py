@@ -61,7 +61,8 @@ class Looping(keras.layers.Layer):
 
     def arrays(self, x):
         """What the turns take and make is in arrays."""
-        given = tf.TensorArray(tf.float32, TURNS).unstack(tf.transpose(x, [1, 0, 2]))
+        given = tf.TensorArray(tf.float32, TURNS, clear_after_read=False)
+        given = given.unstack(tf.transpose(x, [1, 0, 2]))
 
         def turn(i, h, made):
             h = self.turn(given.read(i), h)
@@ -134,7 +135,8 @@ class Looping(keras.layers.Layer):
 
     def a_list_for_two(self, x):
         """Two loops take a list, of which one lets examples meet."""
-        given = tf.TensorArray(tf.float32, TURNS).unstack(tf.transpose(x, [1, 0, 2]))
+        given = tf.TensorArray(tf.float32, TURNS, clear_after_read=False)
+        given = given.unstack(tf.transpose(x, [1, 0, 2]))
 
         def turn(i, h):
             return [self.turn(given.read(i), h)]

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from tests import executed
-from towers import multi_gpu_model
+from towers import Replicated, Stages, multi_gpu_model
 from towers.analysis import effects
-from towers.layers.pipeline import Pipeline, Placement
+from towers.layers.pipeline import LayerPlacement, Pipeline
 from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned, judge
 from towers.tower.errors import ModelError
@@ -83,10 +83,13 @@ def test_a_part_computes_again_what_it_has_not_kept(recomputes):
     spec = tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])
     parts = {id(layer): k for k, layer in enumerate(layers)}
     recompute = "layer" if recomputes else "none"
-    pipeline = Pipeline(recompute=recompute, placement=Placement(model, layers=parts))
+    pipeline = Pipeline(
+        recompute=recompute, placement=LayerPlacement(model, layers=parts)
+    )
     made = Partitioned(judge(model.train_step, spec, pipeline=pipeline))
     (phase,) = [phase for (phase,) in made.phases if phase.place.on_towers]
-    graph = phase.function.graph.as_graph_def()
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t, *_ in phase.takes]
+    graph = tf.function(phase).get_concrete_function(specs).graph.as_graph_def()
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     kinds = collections.Counter(node.op for node in nodes)
     assert kinds["Tanh"] == (6 if recomputes else 3)
@@ -170,7 +173,7 @@ def test_the_state_of_another_optimizer_is_not_divided():
     model = words(Rival)
     model.rival = keras.optimizers.Adam()
     parallel = multi_gpu_model(
-        model, 2, variable_update="replicated", shard_optimizer_state=True
+        model, 2, variable_update=Replicated(shard_optimizer_state=True)
     )
     parallel.compile("sgd", "mse")
     with pytest.raises(ModelError, match=r"expected `self\.optimizer` for"):
@@ -193,8 +196,7 @@ def test_gradients_of_one_device_go_to_those_who_own_their_part(check):
     model, plain = words(Clipped), words(Clipped)
     parallel = multi_gpu_model(
         *(model, 3),
-        variable_update="replicated",
-        shard_optimizer_state=True,
+        variable_update=Replicated(shard_optimizer_state=True),
         check_numerics=check,
     )
     for each in (parallel, plain):
@@ -295,7 +297,7 @@ STEPS = [name for name in vars(Steps) if not name.startswith("_")]
 WAYS = {
     "parameter_server": {"variable_update": "parameter_server", "micro_batches": 2},
     "replicated": {"variable_update": "replicated"},
-    "shards": {"variable_update": "replicated", "shard_optimizer_state": True},
+    "shards": {"variable_update": Replicated(shard_optimizer_state=True)},
     "tables": {"shard_embeddings": "rows"},
 }
 
@@ -366,8 +368,8 @@ class Checked(keras.layers.Layer):
         {"gpus": 1},
         {"gpus": 2},
         {"gpus": 2, "variable_update": "replicated"},
-        {"gpus": 2, "stages": 2, "placement": {"last": 1, ".*": 0}},
-        {"gpus": 2, "variable_update": "replicated", "shard_optimizer_state": True},
+        {"gpus": 2, "stages": Stages(2, {"last": 1, ".*": 0})},
+        {"gpus": 2, "variable_update": Replicated(shard_optimizer_state=True)},
     ],
     ids=str,
 )

@@ -254,13 +254,13 @@ def test_the_output(tmp_path):
 
 def test_nothing_takes_the_place_of_another(tmp_path):
     with output.opened(str(tmp_path / "out")) as file:
-        rows = output.Rows(file, output.masks_of(str(tmp_path / "out")))
+        rows = output.PredictionRows(file, output.masks_of(str(tmp_path / "out")))
         for name in ("a/x_3.png", "a/x.png", "b/x.png"):
             rows.write({"file": name}, {"mask": np.zeros([2, 2])})
     names = ["x.png", "x_3.png", "x_4.png"]
     assert sorted(os.listdir(tmp_path / "out_masks")) == names
     with output.opened(str(tmp_path / "out")) as file:
-        output.Rows(file, None).write({"file": "a", "row": 1}, {"row": 0.5})
+        output.PredictionRows(file, None).write({"file": "a", "row": 1}, {"row": 0.5})
     assert (tmp_path / "out").read_text() == "file,row,predicted_row\na,1,0.5\n"
     # What has another name than its own.
     reader, writer = os.pipe()
@@ -405,7 +405,7 @@ def test_names_of_files_in_no_encoding(tmp_path):
     (batch,) = inputs._pictures(trained, [name], 4, print)
     assert batch.names == [{"file": name}]
     with output.opened(str(tmp_path / "out.csv")) as file:
-        output.Rows(file, None).write(batch.names[0], {"value": 1})
+        output.PredictionRows(file, None).write(batch.names[0], {"value": 1})
     assert b"caf\xe9.png,1\n" in (tmp_path / "out.csv").read_bytes()
 
 

@@ -71,7 +71,7 @@ def test_pictures(pictures, tmp_path, capsys):
 def test_a_mask_is_as_large_as_its_picture(tmp_path):
     Image.new("RGB", (6, 4)).save(tmp_path / "1.jpg")
     with open(tmp_path / "masks.csv", "w") as file:
-        rows = output.Rows(file, str(tmp_path / "masks"), as_pictures=True)
+        rows = output.PredictionRows(file, str(tmp_path / "masks"), as_pictures=True)
         mask = np.array([[0, 2, 1], [1, 0, 2]])
         rows.write({"file": str(tmp_path / "1.jpg")}, {"mask": mask})
     image = Image.open(tmp_path / "masks" / "1.png")
@@ -241,7 +241,7 @@ def test_what_is_told_depends_on_the_task(tmp_path):
     found = of(None).decode([np.array([1, 2]), np.array([3, 4])], None)
     assert found == [{"output_1": 1, "output_2": 3}, {"output_1": 2, "output_2": 4}]
     with open(tmp_path / "masks.csv", "w") as file:
-        rows = output.Rows(file, str(tmp_path / "masks"))
+        rows = output.PredictionRows(file, str(tmp_path / "masks"))
         mask = np.array([[0, 2], [1, 0]])
         rows.write({"file": "a/1.jpg"}, {"mask": mask})
         rows.write({"file": "b/1.jpg"}, {"mask": 1 - mask % 2})
@@ -333,7 +333,7 @@ def test_large_numbers_are_told_apart_by_prediction_and_export(tmp_path):
 
 def _written(tmp_path, prediction, of_all_classes=False, **names):
     with open(tmp_path / "out.csv", "w", newline="") as file:
-        rows = output.Rows(file, None, of_all_classes=of_all_classes)
+        rows = output.PredictionRows(file, None, of_all_classes=of_all_classes)
         rows.write({"file": "a.csv", **names}, prediction)
     return (tmp_path / "out.csv").read_text().splitlines()
 

@@ -41,3 +41,9 @@ def test_of_many_names_the_first_are_listed(names, said):
 )
 def test_no_size_is_nothing(number, said):
     assert words.size(number) == said
+
+
+def test_only_so_many_are_named():
+    names = [f"h{i}" for i in range(1000)]
+    assert words.all_of(names) == "h0, h1, h2, h3, h4, h5, h6 and 993 more"
+    assert words.all_of(names[:3]) == "h0, h1 and h2"

@@ -26,7 +26,7 @@ from towers.queue import entry as states
 from towers.queue import queue_flags, record, runs, schedule, slots, table
 from towers.queue.entry import Entry
 from towers.queue.process import Process
-from towers.queue.queue_flags import Options
+from towers.queue.queue_flags import QueueOptions
 from towers.queue.runs import Run
 from towers.queue.slots import Device, Slots
 from towers.train.settings import Settings
@@ -38,7 +38,7 @@ def read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with flagsaver.flagsaver():
 
-        def read(*argv) -> Options:
+        def read(*argv) -> QueueOptions:
             for name in flags.FLAGS:
                 flags.FLAGS[name].unparse()
             return queue_flags.read(["towers.queue", *argv], "")
@@ -254,21 +254,21 @@ def test_too_many_runs_for_a_gpu():
 
 
 CARDS = (
-    nvidia.Card(0, "H100", "GPU-a", 80_000, 79_000),
-    nvidia.Card(1, "H100", "GPU-b", 80_000, 20_000),
-    nvidia.Card(2, "H100", "GPU-c", 80_000, 79_500),
+    nvidia.SeenCard(0, "H100", "GPU-a", 80_000, 79_000),
+    nvidia.SeenCard(1, "H100", "GPU-b", 80_000, 20_000),
+    nvidia.SeenCard(2, "H100", "GPU-c", 80_000, 79_500),
 )
 
 
 @pytest.fixture
 def cards(monkeypatch):
-    machine = nvidia.Machine(3, 3, CARDS)
+    machine = nvidia.SeenMachine(3, 3, CARDS)
     monkeypatch.setattr(nvidia, "look", lambda **_: machine)
 
 
 def test_gpus_that_others_hold_are_left_out(cards, monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert program._slots(Options("q", None, 1, False)).count == 2
+    assert program._slots(QueueOptions("q", None, 1, False)).count == 2
     assert "GPU 1 is left out, as others hold" in capsys.readouterr().err
     found, notes = slots.find(None, {})
     assert found == [Device("0", True, 79_000), Device("2", True, 79_500)]
@@ -525,7 +525,7 @@ def test_a_summary_that_is_damaged(tmp_path, text):
     (tmp_path / "a" / "summary.json").write_text(text)
     entry.end(0, "", is_stopping=False)
     stream = io.StringIO()
-    table.Lines(stream)([entry], "")
+    table.QueueLines(stream)([entry], "")
     assert "a: finished" in stream.getvalue()
     assert len(table.final([entry])) == 2
 
@@ -667,7 +667,7 @@ def test_lines_where_nobody_watches(every):
     ],
 )
 def test_what_begins_is_said(every, on_ray, each, said):
-    asked = Options("q", None, each, on_ray)
+    asked = QueueOptions("q", None, each, on_ray)
     assert program._begin(every, Slots(cpus(2), each, 4), asked) == said
 
 

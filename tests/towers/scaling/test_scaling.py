@@ -17,7 +17,7 @@ from towers.scaling import law, measure, scaling_flags
 from towers.scaling import trial as of_process
 from towers.scaling.measure import Trial
 from towers.scaling.network import Network, sum_s
-from towers.scaling.report import Report
+from towers.scaling.report import ScalingReport
 
 MODULE = "towers.scaling"
 
@@ -90,7 +90,7 @@ def test_a_fraction_is_none_below_0_or_above_1():
     ],
 )
 def test_a_bound_is_named_only_if_it_can_be_told(speeds, said):
-    text = str(Report([trial(*each) for each in speeds], 64))
+    text = str(ScalingReport([trial(*each) for each in speeds], 64))
     assert said in text
     unsure = said == "cannot be told"
     assert ("measure longer (--seconds, --rounds)" in text) == unsure
@@ -154,8 +154,8 @@ def test_rounds_are_put_together():
 
 def test_more_towers_have_to_be_faster_by_more_than_the_error():
     rounds = [trial(1, 100.0), trial(1, 100.0), trial(2, 108.0)]
-    assert Report([*rounds, trial(2, 109.0)], 64).best.count == 2
-    assert Report([*rounds, trial(2, 130.0), trial(2, 90.0)], 64).best.count == 1
+    assert ScalingReport([*rounds, trial(2, 109.0)], 64).best.count == 2
+    assert ScalingReport([*rounds, trial(2, 130.0), trial(2, 90.0)], 64).best.count == 1
 
 
 # What is recommended.
@@ -172,7 +172,7 @@ def test_more_towers_have_to_be_faster_by_more_than_the_error():
     ],
 )
 def test_the_fewest_that_are_about_as_fast_are_recommended(speeds, count, said):
-    report = Report([trial(n + 1, each) for n, each in enumerate(speeds)], 64)
+    report = ScalingReport([trial(n + 1, each) for n, each in enumerate(speeds)], 64)
     assert report.best.count == count
     assert said in report.recommendation
 
@@ -182,16 +182,16 @@ def test_the_reason_is_what_becomes_longer():
     two = trial(2, 80.0, compute=5.1, reduce=9.0)
     assert (
         "because adding gradients and updating the variables takes 9.0 ms of a step "
-        "instead of 0.5." in Report([one, two], 64).recommendation
+        "instead of 0.5." in ScalingReport([one, two], 64).recommendation
     )
     # Where none does, nothing is guessed.
-    said = Report([one, trial(2, 80.0, compute=5.0)], 64).recommendation
+    said = ScalingReport([one, trial(2, 80.0, compute=5.0)], 64).recommendation
     assert "slower" in said and "because" not in said
 
 
 def test_uneven_ratios_are_recommended_where_they_are_faster():
     tried = [trial(1, 90.0), trial(2, 100.0), trial(2, 150.0, (1, 2))]
-    report = Report(tried, 64)
+    report = ScalingReport(tried, 64)
     assert "--num_gpus=2 --split_ratios=1,2" in report.recommendation
     assert "2 (1:2)" in str(report)
     # The law is that of equal parts.
@@ -199,7 +199,7 @@ def test_uneven_ratios_are_recommended_where_they_are_faster():
 
 
 def test_what_does_not_fit_is_said():
-    report = Report([unfit(1), trial(2, 100.0)], 64)
+    report = ScalingReport([unfit(1), trial(2, 100.0)], 64)
     assert report.best.count == 2
     assert "1 tower did not fit: OOM." in report.recommendation
     assert "does not fit" in str(report)
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_said():
 
 def test_hosts_are_predicted_by_the_model_of_the_docs():
     one = trial(2, 64 / 0.3, compute=300.0, input=0, copy=0, reduce=0, python=0)
-    report = Report([one], 64, more_hosts=8, network=Network(0.1, 10.0))
+    report = ScalingReport([one], 64, more_hosts=8, network=Network(0.1, 10.0))
     found = {hosts: (slow, fast) for hosts, slow, fast in report.predicted()}
     assert [*found] == [2, 4, 8]
     # docs/scaling.md has 13 ms for 4 MB on 8 hosts at 10 Gbit/s.
@@ -228,7 +228,7 @@ def test_messages_that_hosts_send_to_add(hosts, size, messages):
 
 def test_a_chart_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    report = Report([trial(1, 100.0), trial(2, 180.0)], 64)
+    report = ScalingReport([trial(1, 100.0), trial(2, 180.0)], 64)
     report.plot(str(tmp_path / "scaling.svg"))
     text = (tmp_path / "scaling.svg").read_text()
     assert text.startswith("<?xml")
@@ -424,5 +424,5 @@ def test_the_flags_of_a_trial_are_those_of_the_run():
 def test_the_recommended_flag_gives_the_recommended_towers(settings, flag):
     flag_of = scaling_flags.Scaling(model="mlp", **settings).devices_flag
     tried = [trial(1, 100.0), trial(3, 290.0)]
-    found = Report(tried, 64, devices_flag=flag_of).recommendation
+    found = ScalingReport(tried, 64, devices_flag=flag_of).recommendation
     assert found.startswith(f"Recommended: 3 towers ({flag})")

@@ -62,9 +62,9 @@ WAYS = {
     "3 towers": on_towers(3),
     "replicated": on_towers(3, variable_update="replicated"),
     "state in shards": on_towers(
-        2, variable_update="replicated", shard_optimizer_state=True
+        2, variable_update=towers.Replicated(shard_optimizer_state=True)
     ),
-    "stages": on_towers(4, stages=2, placement={"last": 1, ".*": 0}),
+    "stages": on_towers(4, stages=towers.Stages(2, {"last": 1, ".*": 0})),
 }
 
 

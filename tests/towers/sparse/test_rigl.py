@@ -183,10 +183,10 @@ WAYS = {
     "3 towers": on_towers(3, split_ratios=(1, 2, 1)),
     "replicated": on_towers(3, variable_update="replicated"),
     "state in shards": on_towers(
-        2, variable_update="replicated", shard_optimizer_state=True
+        2, variable_update=towers.Replicated(shard_optimizer_state=True)
     ),
     "watched": on_towers(2, check_numerics=True),
-    "stages": on_towers(4, stages=2, placement={"last": 1, ".*": 0}),
+    "stages": on_towers(4, stages=towers.Stages(2, {"last": 1, ".*": 0})),
 }
 
 

@@ -6,13 +6,13 @@ import tensorflow as tf
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import made_in
 from towers.layers.labels import Labels
-from towers.layers.pipeline import Pipeline, Placement
+from towers.layers.pipeline import LayerPlacement, Pipeline
 from towers.stages.staged import Staged
 
 
 def cut(model, stages, placement="auto", recompute="none"):
     """Traces and cuts a tower that returns outputs, and a sum's gradients."""
-    placed = Placement(model, stages, placement)
+    placed = LayerPlacement(model, stages, placement)
     pipeline = Pipeline(stages, 2, "1f1b", recompute, placed)
     x = [tf.TensorSpec(each.shape, each.dtype) for each in model.inputs]
     _, staged = traced(model, pipeline, x[0] if len(x) == 1 else x)

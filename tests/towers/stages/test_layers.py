@@ -10,7 +10,7 @@ from tests.towers.analysis import layers as every
 from tests.towers.stages.stage import traced
 from tests.variants import slow
 from towers.analysis.layer_calls import key
-from towers.layers.pipeline import Pipeline, Placement
+from towers.layers.pipeline import LayerPlacement, Pipeline
 
 COMPUTED = "trusted", "proved", "at home", "by design"
 ROWS = [
@@ -57,7 +57,7 @@ def compare(row, recompute):
     model = Around(layer)
     model(x)
     parts = {id(each): k for k, each in enumerate([model.before, layer, model.behind])}
-    placement = Placement(model, 3, layers=parts)
+    placement = LayerPlacement(model, 3, layers=parts)
     pipeline = Pipeline(3, 1, recompute=recompute, placement=placement)
     spec = tf.nest.map_structure(every._spec, every.INPUTS[row.inputs])
     function, staged = traced(model, pipeline, spec)

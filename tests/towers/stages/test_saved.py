@@ -7,10 +7,9 @@ from keras import layers
 
 import towers
 
-TWO = {"stages": 2, "placement": {"block_[01]": 0, ".*": 1}, "micro_batches": 2}
+TWO = {"stages": towers.Stages(2, {"block_[01]": 0, ".*": 1}), "micro_batches": 2}
 FOUR = {
-    "stages": 4,
-    "placement": {f"block_{k}": k for k in range(4)},
+    "stages": towers.Stages(4, {f"block_{k}": k for k in range(4)}),
     "micro_batches": 3,
     "recompute": "stage",
 }

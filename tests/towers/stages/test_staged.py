@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests import executed
-from towers import multi_gpu_model
+from towers import Stages, multi_gpu_model
 from towers.builders import creator
 from towers.keras_adapter.graphs import function_definition
 from towers.stages import schedule
@@ -44,7 +44,7 @@ def batch():
 def step(**options):
     """Trains once; returns the model, and what ran."""
     model = blocks()
-    options |= {"stages": 2, "placement": PLACEMENT, "micro_batches": 2}
+    options |= {"stages": Stages(2, PLACEMENT), "micro_batches": 2}
     parallel = multi_gpu_model(model, **options)
     parallel.compile("adam", "mse")
     run = executed.run(lambda: parallel.train_on_batch(*batch()), model.name)
@@ -175,7 +175,7 @@ def test_a_deterministic_run_measures_no_layers(caplog, monkeypatch):
     ],
 )
 def test_what_stages_leave_out_is_said(capsys, options, line):
-    parallel = multi_gpu_model(blocks(), 2, stages=2, placement=PLACEMENT)
+    parallel = multi_gpu_model(blocks(), 2, stages=Stages(2, PLACEMENT))
     parallel.compile("sgd", "mse", **options)
     for _ in range(2):
         parallel.train_on_batch(*batch())
@@ -208,7 +208,7 @@ class Looping(keras.Model):
 def test_layers_in_a_loop_are_said(capsys):
     model = Looping()
     model(np.zeros([1, 6]))
-    parallel = multi_gpu_model(model, 2, stages=2, placement={"first": 0, "b": 1})
+    parallel = multi_gpu_model(model, 2, stages=Stages(2, {"first": 0, "b": 1}))
     parallel.compile("sgd", "mse")
     for rows in (4, 4, 3):
         parallel.train_on_batch(np.ones([rows, 6]), np.ones([rows, 6]))

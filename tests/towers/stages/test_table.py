@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import multi_gpu_model
-from towers.layers.pipeline import Pipeline, Placement
+from towers import Replicated, multi_gpu_model
+from towers.layers.pipeline import LayerPlacement, Pipeline
 from towers.partition.partitioned import Partitioned, judge
 from towers.stages import table
 
@@ -26,7 +26,7 @@ def build():
 
 
 def count(model, stages, micro_batches):
-    places = Placement(model, stages)
+    places = LayerPlacement(model, stages)
     pipeline = Pipeline(stages, micro_batches, placement=places)
     spec = tf.TensorSpec([None, WIDTH])
     function, specs = model.train_step, (spec, spec)
@@ -65,8 +65,7 @@ def test_a_device_holds_its_shard_of_slots():
             model,
             4,
             stages=2,
-            variable_update="replicated",
-            shard_optimizer_state=shards,
+            variable_update=Replicated(shard_optimizer_state=shards),
         )
         parallel.compile("adam", "mse", jit_compile=False)
         x = np.ones([8, WIDTH], "float32")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.towers.train.runs import TWO_STEPS, finish, start
-from towers.cluster import process_group
+from towers.hosts import group
 from towers.train.parts.devices import auto_count, configured
 from towers.train.settings import Settings
 
@@ -92,7 +92,7 @@ def test_an_evaluation_measures_nothing(asked):
 
 
 def test_several_hosts(asked, monkeypatch):
-    monkeypatch.setattr(process_group, "member", lambda: object())
+    monkeypatch.setattr(group, "member", lambda: object())
     with pytest.raises(ValueError, match="--num_gpus=auto on several hosts; expected"):
         auto_count.find(asked.settings)
 

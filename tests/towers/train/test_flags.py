@@ -9,17 +9,20 @@ import keras
 import pytest
 from absl.testing import flagsaver
 
+import towers
 from tests.towers.train.runs import (
     ROOT,
     finish,
     start,
 )
+from towers import devices
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.monitoring.profile import callback as profile
-from towers.train import checks, settings
+from towers.train import checks, job, settings
 from towers.train import flags as train_flags
 from towers.train.parts import task
+from towers.train.parts.devices import division
 from towers.train.settings import Settings
 
 
@@ -422,3 +425,43 @@ def test_flags_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"Received --data_dir='.*cwd.*a line break"):
         checks.check(Settings(dataset="digits", model_dir="run"))
     assert not [*folder.iterdir()] and [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"variable_update": "parameter_server"}, towers.ParameterServer("cpu")),
+        (
+            {"variable_update": "replicated", "all_reduce_alg": "ring"},
+            towers.Replicated("ring"),
+        ),
+        (
+            {"variable_update": "replicated", "shard_optimizer_state": True},
+            towers.Replicated(shard_optimizer_state=True),
+        ),
+        (
+            {"variable_update": "asynchronous", "max_staleness": 2},
+            towers.Asynchronous(2, device="cpu"),
+        ),
+        ({}, towers.Auto("choice.json", device="cpu")),
+    ],
+)
+def test_flags_of_updates_become_a_value(flags, expected):
+    update = division.variable_update(Settings(**flags), "cpu", "choice.json")
+    assert update == expected
+
+
+def test_flags_of_stages_become_a_value():
+    given = {"placement": ("b=c=0", ".*=1"), "pipeline_schedule": "gpipe"}
+    stages = division.stages(Settings(stages=2, **given))
+    assert stages == towers.Stages(2, {"b=c": 0, ".*": 1}, "gpipe")
+    assert division.stages(Settings()) == towers.Stages(1)
+
+
+def test_copies_are_on_the_towers_and_nowhere_else():
+    flags = Settings(variable_update="replicated", local_parameter_device="cpu")
+    on_gpus = devices.Devices(("/device:GPU:0", "/device:GPU:1"), devices.HOST)
+    with pytest.raises(ValueError, match="so leave out --local_parameter_device"):
+        job.check_reduction(flags, on_gpus)
+    job.check_reduction(flags, devices.Devices((devices.HOST,), devices.HOST))
+    job.check_reduction(flags.but(variable_update="auto"), on_gpus)

@@ -24,12 +24,12 @@ from tests.towers.train.runs import (
     write_folder,
 )
 from towers import devices, input_pipeline
-from towers.cluster import process_group
-from towers.cluster.heartbeat import HostFailedError
 from towers.elastic import balance, requests
+from towers.hosts import group
+from towers.hosts.membership import HostFailedError
 from towers.input_pipeline.sources.targets import Target
 from towers.lifecycle.signals import Stopped
-from towers.numerics.not_finite import NotFinite
+from towers.numerics.errors import NotFinite
 from towers.program import ending, whole_file
 from towers.tower.errors import ModelError
 from towers.train import __main__ as train
@@ -239,9 +239,9 @@ def test_callbacks_are_in_order(tmp_path, capsys):
 def of_elastic_hosts(monkeypatch, index=0):
     """Has this process be a host of those that come and go."""
     member = mock.Mock()
-    monkeypatch.setattr(process_group, "member", lambda: member)
-    monkeypatch.setattr(process_group, "together", contextlib.nullcontext)
-    monkeypatch.setattr(process_group, "joined", lambda: mock.Mock(generation=index))
+    monkeypatch.setattr(group, "member", lambda: member)
+    monkeypatch.setattr(group, "together", contextlib.nullcontext)
+    monkeypatch.setattr(group, "joined", lambda: mock.Mock(generation=index))
     host = mock.Mock(index=index)
     for module in (callbacks, train_run):
         monkeypatch.setattr(module, "this_host", lambda: host)
@@ -270,7 +270,7 @@ def test_of_hosts_that_come_and_go_the_first_writes(tmp_path, monkeypatch, index
 def test_the_end_is_written_again_if_the_first_host_is_lost(monkeypatch, tmp_path):
     member, host = of_elastic_hosts(monkeypatch)
     job, warned, written = mock.Mock(model_dir=str(tmp_path)), [], []
-    host.tell_all.side_effect = [HostFailedError("Host 1 has failed."), None, OSError]
+    host.exchange.side_effect = [HostFailedError("Host 1 has failed."), None, OSError]
     for name, value in (
         ("renew_learning_rate", mock.Mock()),
         ("_fit", lambda job, values: (job, values.update(val_loss=0.5))),
@@ -279,13 +279,13 @@ def test_the_end_is_written_again_if_the_first_host_is_lost(monkeypatch, tmp_pat
         monkeypatch.setattr(train_run, name, value)
     monkeypatch.setattr(train_run.start, "text", lambda job: "")
     monkeypatch.setattr(train_run.voice, "warn", warned.append)
-    monkeypatch.setattr(process_group, "is_broken", lambda: len(written) == 1)
+    monkeypatch.setattr(group, "is_broken", lambda: len(written) == 1)
     job.settings.eval_only = False
     train_run.run(job)
     assert written == 2 * [(job, None, {"val_loss": 0.5})]
     assert warned == ["Host 1 has failed. It writes again what is written at the end."]
     member.close.assert_called_once_with(done=True)
-    host.tell_all.side_effect = HostFailedError("no")
+    host.exchange.side_effect = HostFailedError("no")
     with pytest.raises(HostFailedError):
         train_run.run(job)
 
@@ -321,7 +321,7 @@ def test_split_ratios_that_were_found(tmp_path, monkeypatch):
     assert split_ratios(settings.but(clean=True), placed) == (1, 1)
     three = devices.Devices((*placed.towers, "/device:CPU:2"), placed.home)
     assert split_ratios(settings, three) == (1, 1, 1)
-    monkeypatch.setattr(process_group, "member", lambda: object())
+    monkeypatch.setattr(group, "member", lambda: object())
     with pytest.raises(ValueError, match="--split_ratios=auto on several hosts"):
         split_ratios(settings, placed)
 

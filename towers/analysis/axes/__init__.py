@@ -1,1 +1,1 @@
-"""What operations make of tensors that have an axis of the examples."""
+"""Rules for operations on tensors that have an axis of the examples."""

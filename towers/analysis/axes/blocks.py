@@ -47,11 +47,11 @@ class RowBlocks:
         return self._blocks.get(key(tensor))
 
     def set(self, tensor: tf.Tensor, blocks: Blocks) -> None:
-        """Is told the blocks of a tensor."""
+        """Sets the blocks of a tensor."""
         self._blocks[key(tensor)] = blocks
 
     def same(self, tensor: tf.Tensor, like: tf.Tensor) -> None:
-        """Is told that a tensor has the blocks of another."""
+        """Gives a tensor the blocks of another."""
         if (blocks := self.of(like)) is not None:
             self._blocks[key(tensor)] = blocks
 
@@ -60,7 +60,7 @@ class RowBlocks:
         tensor: tf.Tensor,
         inputs: Sequence[tf.Tensor],
         kinds: Sequence[Dependence],
-        found: Dependence,
+        kind: Dependence,
         by_layer: bool,
     ) -> Dependence:
         """Reads the blocks of what an operation or a layer returns.
@@ -69,7 +69,7 @@ class RowBlocks:
             tensor: What it returns.
             inputs: What it takes.
             kinds: How that depends on the examples.
-            found: How what it returns does, as far as blocks do not matter.
+            kind: How `tensor` does, as far as blocks do not matter.
             by_layer: Whether a layer returns it, which keeps rows apart.
 
         Returns:
@@ -77,48 +77,48 @@ class RowBlocks:
         """
         rows = [
             t
-            for t, kind in zip(inputs, kinds, strict=True)
-            if kind in (COLUMNS, LAST, ROWS) and key(t) not in self._alike
+            for t, k in zip(inputs, kinds, strict=True)
+            if k in (COLUMNS, LAST, ROWS) and key(t) not in self._alike
         ]
         several = {self.of(t) for t in rows}
         if not by_layer:
             special = None
-            if tensor.op.type == "ConcatV2" and found is UNKNOWN:
+            if tensor.op.type == "ConcatV2" and kind is UNKNOWN:
                 special = self._joined(tensor, inputs[:-1], kinds[:-1])
             elif several - {None}:
                 special = self._taken_apart(tensor, inputs, kinds)
             if special is not None:
                 return special
         if not several - {None}:
-            return self._of_shapes(tensor, inputs, kinds, found)
-        if len(several) > 1 or found in (COLUMNS, LAST):
+            return self._of_shapes(tensor, inputs, kinds, kind)
+        if len(several) > 1 or kind in (COLUMNS, LAST):
             return UNKNOWN
         if tensor.op.type == "Reshape" and not by_layer and _other_rows(tensor):
             # Rows of two blocks would become one, or a row would become several.
             return UNKNOWN
-        if found in (ROWS, SHAPE):
+        if kind in (ROWS, SHAPE):
             self._blocks[key(tensor)] = several.pop()
-        return found
+        return kind
 
-    def _of_shapes(self, tensor, inputs, kinds, found):
+    def _of_shapes(self, tensor, inputs, kinds, kind):
         """Reads what is made of a shape alone."""
         shapes = [t for t, k in zip(inputs, kinds, strict=True) if k in (SHAPE, SIZE)]
         if not shapes or ROWS in kinds:
-            return found
+            return kind
         known = {self.of(t) for t in shapes} - {None}
-        if found in (SHAPE, SIZE) and tensor.op.type in _KEEP_SHAPES:
+        if kind in (SHAPE, SIZE) and tensor.op.type in _KEEP_SHAPES:
             if len(known) == 1 and len(shapes) == 1:
                 self._blocks[key(tensor)] = known.pop()
-        elif found is ROWS and tensor.op.type in _ALIKE:
+        elif kind is ROWS and tensor.op.type in _ALIKE:
             self._alike.add(key(tensor))
-        elif found is ROWS:
+        elif kind is ROWS:
             count = self._counts.of(shapes[0]) or 1
             if len(known) == 1:
                 self._blocks[key(tensor)] = known.pop()
             elif 1 < count <= _MOST:
                 # Of twice as many rows as examples, most often for two blocks.
                 self._blocks[key(tensor)] = (1,) * count
-        return found
+        return kind
 
     def _joined(self, tensor, inputs, kinds):
         axis, rank = tf.get_static_value(tensor.op.inputs[-1]), tensor.shape.rank
@@ -171,7 +171,7 @@ class RowBlocks:
         return self._keep(tensor, blocks[edges.index(begin) : edges.index(end)])
 
     def _edge(self, tensor, kind):
-        """Where a slice begins or ends, in rows of an example; `None` if unknown."""
+        """Returns where a slice begins or ends, in rows of an example, if known."""
         if kind is SHAPE:
             return self._counts.of(tensor)
         values = integers(tensor)

@@ -53,8 +53,8 @@ def of_columns(
     if op.type == "MatMul" and NONE not in kinds:
         # Over the examples; or each with each.
         flipped = op.get_attr("transpose_a") or op.get_attr("transpose_b")
-        found = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
-        return UNKNOWN if flipped or found is None else found
+        kind = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
+        return UNKNOWN if flipped or kind is None else kind
     if ROWS in kinds or any(each.shape.rank is None for each in inputs):
         return UNKNOWN
     if op.type in ELEMENTWISE:
@@ -167,9 +167,10 @@ def _of_shape(tensor, op, inputs):
 @_rule("GatherV2")
 def _of_gather(tensor, op, inputs):
     """Numbers of places stand for the first axis, or for a later one."""
-    axis, rank, places = integers(inputs[2]), inputs[0].shape.rank, inputs[1].shape.rank
-    if axis is None or places is None or op.get_attr("batch_dims"):
+    axis, rank = integers(inputs[2]), inputs[0].shape.rank
+    ids_rank = inputs[1].shape.rank
+    if axis is None or ids_rank is None or op.get_attr("batch_dims"):
         return UNKNOWN
     if axis[0] % rank == 1:
         return UNKNOWN
-    return with_examples_at(1 if axis[0] % rank else places, tensor.shape.rank)
+    return with_examples_at(1 if axis[0] % rank else ids_rank, tensor.shape.rank)

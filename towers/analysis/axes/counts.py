@@ -43,7 +43,7 @@ class RowCounts:
         return self._counts.get(key(tensor))
 
     def set(self, tensor: tf.Tensor, count: int) -> None:
-        """Is told the count of a tensor."""
+        """Sets the count of a tensor."""
         self._counts[key(tensor)] = count
 
     def read(
@@ -89,7 +89,7 @@ class RowCounts:
         return count is not None and value is not None and count % value == 0
 
     def reshaped(self, tensor: tf.Tensor, axis: int = 0) -> int | None:
-        """How many rows an example has after a reshape; `None` if that is not known.
+        """Returns how many rows an example has after a reshape; `None` if unknown.
 
         Args:
             tensor: What `Reshape` returns, all of whose elements the axis tells.
@@ -129,9 +129,9 @@ class RowCounts:
             self._counts[key(tensor)] = count
 
     def _of_all(self, pairs):
-        """The count of all that depends on the examples."""
-        found = {self._counts.get(key(t)) for t, kind in pairs if kind is not NONE}
-        return found.pop() if len(found) == 1 else None
+        """Returns the count of tensors that depend on the examples, if all have one."""
+        counts = {self._counts.get(key(t)) for t, kind in pairs if kind is not NONE}
+        return counts.pop() if len(counts) == 1 else None
 
     def _of_operation(self, tensor, kind, pairs, count):
         if tensor.op.type == "Reshape" and LAST in (kind, pairs[0][1]):

@@ -90,7 +90,7 @@ def of_list(
 
 
 def _moved(kind, axis, by, rank):
-    """What tensors become that get an axis in front, or lose their first one."""
+    """Returns what tensors become that get an axis in front, or lose the first one."""
     if kind in (MEAN, SUM):
         return kind
     if axis is None or axis + by < 0:

@@ -1,4 +1,4 @@
-"""What is each tower's own: where examples meet, a tower takes its rows for the batch.
+"""Tensors that are each tower's own: it takes its rows for the batch.
 
 That is asked for by `loss_placement="tower"`: a matrix that compares each example with
 each has a row for each of the tower's rows, and as many columns. Its rows add up as
@@ -54,7 +54,7 @@ _SUMS = "Add", "AddN", "AddV2", "Sub"
 
 
 class Decided(NamedTuple):
-    """What an earlier trace of the same function has shown, by names of operations.
+    """Operations that an earlier trace of the same function has decided about.
 
     Attributes:
         no_totals: What takes no total of the whole batch.
@@ -66,7 +66,7 @@ class Decided(NamedTuple):
 
 
 class OwnRows:
-    """Which tensors are a tower's own, and how they depend on its rows.
+    """Tells which tensors are a tower's own, and how they depend on its rows.
 
     Attributes:
         firsts: The operations that make something a tower's own of what is not.
@@ -129,7 +129,7 @@ class OwnRows:
         tensor: tf.Tensor,
         inputs: Sequence[tf.Tensor],
         kinds: Sequence[Dependence],
-        found: Dependence,
+        kind: Dependence,
     ) -> Dependence:
         """Tells how a tensor depends on a tower's rows, if it is the tower's own.
 
@@ -137,35 +137,35 @@ class OwnRows:
             tensor: A tensor.
             inputs: What it is made of.
             kinds: How that depends on the examples.
-            found: How the tensor does, as far as that is known of the whole batch.
+            kind: How the tensor does, as far as that is known of the whole batch.
 
         Returns:
-            How it does; `found`, if it is no tower's own.
+            How it does; `kind`, if it is no tower's own.
         """
-        mine = [t for t in inputs if t in self]
-        if not self._may_be_own(tensor.op, kinds, found, bool(mine)):
-            return found
-        scaled = any(key(t) in self._scaled for t in mine)
-        if found in (COUPLED, UNKNOWN):
-            found = self._made(tensor, inputs, kinds)
+        own = [t for t in inputs if t in self]
+        if not self._may_be_own(tensor.op, kinds, kind, bool(own)):
+            return kind
+        scaled = any(key(t) in self._scaled for t in own)
+        if kind in (COUPLED, UNKNOWN):
+            kind = self._made(tensor, inputs, kinds)
             scaled |= any(
-                t.dtype.is_floating and kind in (MEAN, OWN, SIZE, SUM)
-                for t, kind in zip(inputs, kinds, strict=True)
+                t.dtype.is_floating and k in (MEAN, OWN, SIZE, SUM)
+                for t, k in zip(inputs, kinds, strict=True)
             )
         else:
-            found = self._kept(tensor, inputs, found)
-        if found is SUM and scaled:
-            found = MEAN
+            kind = self._kept(tensor, inputs, kind)
+        if kind is SUM and scaled:
+            kind = MEAN
         if scaled and tensor.dtype.is_floating:
             self._scaled.add(key(tensor))
-        if not mine:
+        if not own:
             self.firsts.append(tensor.op)
         self._operations.append(tensor.op)
-        self._kinds[key(tensor)] = found
-        return found
+        self._kinds[key(tensor)] = kind
+        return kind
 
     def like(self, gradient: tf.Tensor, source: tf.Tensor) -> None:
-        """Is told that a gradient of what is own has the rows of its source."""
+        """Notes that a gradient of what is own has the rows of its source."""
         self._kinds[key(gradient)] = ROWS
         if source not in self or key(source) in self._aligned:
             self._aligned.add(key(gradient))
@@ -182,7 +182,7 @@ class OwnRows:
         return key(tensor) in self._aligned and None not in others
 
     def need(self, tensor: tf.Tensor) -> None:
-        """Is told that something needs the whole batch's value of a tensor."""
+        """Notes that something needs the whole batch's value of a tensor."""
         if not self.is_part(tensor):
             self.send_home(tensor)
 
@@ -209,13 +209,14 @@ class OwnRows:
             extremes: Largest and smallest values, by their keys.
             known: Tells of an operation whether its result is known as a whole.
         """
-        found = self.contested | {*self._totals_behind(totals, extremes, known)}
+        unwanted = self.contested | {*self._totals_behind(totals, extremes, known)}
         names = {
             edge.operation
             for edge, total in totals.items()
-            if key(total.tensor) in found
+            if key(total.tensor) in unwanted
         }
-        names |= {each.tensor.op.name for k, each in extremes.items() if k in found}
+        of_rows = [total for name, total in extremes.items() if name in unwanted]
+        names |= {total.tensor.op.name for total in of_rows}
         before = self._decided
         if names <= before.no_totals:
             return before._replace(at_home=before.at_home | self.at_home)
@@ -232,7 +233,7 @@ class OwnRows:
             seen.add(op.name)
             # A number that is added to a tower's own is nothing of its own.
             adds = op.type in _SUMS and op.outputs[0].shape.rank == 0
-            adds &= any(each in self for each in op.inputs)
+            adds &= any(tensor in self for tensor in op.inputs)
             for i, tensor in enumerate(op.inputs):
                 if adds and tensor not in self:
                     continue
@@ -242,20 +243,20 @@ class OwnRows:
                     yield key(tensor)
                 waiting.append(tensor.op)
 
-    def _may_be_own(self, op, kinds, found, mine):
-        if found is NONE or op.name in self.by_hand:
+    def _may_be_own(self, op, kinds, kind, takes_own):
+        if kind is NONE or op.name in self.by_hand:
             return False
         if {COUPLED, PACKED, UNKNOWN} & {*kinds}:
             # It runs at home, with what it takes.
             return False
-        if found not in (COUPLED, UNKNOWN):
-            return mine
+        if kind not in (COUPLED, UNKNOWN):
+            return takes_own
         if is_stateful(op) or op.type.startswith(_DRAWS):
             return False
-        return op.name not in self._decided.at_home and (mine or self._meets(op))
+        return op.name not in self._decided.at_home and (takes_own or self._meets(op))
 
     def _made(self, tensor, inputs, kinds):
-        """How a tensor depends on rows that meet in it, or of which nothing is read."""
+        """Returns the dependence of a tensor that mixes examples, or has no rule."""
         shape = tensor.shape
         if shape.rank == 0 and tensor.dtype.is_floating:
             return MEAN
@@ -269,31 +270,29 @@ class OwnRows:
                 self._counts.set(tensor, count)
         return ROWS
 
-    def _kept(self, tensor, inputs, found):
-        """How a tensor that is made of own ones depends on rows, as was found."""
+    def _kept(self, tensor, inputs, kind):
+        """Returns the dependence of a tensor that is made of own ones, by a rule."""
         shape = tensor.shape
         if tensor.op.type in ("Shape", "Size"):
             # As many columns as rows are no number that all towers have.
             before = inputs[0].shape
-            return OWN if before.rank is None or None in before[1:] else found
-        if found in (SHAPE, SIZE) or (
-            found in (MEAN, SUM) and shape.is_fully_defined()
-        ):
-            return found
-        if not shape.rank or (shape[0] is not None and found in (MEAN, SUM)):
+            return OWN if before.rank is None or None in before[1:] else kind
+        if kind in (SHAPE, SIZE) or (kind in (MEAN, SUM) and shape.is_fully_defined()):
+            return kind
+        if not shape.rank or (shape[0] is not None and kind in (MEAN, SUM)):
             return OWN
-        mine = [t for t in inputs if self._kinds.get(key(t)) in (COLUMNS, LAST, ROWS)]
-        square = (found is COLUMNS and shape[0] is None) or (
-            found is LAST and None in shape[:-1]
+        own = [t for t in inputs if self._kinds.get(key(t)) in (COLUMNS, LAST, ROWS)]
+        square = (kind is COLUMNS and shape[0] is None) or (
+            kind is LAST and None in shape[:-1]
         )
-        if found in (COLUMNS, LAST, ROWS) and not square:
-            if all(key(t) in self._aligned for t in mine):
+        if kind in (COLUMNS, LAST, ROWS) and not square:
+            if all(key(t) in self._aligned for t in own):
                 self._aligned.add(key(tensor))
-            return found
+            return kind
         return ROWS
 
     def _rows_of(self, tensor, inputs, kinds):
-        """Which input has the rows of a tensor, as far as that is proved."""
+        """Returns the input that has the rows of a tensor, if that is proved."""
         op = tensor.op
         known = [
             t

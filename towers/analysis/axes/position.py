@@ -133,19 +133,19 @@ def of_factor(
         inputs: What it takes.
         kinds: Of one input ROWS, COLUMNS or LAST, of the other NONE.
     """
-    mine = int(kinds[0] is NONE)
-    other, axis = inputs[1 - mine].shape, axis_of(inputs[mine], kinds[mine])
-    rank = max(inputs[mine].shape.rank, other.rank)
-    new = rank - inputs[mine].shape.rank
-    if axis < inputs[mine].shape.rank - 2:
+    cut = int(kinds[0] is NONE)
+    other, axis = inputs[1 - cut].shape, axis_of(inputs[cut], kinds[cut])
+    rank = max(inputs[cut].shape.rank, other.rank)
+    new = rank - inputs[cut].shape.rank
+    if axis < inputs[cut].shape.rank - 2:
         # It counts matrices, of which others may be one for all, or one for each.
         meets = axis + new - (rank - other.rank)
         apart = meets < 0 or other[meets] == 1
         return with_examples_at(axis + new, rank) if apart else UNKNOWN
     # The left matrix's rows stay, and the right one's columns.
-    last = axis == inputs[mine].shape.rank - 1
-    stays = last == (mine != flipped(op)[mine])
-    return with_examples_at(rank - 2 + mine, rank) if stays else UNKNOWN
+    last = axis == inputs[cut].shape.rank - 1
+    stays = last == (cut != flipped(op)[cut])
+    return with_examples_at(rank - 2 + cut, rank) if stays else UNKNOWN
 
 
 def of_einsum(
@@ -179,7 +179,7 @@ def of_einsum(
 
 
 def _spelled_out(equation, ranks):
-    """An equation with letters for its ellipsis, `None` if they are not known."""
+    """Returns an equation with letters for its ellipsis; `None` if they are unknown."""
     terms = equation.split("->")[0].split(",")
     hidden = {
         None if rank is None else rank - len(term.replace("...", ""))

@@ -64,8 +64,8 @@ def of_rows(
     if op.type in _RULES:
         return _RULES[op.type](tensor, op, inputs, kinds)
     if op.type in SIGNATURES:
-        wanted, found = SIGNATURES[op.type]
-        return found if [*kinds] == wanted else UNKNOWN
+        wanted, kind = SIGNATURES[op.type]
+        return kind if [*kinds] == wanted else UNKNOWN
     if op.type in MATRICES:
         return _of_matrices(op, inputs, kinds)
     if kinds[0] is not ROWS or any(kind is not NONE for kind in kinds[1:]):
@@ -92,8 +92,8 @@ def _of_matrices(op, inputs, kinds):
 
 @_rule("ShapeN")
 def _of_shapes(tensor, op, inputs, kinds):
-    found = {NONE: NONE, ROWS: SHAPE}
-    return found.get(kinds[tensor.value_index], UNKNOWN)
+    of_shapes = {NONE: NONE, ROWS: SHAPE}
+    return of_shapes.get(kinds[tensor.value_index], UNKNOWN)
 
 
 @_rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
@@ -144,8 +144,8 @@ def _of_one_hot(op, inputs):
 @_rule_of_first("MatrixDiagV3")
 def _of_diagonals(op, inputs):
     """One diagonal has one axis, several have two."""
-    places = integers(inputs[1])
-    one = places is not None and places[0] == places[-1]
+    offsets = integers(inputs[1])
+    one = offsets is not None and offsets[0] == offsets[-1]
     return _if_more_axes_than(1 if one else 2, inputs)
 
 

@@ -133,10 +133,10 @@ def _of_part(tensor, op, inputs):
 
 @_rule("GatherV2")
 def _of_places(tensor, op, inputs):
-    places = integers(inputs[1])
-    if not places or 0 in places[1:] or min(places) < 0:
+    numbers = integers(inputs[1])
+    if not numbers or 0 in numbers[1:] or min(numbers) < 0:
         return UNKNOWN
-    if places[0] > 0:
+    if numbers[0] > 0:
         return NONE
     return SHAPE if inputs[1].shape.rank == 1 else SIZE
 
@@ -148,11 +148,11 @@ def _of_one(tensor, op, inputs):
 
 @_rule("SplitV")
 def _of_piece(tensor, op, inputs):
-    sizes, mine = integers(inputs[1]), tensor.shape.num_elements()
+    sizes, count = integers(inputs[1]), tensor.shape.num_elements()
     before = None if sizes is None else sizes[: tensor.value_index]
-    if before is None or mine is None or min(before, default=0) < 0:
+    if before is None or count is None or min(before, default=0) < 0:
         return UNKNOWN
-    return NONE if any(before) or not mine else SHAPE
+    return NONE if any(before) or not count else SHAPE
 
 
 @_rule("Pad", "PadV2")

@@ -88,7 +88,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def rule_for(rules: dict[str, Any], *types: str) -> Callable[[Rule], Rule]:
-    """A decorator: the function is the rule for these types of operations."""
+    """Decorates a function as the rule for these types of operations."""
 
     def register(function):
         rules.update(dict.fromkeys(types, function))

@@ -57,13 +57,13 @@ class Staleness:
         """Returns what was measured since it was last called, or `reset`, by tag."""
         if not self.updates:
             return {}
-        found = {"mean": self.mean, "max": self.maximum}
+        measures = {"mean": self.mean, "max": self.maximum}
         self.reset()
-        return {f"towers/staleness_{name}": value for name, value in found.items()}
+        return {f"towers/staleness_{name}": value for name, value in measures.items()}
 
     @contextlib.contextmanager
     def reading(self, tower: int) -> Iterator[None]:
-        """A context in which a tower reads the variables; it waits until it may.
+        """Makes the context in which a tower reads the variables, once it may.
 
         From then on, the tower is in flight. One that is reads again, at once.
         """
@@ -76,7 +76,7 @@ class Staleness:
 
     @contextlib.contextmanager
     def updating(self, tower: int, goes_on: bool = False) -> Iterator[None]:
-        """A context in which a tower updates; it waits until it may.
+        """Makes the context in which a tower updates, once it may.
 
         One that has not read yet does so before. If its step goes on, it reads again.
         """
@@ -86,18 +86,18 @@ class Staleness:
                 self._read[tower] = self._version
             self._changed.wait_for(lambda: self._may_update(tower))
             yield
-            found = self._version - self._read.pop(tower)
+            staleness = self._version - self._read.pop(tower)
             self._version += 1
             if goes_on:
                 self._read[tower] = self._version
             self.updates += 1
-            self.maximum = max(self.maximum, found)
-            self._total += found
+            self.maximum = max(self.maximum, staleness)
+            self._total += staleness
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which nobody reads or updates, and nothing is counted."""
+        """Makes a context in which nobody reads or updates, and nothing is counted."""
         with self._changed:
             yield
 

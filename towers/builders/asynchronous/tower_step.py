@@ -8,29 +8,35 @@ lock several times.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.builders.asynchronous.part import Part, graph
+from towers.builders.asynchronous.part import TowerPart, graph
+from towers.builders.eager_steps import compute_eagerly
+from towers.builders.guarded_step import guarded_step, steps_done
+from towers.builders.step_function import step_function
+from towers.builders.step_report import step_name
 from towers.builders.steps import Steps
 from towers.collectives import batch, packing
+from towers.devices.names import HOST
+from towers.partition.call import Gradients
 from towers.partition.partitioned import Partitioned, judge
 from towers.partition.phases import phases
-from towers.partition.placement.late import Late, use
+from towers.partition.placement.late import Late, use_of_state
 from towers.tower.errors import explained_trace
 
 _DONE = "steps done"
 
 
 class _Made(NamedTuple):
-    """What a part of a step has made, by the names of tensors of the traced step.
+    """The results of a part of a step, by the names of tensors of the traced step.
 
     Attributes:
-        home: At home.
-        tower: On the tower.
+        home: Those at home.
+        tower: Those on the tower.
     """
 
     home: Mapping[str, tf.Tensor]
@@ -44,154 +50,141 @@ class TowerStep:
     the step makes: the phases of a partitioned step come in turn, and nothing is added.
     """
 
-    def __init__(self, own: Steps):
+    def __init__(self, steps: Steps):
         """Takes the steps of all towers together."""
-        self._own, self._context = own, own.pieces.context
+        self._steps, self._context = steps, steps.pieces.context
         self._partitioned: dict[str, Partitioned] = {}
         self._any_of = graph(lambda local: None)
-
-    def forget(self) -> None:
-        """Keeps the step, which is the same in whatever function calls it."""
 
     def create_variables(self, data: Any) -> None:
         """Has the step create what it creates late; `data` is a batch, or its specs."""
         if not self._context.model.run_eagerly:
-            self._partition(self._alike(data))
+            self._partition(self._any_number(data))
 
-    def parts(self) -> list[Part]:
-        """Returns the step as it stands, which is alone at home for as long."""
-        step = functools.partial(self._own.eagerly, "train_step")
-        return self._parts([(step, True, True, True)])
+    def parts(self) -> list[TowerPart]:
+        """Returns the step as it stands, in one part that is alone at home."""
+        step = functools.partial(compute_eagerly, self._steps.pieces, "train_step")
+        return _in_flight([TowerPart(step, reads=True, updates=True)])
 
-    def trace(self, spec: Any) -> list[Part]:
+    def trace(self, spec: Any) -> list[TowerPart]:
         """Returns the parts, traced for local batches of a kind, of any size."""
-        spec = self._alike(spec)
-        found = self._partition(spec)
-        call = _Call(self._own, found)
+        spec = self._any_number(spec)
+        call = TowerCall(self._steps, self._partition(spec))
         made, parts = [], []
-        for function, *of_part in call.functions():
-            traced = graph(function).get_concrete_function(spec, *made)
+        for part in call.parts():
+            traced = graph(part.function).get_concrete_function(spec, *made)
             made.append(batch.specs(traced.structured_outputs))
-            parts.append((traced, *of_part))
-            if not of_part[0]:
+            parts.append(part._replace(function=traced))
+            if not part.at_home:
                 # Each tower calls it.
-                self._context.found.graph = traced.graph
-        return self._parts(parts)
+                self._context.facts.graph = traced.graph
+        return _in_flight(parts)
 
-    def _parts(self, found):
-        """Makes parts of functions: whether they are at home, read, and update."""
-        last = len(found) - 1
-        home = [k for k, (_, at_home, *_) in enumerate(found) if at_home]
-        return [
-            Part(
-                [function] * len(self._context.plan.towers),
-                at_home,
-                # The tower is in flight as soon as it has been at home.
-                reads or k == home[0],
-                updates,
-                k != last,
-            )
-            for k, (function, at_home, reads, updates) in enumerate(found)
-        ]
-
-    def _alike(self, data):
-        """What such local batches are like, if more than the number of rows differs."""
+    def _any_number(self, data):
+        """Returns the specs of local batches that differ in the number of rows only."""
         spec = batch.local_spec(batch.specs(data), None)
-        found = self._any_of.get_concrete_function(spec)
-        ((spec,), _) = found.structured_input_signature
+        traced = self._any_of.get_concrete_function(spec)
+        ((spec,), _) = traced.structured_input_signature
         return spec
 
     def _partition(self, spec):
         if str(spec) not in self._partitioned:
-            context, function = self._context, self._own.function("train_step")
+            context, function = (
+                self._context,
+                step_function(self._context, "train_step"),
+            )
             # Not in an `init_scope`, where no tape records.
             with tf.device(context.plan.home):
                 # Its rows are all there are: they may meet on the tower.
                 with explained_trace(context.model):
-                    verdict = judge(
-                        *(function, spec), loss_placement="tower", keeps_loss_scale=True
-                    )
+                    given = {"home": context.plan.home, "keeps_loss_scale": True}
+                    verdict = judge(function, spec, loss_placement="tower", **given)
                     if verdict.refused is not None:
-                        verdict = judge(function, spec, keeps_loss_scale=True)
-            found = Partitioned(verdict)
-            self._partitioned[str(spec)] = found
-            self._own.note(found)
-            self._own.say("train_step", found, found.compiled)
+                        verdict = judge(function, spec, **given)
+            partitioned = Partitioned(verdict)
+            self._partitioned[str(spec)] = partitioned
+            lines = partitioned.compiled(step_name(context, "train_step"))
+            self._steps.report("train_step", partitioned, lines)
         return self._partitioned[str(spec)]
 
 
-class _Call:
-    """The functions of the parts of a step, each to be traced."""
+class TowerCall:
+    """The parts of a tower's step, each with a function that is to be traced."""
 
-    def __init__(self, own: Steps, step: Partitioned):
+    def __init__(self, steps: Steps, step: Partitioned):
         """Takes the steps of all towers together, and that of one, partitioned."""
-        self._own, self._plan = own, own.pieces.context.plan
+        self._steps, self._context = steps, steps.pieces.context
+        self._plan = self._context.plan
         self._trace = trace = step.trace
         self._placement = placement = step.placement
         groups = Late(trace, placement).groups
-        uses = [use(group, trace, placement) for group in groups]
+        uses = [use_of_state(group, trace, placement) for group in groups]
         self._phases = [*zip(phases(trace, placement, groups), uses, strict=True)]
 
-    def functions(self) -> list[tuple[Callable[..., Any], bool, bool, bool]]:
-        """Returns functions: whether they are at home, read variables, and update.
+    def parts(self) -> list[TowerPart]:
+        """Returns the parts in order.
 
-        A function takes the local batch, and a `_Made` for each one before. The last
-        one is at home, and returns the logs.
+        A function takes the local batch, and a `_Made` for each part before. The last
+        part is at home, and returns the logs.
         """
-        found: list[tuple[Callable[..., Any], bool, bool, bool]] = []
+        parts: list[TowerPart] = []
         for k, (phase, used) in enumerate(self._phases):
             if _is_at_home(phase, used):
                 function = functools.partial(self._at_home, phase, k == 0)
-                found.append((function, True, used.reads, used.updates))
+                part = TowerPart(function, reads=used.reads, updates=used.updates)
             else:
                 function = functools.partial(self._on_tower, phase, k + 1)
-                found.append((function, False, False, False))
-        if found and found[-1][1]:
-            last, *of_last = found.pop()
-            return [*found, (functools.partial(self._last, last), *of_last)]
-        return [*found, (self._logs, True, False, False)]
+                part = TowerPart(function, at_home=False)
+            parts.append(part)
+        if not parts or not parts[-1].at_home:
+            return [*parts, TowerPart(self._logs)]
+        *others, last = parts
+        function = functools.partial(self._last, last.function)
+        return [*others, last._replace(function=function)]
 
     def _at_home(self, phase, begins, local, *made):
-        """Runs a phase at home; the first one tells how many steps were done."""
+        """Runs a phase at home; the first one reads how many steps were done."""
         with tf.device(self._plan.home):
-            known = self._given(local) | _joined(each.home for each in made)
-            done = self._own.steps_done() if begins else known.get(_DONE)
+            known = self._batch_by_name(local) | _joined(part.home for part in made)
+            done = steps_done(self._context) if begins else known.get(_DONE)
             values = [known[taken.tensor.name] for taken in phase.takes]
             pairs = zip(phase.takes, values, strict=True)
             wanted = self._trace.gradients_of(phase.operations)
             gradients = [v for t, v in pairs if key(t.tensor) in wanted]
             observed = contextlib.nullcontext()
-            if gradients:
-                observer = self._own.observer(local, done)
-                # Of a loss, as far as it is at home by now.
+            guard = guarded_step(self._steps.pieces, local, done)
+            if gradients and guard is not None:
+                # The losses are those that are at home by now.
                 losses = [known[n] for n in _names(self._trace.targets) if n in known]
-                observed = observer.gradients(
-                    [gradients], gradients, targets=lambda: losses
+                observed = guard.before(
+                    Gradients([gradients], gradients, losses=losses)
                 )
-            with observed as gate:
+            # Seeds are the host's, and are counted there.
+            device = self._plan.home if phase.place.on_device else HOST
+            with observed as gate, tf.device(device):
                 results = phase(values, gate=gate)
-            found = dict(zip(_names(phase.makes), results, strict=True))
-        return _Made(found if done is None else {**found, _DONE: done}, {})
+            results = dict(zip(_names(phase.makes), results, strict=True))
+        return _Made(results if done is None else {**results, _DONE: done}, {})
 
     def _on_tower(self, phase, following, local, *made):
         """Runs a phase where it is called, on the tower; sends home what home takes."""
         device = None if phase.place.on_device else self._plan.home
         with tf.device(device), tf.name_scope("tower"):
-            mine = self._given(local) | _joined(each.tower for each in made)
-            home = _joined(each.home for each in made)
+            there = self._batch_by_name(local) | _joined(part.tower for part in made)
+            home = _joined(part.home for part in made)
             names = dict.fromkeys(taken.tensor.name for taken in phase.takes)
-            missing = [name for name in names if name not in mine]
+            missing = [name for name in names if name not in there]
             sent = self._send([home[name] for name in missing], self._plan.home, "")
-            known = mine | dict(zip(missing, sent, strict=True))
+            known = there | dict(zip(missing, sent, strict=True))
             values = [known[taken.tensor.name] for taken in phase.takes]
             if phase.draws:
                 values.append(tf.cast([0, batch.batch_size(local)], tf.int32))
-            xla = self._own.pieces.context.xla and phase.compiles_on(None)
-            found = dict(zip(_names(phase.makes), phase(values, xla), strict=True))
+            xla = self._context.xla and phase.compiles_on(None)
+            results = dict(zip(_names(phase.makes), phase(values, xla), strict=True))
             at_home, on_tower = self._needed(following)
-            back = [name for name in found if name in at_home]
-            sent = self._send([found[name] for name in back], "", self._plan.home)
-            kept = {n: v for n, v in (known | found).items() if n in on_tower}
+            back = [name for name in results if name in at_home]
+            sent = self._send([results[name] for name in back], "", self._plan.home)
+            kept = {n: v for n, v in (known | results).items() if n in on_tower}
         return _Made(dict(zip(back, sent, strict=True)), kept)
 
     def _last(self, function, local, *made):
@@ -200,29 +193,23 @@ class _Call:
     def _logs(self, local, *made):
         """Returns what the step returns."""
         with tf.device(self._plan.home):
-            known = self._given(local) | _joined(each.home for each in made)
+            known = self._batch_by_name(local) | _joined(part.home for part in made)
             return self._trace.packed(
                 [self._returned(tensor, known) for tensor in self._trace.returned]
             )
 
     def _returned(self, tensor, known):
-        if tensor.op.type == "Const":
-            return tf.constant(tf.get_static_value(tensor), tensor.dtype)
-        if self._placement.is_captured(tensor):
-            return self._placement.outside(tensor)
-        return known[tensor.name]
+        fixed = self._placement.fixed(tensor)
+        return known[tensor.name] if fixed is None else fixed
 
-    def _given(self, local):
-        """The local batch, which is all of the batch, by the names of its tensors."""
-        given = tf.nest.flatten([self._trace.batch], expand_composites=True)
-        values = tf.nest.flatten([local], expand_composites=True)
-        pairs = zip(given, values, strict=True)
-        found = {tensor.name: value for tensor, value in pairs if tensor is not None}
-        return found | {self._trace.fraction.name: tf.ones([], batch.FRACTION)}
+    def _batch_by_name(self, local):
+        """Returns the tensors of the local batch, which is all of the batch."""
+        by_name = {tensor.name: value for tensor, value in self._trace.fed(local)}
+        return by_name | {self._trace.fraction.name: tf.ones([], batch.FRACTION)}
 
     def _needed(self, following):
-        """The names of what home, and the tower, take from a phase on."""
-        guarded = self._own.pieces.context.guard is not None
+        """Returns the names that home, and the tower, take from a phase on."""
+        guarded = self._context.guard is not None
         wanted = [*self._trace.returned, *(self._trace.targets if guarded else ())]
         at_home, on_tower = {*_names(wanted)}, set()
         for phase, used in self._phases[following:]:
@@ -242,9 +229,19 @@ class _Call:
         sent = packing.send(fixed, source, target)
         with tf.device(target):
             return [
-                tf.identity(value) if mine is None else mine
-                for mine, value in zip(sent, values, strict=True)
+                tf.identity(value) if there is None else there
+                for there, value in zip(sent, values, strict=True)
             ]
+
+
+def _in_flight(parts):
+    """Has a tower be in flight from its first part at home to its last part."""
+    first = next(k for k, part in enumerate(parts) if part.at_home)
+    last = len(parts) - 1
+    return [
+        part._replace(reads=part.reads or k == first, goes_on=k != last)
+        for k, part in enumerate(parts)
+    ]
 
 
 def _is_at_home(phase, used):
@@ -256,5 +253,5 @@ def _names(tensors):
     return [tensor.name for tensor in tensors]
 
 
-def _joined(found):
-    return {name: value for each in found for name, value in each.items()}
+def _joined(parts):
+    return {name: value for part in parts for name, value in part.items()}

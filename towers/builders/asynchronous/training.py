@@ -18,13 +18,14 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.asynchronous.part import Part
+from towers.builders.asynchronous.part import TowerPart
 from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.tower_step import TowerStep
 from towers.builders.checks import is_synchronized, refuse_stateful
 from towers.builders.common import Pieces
 from towers.builders.train_function import Scope, train_function
@@ -35,23 +36,7 @@ from towers.loop.streams import Streams
 from towers.tower.errors import ModelError
 
 
-class Step(Protocol):
-    """A tower's step, which comes in parts: see `TowerStep`."""
-
-    def forget(self) -> None:
-        """Forgets what was traced."""
-
-    def create_variables(self, data: Any) -> None:
-        """Creates what is created late; `data` is a batch, or its specs."""
-
-    def parts(self) -> list[Part]:
-        """Returns the parts as they are, to be called in turn."""
-
-    def trace(self, spec: Any) -> list[Part]:
-        """Returns the parts, traced for local batches of a kind."""
-
-
-class Asynchronous:
+class AsynchronousTraining:
     """Trains towers that update the variables without waiting for one another.
 
     To a tower, its part of the batch is the batch: of that it computes the loss,
@@ -70,7 +55,7 @@ class Asynchronous:
     def __init__(
         self,
         pieces: Pieces,
-        step: Step,
+        step: TowerStep,
         staleness: Staleness,
         threads: concurrent.futures.ThreadPoolExecutor,
     ):
@@ -78,7 +63,7 @@ class Asynchronous:
         self._pieces, self._context, self._step = pieces, pieces.context, step
         self.staleness, self._threads = staleness, threads
         self._fetching_s = 0.0  # in all, of the thread that fetches
-        self._steps: dict[str, list[Part]] = {}
+        self._steps: dict[str, list[TowerPart]] = {}
 
     def create_variables(self, data: Any) -> None:
         """Has the step create what it creates late; `data` is a batch, or its specs."""
@@ -124,7 +109,6 @@ class Asynchronous:
             )
         steps, fetched = context.model.steps_per_execution, []
         self._steps = {}
-        self._step.forget()
 
         def fetch(iterator):
             asked_s = time.perf_counter()
@@ -205,21 +189,21 @@ class Asynchronous:
                 if part.at_home:
                     device, rows = plan.home, kept
                 with self._turn(k, part), tf.device(device):
-                    made.append(part.functions[k](rows, *made))
+                    made.append(part.function(rows, *made))
                     if part is parts[-1]:
                         logs.update(made[-1])
                 if not part.at_home:
                     computed_s = time.perf_counter()
         except tf.errors.OutOfRangeError:
             if guard is not None:
-                guard.on_tower(k)
+                guard.set_tower(k)
             raise
         finally:
             self.staleness.drop(k)
         return computed_s
 
     def _turn(self, k, part):
-        """The context of a part of a tower's step: its turn at home, if it is there."""
+        """Returns the context of a part: the tower's turn at home, if it is there."""
         if not part.at_home:
             return contextlib.nullcontext()
         if part.updates:

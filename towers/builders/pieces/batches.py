@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.collectives import batch, packing
-from towers.devices import is_gpu
+from towers.devices.names import is_gpu
 from towers.layers import embeddings
 
 _INDICES = tf.int32, tf.int64

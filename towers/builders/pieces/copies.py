@@ -18,11 +18,9 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.collectives import optimizer_shards, packing, placing
-from towers.collectives.hosts import follow_first_host
-from towers.collectives.optimizer_shards import OptimizerShards
-from towers.collectives.spread.variable import SpreadVariable
-from towers.devices import HOST
+from towers.collectives import packing, placing
+from towers.collectives.first_host import follow_first_host
+from towers.devices.names import HOST
 from towers.keras_adapter.optimizers import (
     all_variables,
     learning_rate_variable,
@@ -36,6 +34,7 @@ from towers.keras_adapter.variables import (
 )
 from towers.layers import sharded, variables
 from towers.plan import Tower
+from towers.program.features import feature
 from towers.tower.errors import ModelError
 
 
@@ -106,8 +105,8 @@ class HostsParts:
         """Yields variables of which several hosts have parts, and what is behind."""
         if self._context.plan.hosts.count > 1:
             for variable in variables.of(self._context.model):
-                if isinstance(found := sharded.of(variable), SpreadVariable):
-                    yield variable, found
+                if sharded.across_hosts(variable):
+                    yield variable, sharded.of(variable)
 
 
 class Copies:
@@ -133,7 +132,8 @@ class Copies:
         self.hosts_parts = HostsParts(context)
         if shard_optimizer_state:
             plan = context.plan
-            self.shards = OptimizerShards(
+            shards = feature("collectives.optimizer_shards").OptimizerShards
+            self.shards = shards(
                 context.model, self._by_stage, plan.hosts, plan.replicas_by_host
             )
         # The variables that towers have copies of, trainable ones first, and for each
@@ -152,7 +152,7 @@ class Copies:
         optimizer, home_of = self._context.model.optimizer, self._context.plan.home_of
         if self.shards is None and optimizer is not None:
             # Another builder may have cut them.
-            optimizer_shards.join(optimizer, home_of)
+            sharded.join_slots(optimizer, home_of)
         if self._originals or not (self.towers or self.shards):
             return
         originals = [*self._context.model.trainable_variables]
@@ -245,7 +245,7 @@ class Copies:
         model = self._context.model
         every = [*variables.of(model), *variables.plain(model).values()]
         # No host has all of what is divided among them.
-        whole = [v for v in every if not isinstance(sharded.of(v), SpreadVariable)]
+        whole = [v for v in every if not sharded.across_hosts(v)]
         follow_first_host(self._context.plan.hosts, whole)
 
     def differ(self) -> bool:
@@ -293,7 +293,8 @@ def _copy(plan, tower, originals):
 
 
 def _refuse(model):
-    if (reason := optimizer_shards.refusal(model.optimizer)) is not None:
+    reason = feature("collectives.optimizer_shards").refusal(model.optimizer)
+    if reason is not None:
         raise ModelError(
             f"Received shard_optimizer_state=True for model '{model.name}', whose "
             f"{reason}; expected one of Keras's optimizers, or a class with an "

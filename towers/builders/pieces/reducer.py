@@ -10,14 +10,11 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.guard import finite
-from towers.collectives import reduce, scattered
-from towers.collectives.optimizer_shards import OptimizerShards
+from towers.collectives import reduce
 from towers.collectives.parts import part_of
-from towers.collectives.spread import tables as spread_tables
-from towers.devices import HOST
-from towers.layers import overwritten, sharded
-
-Seen = Callable[[reduce.Packed], Any]
+from towers.devices.names import HOST
+from towers.layers import sharded
+from towers.program.features import feature
 
 
 @dataclasses.dataclass
@@ -30,7 +27,6 @@ class Reducer(abc.ABC):
         self,
         gradients: Sequence[Sequence[reduce.Gradient]],
         towers: Sequence[int],
-        seen: Seen | None = None,
         over_hosts: Callable[..., Any] | None = None,
     ) -> list[list[reduce.Gradient]]:
         """Adds the towers' gradients.
@@ -43,7 +39,6 @@ class Reducer(abc.ABC):
             gradients: A list for each tower: a gradient for each target of a trainable
                 variable (see `sharded.targets`), `None` where it has none.
             towers: Which towers of this host have them.
-            seen: Is told of what has travelled packed; see `reduce.all_reduce`.
             over_hosts: Adds this host's sums to those of others, if there are others;
                 returns the sums, and what a second argument returns, which may add what
                 is `None` in the first.
@@ -57,7 +52,7 @@ class Reducer(abc.ABC):
             with tf.device(device):
                 mine[i] = reduce.add([each[i] for each in gradients])
         if not mine:
-            return self._sum_whole(gradients, towers, seen, over_hosts)
+            return self._sum_whole(gradients, towers, over_hosts)
         others = [
             [None if i in mine else g for i, g in enumerate(each)] for each in gradients
         ]
@@ -73,7 +68,7 @@ class Reducer(abc.ABC):
             return sums, parts
 
         adds = over_hosts and with_shards
-        sums = self._sum_whole(others, towers, seen, adds)
+        sums = self._sum_whole(others, towers, adds)
         norms = {i: sharded.norm(gradient) for i, gradient in mine.items()}
         return [
             [(norms if k else mine).get(i, total) for i, total in enumerate(each)]
@@ -88,7 +83,7 @@ class Reducer(abc.ABC):
         variables = self.context.model.trainable_variables
         spread = {
             i: table
-            for i, table in spread_tables.of(variables).items()
+            for i, table in sharded.tables_across_hosts(variables).items()
             if whole[i] is not None
         }
         of_spread = [whole[i] for i in spread]
@@ -96,7 +91,8 @@ class Reducer(abc.ABC):
 
         def scatter_all():
             hosts = self.context.plan.hosts
-            return scatter(), spread_tables.give(hosts, [*spread.values()], of_spread)
+            give = feature("collectives.spread.tables").give
+            return scatter(), give(hosts, [*spread.values()], of_spread)
 
         others, (parts, given) = over_hosts(others, scatter_all)
         given, sums = dict(zip(spread, given, strict=True)), []
@@ -104,47 +100,35 @@ class Reducer(abc.ABC):
             sums += given.get(i) or sharded.expand([variable], [total])
         return sums, parts
 
-    def _sum_whole(self, gradients, towers, seen, over_hosts):
+    def _sum_whole(self, gradients, towers, over_hosts):
         """Adds those of variables that are not cut."""
         model = self.context.model
         variables = sharded.targets(model.trainable_variables)
-        largest = overwritten.places(model)
         if over_hosts is None:
 
             def add(plan, places):
                 part = [[each[i] for i in places] for each in gradients]
                 sources = [plan.devices[k] for k in towers]
-                of_part = {j for j, i in enumerate(places) if i in largest}
-                seen_of = _of(places, seen)
-                return self._sum(plan, places, part, sources, of_part, seen_of)
+                return self._sum(plan, places, part, sources)
 
             return self._by_stage(variables, add)
-        with tf.device(HOST):
-            overwriting = _largest(self.context.plan, gradients, largest)
 
         def mine(plan, places):
-            part = [
-                [None if i in overwriting else g[i] for i in places] for g in gradients
-            ]
+            part = [[of_tower[i] for i in places] for of_tower in gradients]
             sources = [plan.devices[k] for k in towers]
             if any(map(plan.packs, sources)):
                 ends = plan.merge, plan.merge
-                return [reduce.sum_packed(part, sources, *ends, seen=_of(places, seen))]
+                return [reduce.sum_packed(part, sources, *ends)]
             with tf.device(plan.merge):
                 return [reduce.sum_gradients(part)]
 
         (sums,) = self._by_stage(variables, mine)
-        return self._over_hosts(variables, sums, overwriting, over_hosts)
+        return self._over_hosts(variables, sums, over_hosts)
 
-    def _over_hosts(self, variables, sums, overwriting, over_hosts):
-        """Adds sums of this host to those of others; returns them for each copy.
-
-        `overwriting` has, by their places, those that need not be added.
-        """
+    def _over_hosts(self, variables, sums, over_hosts):
+        """Adds sums of this host to those of others; returns them for each copy."""
         sums, _ = over_hosts(sums)
-        return self.hand_out(
-            [overwriting.get(i, total) for i, total in enumerate(sums)]
-        )
+        return self.hand_out(sums)
 
     def _by_stage(self, variables, function):
         """Puts together what a function returns for each stage: lists of gradients."""
@@ -172,50 +156,22 @@ class Reducer(abc.ABC):
         return sums[:1]
 
     @abc.abstractmethod
-    def _sum(self, plan, places, gradients, sources, largest, seen):
-        """Adds those of this host, which are of the variables at some places.
-
-        `largest` is as in `reduce.sum_gradients`.
-        """
+    def _sum(self, plan, places, gradients, sources):
+        """Adds those of this host, which are of the variables at some places."""
 
     @abc.abstractmethod
     def _copies(self, plan, places, sums):
         """Returns sums once for each copy of the variables."""
 
 
-def _of(places, seen):
-    """Tells `seen` of places among all variables, instead of those of a stage."""
-    if seen is None:
-        return None
-    return lambda packed: seen(
-        packed._replace(places=[places[i] for i in packed.places])
-    )
-
-
-def _largest(plan, gradients, places):
-    """What overwrites variables: the largest value of the towers of all hosts."""
-    places = [i for i in sorted(places) if gradients[0][i] is not None]
-    if not places:
-        return {}
-    mine = [overwritten.largest([each[i] for each in gradients]) for i in places]
-    parts = [tf.reshape(value, [-1]) for value in mine]
-    every = plan.hosts.stack(tf.concat(parts, axis=0), "largest of gradients")
-    found = tf.split(tf.reduce_max(every, axis=0), [part.shape[0] for part in parts])
-    return {
-        i: overwritten.total(tf.reshape(value, like.shape))
-        for i, value, like in zip(places, found, mine, strict=True)
-    }
-
-
 class SumAtHome(Reducer):
     """Adds the towers' gradients on one device, for the variables at home."""
 
-    def _sum(self, plan, places, gradients, sources, largest, seen):
+    def _sum(self, plan, places, gradients, sources):
         if any(map(plan.packs, sources)):
-            ends = plan.merge, plan.home
-            return [reduce.sum_packed(gradients, sources, *ends, largest, seen)]
+            return [reduce.sum_packed(gradients, sources, plan.merge, plan.home)]
         with tf.device(plan.merge):
-            return [reduce.sum_gradients(gradients, largest)]
+            return [reduce.sum_gradients(gradients)]
 
     def _copies(self, plan, places, sums):
         return [sums]
@@ -235,11 +191,9 @@ class AllReduce(Reducer):
         home = self.context.plan.home
         self.algorithm = reduce.algorithm_for(self.algorithm, home)
 
-    def _sum(self, plan, places, gradients, sources, largest, seen):
+    def _sum(self, plan, places, gradients, sources):
         targets = [tower.device for tower in plan.replicas]
-        return reduce.all_reduce(
-            gradients, sources, targets, self.algorithm, largest, seen
-        )
+        return reduce.all_reduce(gradients, sources, targets, self.algorithm)
 
     def _copies(self, plan, places, sums):
         targets = [tower.device for tower in plan.replicas]
@@ -253,10 +207,10 @@ class ReduceScatter(Reducer):
     What it returns for a tower has `None` for what is not its own.
 
     Attributes:
-        shards: Says who owns which part.
+        shards: Says who owns which part: `OptimizerShards`.
     """
 
-    shards: OptimizerShards
+    shards: Any
 
     def together(self, sums):
         """See `Reducer`: each tower has others."""
@@ -271,10 +225,12 @@ class ReduceScatter(Reducer):
         good = finite(mine) if mine else tf.constant(True)
         with tf.device(HOST):
             told = tf.where(good, 0.0, float("inf"))
-            told = self.context.plan.hosts.sum(told, "whether gradients are finite")
+            told = self.context.plan.hosts.all_reduce(
+                told, "whether gradients are finite"
+            )
         return [[told]]
 
-    def _sum(self, plan, places, gradients, sources, largest, seen):
+    def _sum(self, plan, places, gradients, sources):
         sums = []
         for k, tower in enumerate(plan.replicas):
             parts = []
@@ -283,13 +239,13 @@ class ReduceScatter(Reducer):
                     parts.append(self._parts(k, places, each))
             if any(map(plan.packs, sources)):
                 ends = tower.device, tower.device
-                sums.append(reduce.sum_packed(parts, sources, *ends, largest, seen))
+                sums.append(reduce.sum_packed(parts, sources, *ends))
             else:
                 with tf.device(tower.device):
-                    sums.append(reduce.sum_gradients(parts, largest))
+                    sums.append(reduce.sum_gradients(parts))
         return sums
 
-    def _over_hosts(self, variables, sums, overwriting, over_hosts):
+    def _over_hosts(self, variables, sums, over_hosts):
         # Rows are sent to all hosts, as each has others.
         every = [*enumerate(self.shards.parts_of_hosts)]
         dense = {i for i, total in enumerate(sums) if isinstance(total, tf.Tensor)}
@@ -305,7 +261,7 @@ class ReduceScatter(Reducer):
                     ]
                     for k in range(hosts.count)
                 ]
-            return scattered.reduce_scatter(hosts, parts, "parts of gradients")
+            return hosts.reduce_scatter(parts, "parts of gradients")
 
         sparse = [None if i in dense else total for i, total in enumerate(sums)]
         sums, found = over_hosts(sparse, scatter)
@@ -315,7 +271,6 @@ class ReduceScatter(Reducer):
             for i in sorted(dense)
             for copy in self.shards.parts[i]
         }
-        sums = [overwriting.get(i, total) for i, total in enumerate(sums)]
         given = {i for i, total in enumerate(sums) if total is not None}
         self.shards.with_gradients = frozenset(dense | given)
         copies = self._by_stage(

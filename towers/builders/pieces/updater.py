@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.pieces.copies import Copies
-from towers.collectives import packing, placing, reduce, scattered
+from towers.collectives import packing, placing, reduce
 from towers.collectives.parts import part_of, whole_of
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.patching import patched
 from towers.layers import fused, sharded
@@ -144,7 +144,9 @@ class ShardedUpdater:
                 found += [optimizer.check_finite(mine)] if mine else []
         with tf.device(HOST):
             bad = tf.cast(~tf.reduce_all(found or [True]), tf.float32)
-            bad = self.context.plan.hosts.sum(bad, "whether gradients are finite")
+            bad = self.context.plan.hosts.all_reduce(
+                bad, "whether gradients are finite"
+            )
             return tf.equal(bad, 0)
 
     def _where_it_is(self, gradient, i):
@@ -183,7 +185,9 @@ class ShardedUpdater:
                 squares += [tf.square(optimizers.global_norm(found))] if found else []
         with tf.device(HOST):
             total = tf.add_n(squares) if squares else tf.zeros([])
-            return tf.sqrt(self.context.plan.hosts.sum(total, "squares of gradients"))
+            return tf.sqrt(
+                self.context.plan.hosts.all_reduce(total, "squares of gradients")
+            )
 
     def _is_overwritten(self, i):
         return self.copies.shards.targets[i].overwrite_with_gradient
@@ -230,7 +234,7 @@ class ShardedUpdater:
             variable.value if k == hosts.index else tf.zeros_like(variable.value)
             for variable, k in given
         ]
-        values = hosts.sum(values, "scalars of the optimizer") if values else ()
+        values = hosts.all_reduce(values, "scalars of the optimizer") if values else ()
         for (variable, _), value in zip(given, values, strict=True):
             variable.value.assign(value)
 
@@ -249,7 +253,7 @@ class ShardedUpdater:
                 mine.append(tf.ensure_shape(value, part.shape))
                 if cut is not None:
                     cut.assign(tf.zeros([0, *cut.shape[1:]], cut.dtype))
-        every = scattered.all_gather(plan.hosts, mine, like, "updated parameters")
+        every = plan.hosts.gather_parts(mine, like, "updated parameters")
         every, wholes = [*map(iter, every)], {}
         with tf.device(HOST):
             for i in changed:

@@ -12,9 +12,8 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.elastic.events import Event
-from towers.cluster.elastic.generations import Entry, Generations, Rules, place_of
+from towers.cluster.elastic.generations import Arrival, HostGenerations, Rules, place_of
 from towers.cluster.elastic.talk import Talk
-from towers.cluster.membership import JOIN_SECONDS, Place
 from towers.cluster.rendezvous import meeting
 from towers.cluster.rendezvous.channel import Channel, MalformedError, TokenError
 from towers.cluster.rendezvous.host import (
@@ -25,6 +24,7 @@ from towers.cluster.rendezvous.host import (
     within,
 )
 from towers.cluster.rendezvous.strangers import Strangers
+from towers.hosts.membership import JOIN_SECONDS, ProcessPlace
 from towers.program import voice
 
 # For all to hear that it ends.
@@ -87,7 +87,7 @@ class Coordinator:
             say: Is called in a thread with sentences for the user.
         """
         self._token, self._tell, self._say = token, tell, say
-        self._place = Place(0, most, address, token, join_seconds, interface)
+        self._place = ProcessPlace(0, most, address, token, join_seconds, interface)
         self._rules = Rules(
             *(address, least, most, expected or most),
             *(join_seconds, fail_seconds, max_restarts),
@@ -95,7 +95,7 @@ class Coordinator:
         self._loop = asyncio.new_event_loop()
         self._listens: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._closed = asyncio.Event()
-        self._generations: Generations | None = None
+        self._generations: HostGenerations | None = None
         self._numbers = itertools.count()
         self._strangers = Strangers(most)
         self._visits: set[asyncio.Task] = set()
@@ -192,7 +192,7 @@ class Coordinator:
         listening = await meeting.listen(self._place)
         host, _ = addresses.split(self._place.coordinator)
         where = addresses.joined(host, listening.getsockname()[1])
-        self._generations = Generations(
+        self._generations = HostGenerations(
             dataclasses.replace(self._rules, where=where),
             *(self._loop.call_later, self._tell, self._say),
         )
@@ -225,7 +225,7 @@ class Coordinator:
             self._visits.discard(task)
             await channel.abort()
 
-    async def _welcome(self, channel) -> tuple[Talk, Entry] | None:
+    async def _welcome(self, channel) -> tuple[Talk, Arrival] | None:
         """Hears who it is; `None` if it is a stranger."""
         try:
             with self._strangers.listening():
@@ -234,7 +234,7 @@ class Coordinator:
                     said = await channel.receive()
             talk = Talk(channel)
             slot = said["slot"]
-            return talk, Entry(
+            return talk, Arrival(
                 *(next(self._numbers), None if slot is None else int(slot)),
                 *(str(said["node"]), int(said["pid"])),
                 {name: str(said["versions"][name]) for name in versions()},
@@ -251,7 +251,7 @@ class Coordinator:
             warn_of_stranger(channel.other_host, self._warned)
         return None
 
-    async def _serve_one(self, talk: Talk, entry: Entry) -> None:
+    async def _serve_one(self, talk: Talk, entry: Arrival) -> None:
         said = {"done": False}
         if self._generations.come(entry):
             hear = functools.partial(self._hear, entry, said)
@@ -263,7 +263,7 @@ class Coordinator:
         finally:
             self._generations.lose(entry, why, said["done"])
 
-    def _hear(self, entry: Entry, said: dict, message: dict[str, Any]) -> None:
+    def _hear(self, entry: Arrival, said: dict, message: dict[str, Any]) -> None:
         generations = self._generations
         if "ready" in message:
             generations.ready(entry, int(message["ready"]), str(message["address"]))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from towers.cluster.elastic.events import Event, Formed, Lost, Over, Wanted
 from towers.cluster.elastic.talk import sentence
-from towers.cluster.rendezvous.host import QUIET_S, Host, difference, joined
+from towers.cluster.rendezvous.host import QUIET_S, HostDescription, difference
 from towers.program import words
 
 # From when a host has lost others to when it is known which one has ended.
@@ -51,7 +51,7 @@ class Rules:
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
+class Arrival:
     """A process that has come.
 
     Attributes:
@@ -104,7 +104,7 @@ class Entry:
         return "prepares" if self.rank is None else "trains"
 
 
-class Generations:
+class HostGenerations:
     """One after another.
 
     Attributes:
@@ -140,7 +140,7 @@ class Generations:
         self._waits = self._is_late = False
         self._wait_for_hosts(QUIET_S)
 
-    def come(self, entry: Entry) -> bool:
+    def come(self, entry: Arrival) -> bool:
         """Takes one that comes, or tells it why not; returns whether it did."""
         why = self.over or difference(_hosts([*self.in_order(), entry]))
         if why is not None:
@@ -150,7 +150,7 @@ class Generations:
         entry.send({"welcome": [self._rules.least, self._rules.most]})
         return True
 
-    def ready(self, entry: Entry, steps: int, address: str) -> None:
+    def ready(self, entry: Arrival, steps: int, address: str) -> None:
         """Is told that one is ready, after so many steps, and where it listens."""
         if self.over is not None:
             return self._turn_away(entry, self.over)
@@ -161,7 +161,7 @@ class Generations:
             self._limits = [self._after(FIND_S, find)]
         self._decide()
 
-    def leave(self, entry: Entry, why: str) -> None:
+    def leave(self, entry: Arrival, why: str) -> None:
         """Is told that one is about to leave."""
         if entry.leaves is None and self.over is None:
             entry.leaves = why
@@ -169,7 +169,7 @@ class Generations:
                 self._end_present(f"{entry.name} leaves: {why}")
             self._decide()
 
-    def lose(self, entry: Entry, why: str, done: bool = False) -> None:
+    def lose(self, entry: Arrival, why: str, done: bool = False) -> None:
         """Is told that one has gone.
 
         Args:
@@ -211,7 +211,7 @@ class Generations:
         self._expected = count
         self._decide()
 
-    def in_order(self) -> list[Entry]:
+    def in_order(self) -> list[Arrival]:
         """All that are there: by rank, then those that are in no generation."""
 
         def place(each):
@@ -266,7 +266,7 @@ class Generations:
             self._cancel()
             self._limits = [self._after(self._rules.fail_seconds, self._drop)]
 
-    def _find(self, entry: Entry) -> None:
+    def _find(self, entry: Arrival) -> None:
         """Has the present generation end where nobody has ended, as far as is known."""
         self._end_present(f"{entry.name} has lost others", failed=True)
         self._decide()
@@ -282,7 +282,7 @@ class Generations:
             self._turn_away(entry, sentence(f"{entry.name} {why}"))
             self.lose(entry, why)
 
-    def _form(self, chosen: list[Entry]) -> None:
+    def _form(self, chosen: list[Arrival]) -> None:
         """Begins a generation."""
         self._cancel()
         most = max(each.steps for each in chosen)
@@ -332,7 +332,7 @@ class Generations:
             those = [each for each in self.in_order() if each.does == does]
             if those or not said:
                 count = words.count(len(those), f"host {does}", f"hosts {names}")
-                listed = joined(each.name for each in those) if those else ""
+                listed = words.all_of(each.name for each in those) if those else ""
                 said.append(f"{count} ({listed})" if listed else count)
         return f"At {self._rules.where}, {' and '.join(said)}"
 
@@ -360,7 +360,7 @@ class Generations:
                 self._turn_away(entry, why)
         self._tell(Over(why, failed))
 
-    def _turn_away(self, entry: Entry, why: str, missing: bool = True) -> None:
+    def _turn_away(self, entry: Arrival, why: str, missing: bool = True) -> None:
         entry.send({"failed": why, "missing": missing})
         entry.end()
 
@@ -370,7 +370,7 @@ class Generations:
         self._limits, self._waits = [], False
 
 
-def place_of(entry: Entry, entries: Iterable[Entry]) -> list[int]:
+def place_of(entry: Arrival, entries: Iterable[Arrival]) -> list[int]:
     """Returns the rank that a new one may expect, and of how many hosts; or nothing.
 
     It comes behind those that train, and those that have asked before, and from now on
@@ -383,9 +383,9 @@ def place_of(entry: Entry, entries: Iterable[Entry]) -> list[int]:
     return [rank, rank + 1] if present else []
 
 
-def _hosts(entries: Iterable[Entry]) -> list[Host]:
+def _hosts(entries: Iterable[Arrival]) -> list[HostDescription]:
     """What has to be the same of all, as of hosts that meet once."""
     return [
-        Host(rank, 0, 0, each.node, each.pid, "", each.versions)
+        HostDescription(rank, 0, 0, each.node, each.pid, "", each.versions)
         for rank, each in enumerate(entries)
     ]

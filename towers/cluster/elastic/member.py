@@ -11,7 +11,6 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.elastic.talk import Talk, sentence
-from towers.cluster.membership import JOIN_SECONDS, Membership, Place
 from towers.cluster.rendezvous.channel import Channel, TokenError
 from towers.cluster.rendezvous.guest import reason
 from towers.cluster.rendezvous.host import (
@@ -21,6 +20,7 @@ from towers.cluster.rendezvous.host import (
     own_address,
     versions,
 )
+from towers.hosts.membership import JOIN_SECONDS, Membership, ProcessPlace
 
 _CLOSE_S = 5.0
 _FORMED = "rank", "addresses", "names", "generation"
@@ -67,7 +67,7 @@ class Member:
             asked: Is called in a thread, with the reason, if this host is one too many
                 and has to leave. By default, this process gets SIGTERM.
         """
-        self._place = Place(0, 0, coordinator, token, join_seconds, interface)
+        self._place = ProcessPlace(0, 0, coordinator, token, join_seconds, interface)
         self._slot, self._asked = slot, asked
         self._lost, self._ends = lost, ends
         self._changed = threading.Condition()

@@ -8,15 +8,15 @@ import asyncio
 import threading
 from typing import Any
 
-from towers.cluster.membership import Membership, Place
 from towers.cluster.rendezvous import meeting
 from towers.cluster.rendezvous.guest import Guest
 from towers.cluster.rendezvous.host import HostsMissingError, RendezvousError
+from towers.hosts.membership import Membership, ProcessPlace
 
 __all__ = ["HostsMissingError", "RendezvousError", "meet"]
 
 
-def meet(place: Place) -> Membership:
+def meet(place: ProcessPlace) -> Membership:
     """Meets the other hosts, for at most `place.join_seconds` from now.
 
     All hosts that came return at nearly the same time, or raise the same sentence.
@@ -47,5 +47,5 @@ def _meet_beside(place, met):
         met.append(error)
 
 
-async def _meet(place: Place) -> Membership:
+async def _meet(place: ProcessPlace) -> Membership:
     return await (Guest(place).join() if place.rank else meeting.hold(place))

@@ -8,25 +8,25 @@ import socket
 from typing import Any
 
 from towers.cluster import addresses
-from towers.cluster.membership import Membership, Place
 from towers.cluster.rendezvous.channel import Channel, TokenError
 from towers.cluster.rendezvous.host import (
     ANSWER_S,
     QUIET_S,
-    Host,
+    HostDescription,
     HostsMissingError,
     RendezvousError,
     membership,
     own_address,
     within,
 )
+from towers.hosts.membership import Membership, ProcessPlace
 from towers.program import voice
 
 
 class Guest:
     """A host that connects to the first one."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ProcessPlace):
         self._place = place
         self._reason = "it has not answered"
 
@@ -69,7 +69,7 @@ class Guest:
                 address = own_address(self._place, channel.own_host, held)
                 async with asyncio.timeout(ANSWER_S):
                     await channel.greet()
-                    own = Host.here(self._place, address)
+                    own = HostDescription.here(self._place, address)
                     await channel.send(dataclasses.asdict(own))
                     left = _good(await channel.receive())["seconds_left"]
                 note.cancel()

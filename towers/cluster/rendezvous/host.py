@@ -8,12 +8,12 @@ import functools
 import os
 import platform
 import socket
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from importlib import metadata
 from typing import Any
 
 from towers.cluster import addresses
-from towers.cluster.membership import Membership, Place
+from towers.hosts.membership import Membership, ProcessPlace
 from towers.program import voice, words
 
 # Most time for what takes milliseconds.
@@ -21,7 +21,6 @@ ANSWER_S = 10.0
 # Until it is said who is waited for.
 QUIET_S = 10.0
 _PACKAGES = {"tensorflow": "tensorflow", "keras": "keras", "towers": "keras-towers"}
-_LISTED = 8
 
 
 class RendezvousError(OSError):
@@ -33,7 +32,7 @@ class HostsMissingError(RendezvousError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class HostDescription:
     """What a host tells of itself.
 
     Attributes:
@@ -55,7 +54,7 @@ class Host:
     versions: dict[str, str]
 
     @classmethod
-    def here(cls, place: Place, address: str) -> "Host":
+    def here(cls, place: ProcessPlace, address: str) -> "HostDescription":
         """Returns what this process tells."""
         return cls(
             *(place.rank, place.count, place.generation),
@@ -63,7 +62,7 @@ class Host:
         )
 
     @classmethod
-    def heard(cls, message: dict[str, Any]) -> "Host":
+    def heard(cls, message: dict[str, Any]) -> "HostDescription":
         """Returns what a process has told of itself, of which all is checked.
 
         Raises:
@@ -92,7 +91,9 @@ class Host:
         return f"host {self.rank} ({self.node}, pid {self.pid})"
 
 
-def own_address(place: Place, reached_by: str, held: contextlib.ExitStack) -> str:
+def own_address(
+    place: ProcessPlace, reached_by: str, held: contextlib.ExitStack
+) -> str:
     """Returns where this host shall listen for the others.
 
     Args:
@@ -129,15 +130,15 @@ def warn_of_stranger(host: str, warned: set[str]) -> None:
         )
 
 
-def difference(hosts: Sequence[Host]) -> str | None:
+def difference(hosts: Sequence[HostDescription]) -> str | None:
     """Says in a sentence what is not the same on all hosts, but has to be."""
     by_count = _by(hosts, lambda host: host.count)
     if len(by_count) > 1:
-        found = joined(f"{count} on {names}" for count, names in by_count.items())
+        found = words.all_of(f"{count} on {names}" for count, names in by_count.items())
         return f"Hosts expect different numbers of hosts: {found}; give all the same."
     ranks = collections.Counter(host.rank for host in hosts)
     if twice := [rank for rank, times in ranks.items() if times > 1]:
-        names = joined(host.name for host in hosts if host.rank == twice[0])
+        names = words.all_of(host.name for host in hosts if host.rank == twice[0])
         return (
             f"{words.count(ranks[twice[0]], 'process', 'processes')} are host "
             f"{twice[0]}: {names}; give each host a number of its own, from 0 to "
@@ -146,7 +147,9 @@ def difference(hosts: Sequence[Host]) -> str | None:
     for package in _PACKAGES:
         by_version = _by(hosts, lambda host, of=package: host.versions[of])
         if len(by_version) > 1:
-            found = joined(f"{each} on {names}" for each, names in by_version.items())
+            found = words.all_of(
+                f"{each} on {names}" for each, names in by_version.items()
+            )
             return (
                 f"Hosts have different versions of {package}: {found}; install the "
                 "same one on all."
@@ -159,10 +162,10 @@ def _by(hosts, value) -> dict[Any, str]:
     found: dict[Any, list[str]] = {}
     for host in sorted(hosts, key=lambda host: host.rank):
         found.setdefault(value(host), []).append(host.name)
-    return {each: joined(names) for each, names in found.items()}
+    return {each: words.all_of(names) for each, names in found.items()}
 
 
-def membership(place: Place, listed: dict[str, list[str]]) -> Membership:
+def membership(place: ProcessPlace, listed: dict[str, list[str]]) -> Membership:
     """Returns what a host knows, by what the first host has told all."""
     listed = {name: tuple(listed[name]) for name in ("addresses", "names")}
     return Membership(
@@ -185,15 +188,7 @@ def versions() -> dict[str, str]:
 def numbered(ranks: Sequence[int]) -> str:
     """Names hosts by their numbers, such as "hosts 1 and 3"."""
     noun = "host" if len(ranks) == 1 else "hosts"
-    return f"{noun} {joined(map(str, ranks))}"
-
-
-def joined(names: Iterable[str]) -> str:
-    """Lists names as a sentence does, and not more than a reader takes."""
-    names = [*names]
-    if len(names) > _LISTED:
-        names[_LISTED - 1 :] = [f"{len(names) - _LISTED + 1} more"]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{noun} {words.all_of(map(str, ranks))}"
 
 
 async def within(seconds: float, *actions: Coroutine) -> None:

@@ -7,16 +7,14 @@ import socket
 from typing import Any
 
 from towers.cluster import addresses
-from towers.cluster.membership import Membership, Place
 from towers.cluster.rendezvous.channel import Channel, MalformedError, TokenError
 from towers.cluster.rendezvous.host import (
     ANSWER_S,
     QUIET_S,
-    Host,
+    HostDescription,
     HostsMissingError,
     RendezvousError,
     difference,
-    joined,
     membership,
     numbered,
     own_address,
@@ -25,13 +23,14 @@ from towers.cluster.rendezvous.host import (
     within,
 )
 from towers.cluster.rendezvous.strangers import Strangers
-from towers.program import forks, voice
+from towers.hosts.membership import Membership, ProcessPlace
+from towers.program import forks, voice, words
 
 # For a process of an earlier generation to free the port, or a name to be known.
 _PORT_S = 30.0
 
 
-async def hold(place: Place) -> Membership:
+async def hold(place: ProcessPlace) -> Membership:
     """Listens, until all have come or the time is over."""
     if place.token is None:
         voice.warn(
@@ -41,11 +40,11 @@ async def hold(place: Place) -> Membership:
     with contextlib.ExitStack() as held:
         listening = held.enter_context(await listen(place))
         reached_by = listening.getsockname()[0]
-        own = Host.here(place, own_address(place, reached_by, held))
+        own = HostDescription.here(place, own_address(place, reached_by, held))
         return await Meeting(place, own).hold(listening)
 
 
-async def listen(place: Place) -> socket.socket:
+async def listen(place: ProcessPlace) -> socket.socket:
     """Returns a socket at the coordinator's address.
 
     Raises:
@@ -90,7 +89,7 @@ def _bound(address: str, port: int) -> socket.socket:
     return bound
 
 
-def _listening_address(place: Place, host: str) -> str:
+def _listening_address(place: ProcessPlace, host: str) -> str:
     if place.interface is not None and not addresses.is_only_local(host):
         return addresses.of_interface(place.interface)
     address = addresses.resolved(host)
@@ -106,11 +105,11 @@ def _listening_address(place: Place, host: str) -> str:
 class Meeting:
     """What the first host knows of those that have come."""
 
-    def __init__(self, place: Place, own: Host):
+    def __init__(self, place: ProcessPlace, own: HostDescription):
         self._place, self._own = place, own
-        self._guests: dict[Channel, Host] = {}
+        self._guests: dict[Channel, HostDescription] = {}
         self._acknowledged: set[Channel] = set()
-        self._newer: Host | None = None
+        self._newer: HostDescription | None = None
         self._changed = asyncio.Event()
         self._warned: set[str] = set()
         self._strangers = Strangers(place.count)
@@ -147,7 +146,7 @@ class Meeting:
         await self._tell(listed)
         await self._until(lambda: self._have_answered(guests), ANSWER_S)
         if gone := [guests[each] for each in guests.keys() - self._acknowledged]:
-            names = joined(each.name for each in gone)
+            names = words.all_of(each.name for each in gone)
             await self._fail(HostsMissingError(f"Gone while the hosts met: {names}."))
         # This port may be the one where hosts connect next.
         server.close()
@@ -168,7 +167,7 @@ class Meeting:
             with self._strangers.listening():
                 async with asyncio.timeout(ANSWER_S):
                     await channel.greet()
-                    host = Host.heard(await channel.receive())
+                    host = HostDescription.heard(await channel.receive())
                     welcome = await self._welcome(channel, host)
         except TokenError:
             warn_of_token(channel.other_host, self._warned)
@@ -191,7 +190,7 @@ class Meeting:
             await channel.close()
         self._changed.set()
 
-    async def _welcome(self, channel: Channel, host: Host) -> bool:
+    async def _welcome(self, channel: Channel, host: HostDescription) -> bool:
         generation = self._place.generation
         if host.generation < generation:
             said = (
@@ -225,7 +224,9 @@ class Meeting:
         if said := difference([self._own, *self._guests.values()]):
             return RendezvousError(said)
         if missing := self._missing():
-            came = joined(each.name for each in [self._own, *self._guests.values()])
+            came = words.all_of(
+                each.name for each in [self._own, *self._guests.values()]
+            )
             return HostsMissingError(
                 f"Within {self._place.join_seconds:g} s, {numbered(missing)} of "
                 f"{self._place.count} did not come to {self._place.coordinator}; "

@@ -15,25 +15,22 @@ this host's towers, and hands each tower its rows. Where all hosts look up the s
 ask for them.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives import scattered
-from towers.collectives.hosts import Cluster
-from towers.collectives.partition import Part
+from towers.collectives.parts import Part
 from towers.collectives.spread.variable import SpreadVariable
-from towers.devices import HOST
+from towers.collectives.world import World
+from towers.devices.names import HOST
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.variables import (
     bytes_of,
     put_behind,
-    swapped_values,
     value_behind,
     variable_like,
     without_value,
@@ -108,21 +105,6 @@ class SpreadTable(SpreadVariable):
         ids = ids - self.start
         rows = self.own_rows.look_up(ids)
         return self.own_rows.join(ids, [each for each, _ in rows])
-
-
-def of(variables: Sequence[keras.Variable]) -> dict[int, SpreadTable]:
-    """Returns those variables that are such tables, by their places."""
-    found = {i: sharded.of(variable) for i, variable in enumerate(variables)}
-    return {i: each for i, each in found.items() if isinstance(each, SpreadTable)}
-
-
-@contextlib.contextmanager
-def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Inside, a stand-in is behind each of some variables that is such a table."""
-    found = of(variables)
-    tables = [variables[i] for i in found]
-    with swapped_values(tables, [table.stand_in for table in found.values()]):
-        yield
 
 
 def refusal(plan: Any, way: str) -> str | None:
@@ -202,7 +184,7 @@ def _spread(variable, parts, hosts, devices):
     old = value_behind(variable)
     whole = old.numpy()
     if not isinstance(old, SpreadVariable):
-        (whole,) = hosts.first([tf.constant(whole)], "values of tables")
+        (whole,) = hosts.broadcast([tf.constant(whole)], "values of tables")
         whole = whole.numpy()
     flat, mine = whole.reshape(-1), parts[hosts.index]
     shards = [
@@ -213,7 +195,7 @@ def _spread(variable, parts, hosts, devices):
 
 
 def fetch(
-    hosts: Cluster,
+    hosts: World,
     spread: Sequence[SpreadTable],
     ids: Sequence[Sequence[tf.Tensor]],
 ) -> list[tuple[tf.Tensor, tf.Tensor]]:
@@ -272,7 +254,7 @@ def fetch(
 
 
 def look_up(
-    hosts: Cluster,
+    hosts: World,
     spread: Sequence[SpreadTable],
     ids: Sequence[Sequence[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
@@ -312,7 +294,7 @@ def _rows_of(numbers, rows, ids):
 
 
 def give(
-    hosts: Cluster, spread: Sequence[SpreadTable], gradients: Sequence[Any]
+    hosts: World, spread: Sequence[SpreadTable], gradients: Sequence[Any]
 ) -> list[list[Any]]:
     """Gives gradients to the hosts that have the rows; all hosts call it together.
 
@@ -385,7 +367,7 @@ def _give_dense(hosts, table, gradient):
         [tf.reshape(gradient[start:end], [-1])]
         for start, end in zip(starts, table.ends, strict=True)
     ]
-    (mine,) = scattered.reduce_scatter(hosts, parts, "gradients of tables")
+    (mine,) = hosts.reduce_scatter(parts, "gradients of tables")
     mine = tf.reshape(mine, table.own_rows.shape)
     norms = hosts.stack(sharded.norm(mine), "norms of gradients")
     others = tf.concat([norms[: hosts.index], norms[hosts.index + 1 :]], 0)
@@ -393,7 +375,7 @@ def _give_dense(hosts, table, gradient):
 
 
 def _exchange(hosts, parts, purpose, sizes=None):
-    """Sends arrays to hosts; `sizes` is as for `Communicator.all_to_all`.
+    """Sends arrays to hosts; `sizes` is as for `World.all_to_all`.
 
     `parts` has for each array a list of what each host gets of it. Returns the same, of
     what each host has sent.
@@ -401,7 +383,7 @@ def _exchange(hosts, parts, purpose, sizes=None):
     sent = [
         [np.ravel(part) for part in of_host] for of_host in zip(*parts, strict=True)
     ]
-    received = hosts.communicator.all_to_all(sent, purpose, sizes)
+    received = hosts.all_to_all(sent, purpose, sizes)
     return [
         [
             each.reshape(-1, *part.shape[1:])

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.collectives import scattered
-from towers.collectives.hosts import Cluster
-from towers.collectives.partition import Part
-from towers.devices import HOST
+from towers.collectives.parts import Part
+from towers.collectives.world import World
+from towers.devices.names import HOST
+from towers.hosts import group
 from towers.keras_adapter.variables import take_identity
 from towers.layers.sharded_variable import ShardedVariable
 
@@ -39,13 +38,14 @@ class SpreadVariable(ShardedVariable):
 
     # What it is made of lies in no order by which rows could be looked up.
     axis = None
+    across_hosts = True
 
     def __init__(
         self,
         shards: Sequence[tf.Variable],
         shape: Sequence[int],
         parts: Sequence[Sequence[Part]],
-        hosts: Cluster,
+        hosts: World,
         like: Any,
     ):
         """Takes the identity of `like`, in whose place it stands."""
@@ -114,7 +114,7 @@ class SpreadVariable(ShardedVariable):
         """Returns the whole value."""
         if self._kept is not None:
             return np.array(self._kept)
-        with process_group.explained():
+        with group.explained():
             return self._gathered().numpy()
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -139,6 +139,6 @@ class SpreadVariable(ShardedVariable):
         with tf.device(HOST):
             mine = [tf.convert_to_tensor(shard) for shard in self.shards]
             purpose = f"values of {self._shared_name}"
-            every = scattered.all_gather(self._hosts, mine, like, purpose)
+            every = self._hosts.gather_parts(mine, like, purpose)
             flat = [tf.reshape(part, [-1]) for of_host in every for part in of_host]
             return tf.reshape(tf.concat(flat, 0), self.shape)

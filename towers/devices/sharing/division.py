@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SharingRun:
     """A run that takes part.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
         return f"{self.name or 'a run'} (pid {self.pid})"
 
 
-def divide(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def divide(runs: Sequence[SharingRun]) -> list[tuple[str, ...]]:
     """Tells which places each run should hold once all have moved.
 
     First each gets its minimum, in order of arrival. What is left makes the run that
@@ -78,13 +78,13 @@ def divide(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     ]
 
 
-def fits(runs: Sequence[Run]) -> bool:
+def fits(runs: Sequence[SharingRun]) -> bool:
     """Tells whether there are places for the minimum of each run at the same time."""
     counts = _counts(runs)
     return all(n >= run.minimum for n, run in zip(counts, runs, strict=True))
 
 
-def _counts(runs: Sequence[Run]) -> list[int]:
+def _counts(runs: Sequence[SharingRun]) -> list[int]:
     """Tells how many places each run should hold."""
     unfilled, every = _unfilled(runs), [run.places for run in runs]
     matching = _Matching(len(runs))
@@ -105,7 +105,7 @@ def _unfilled(runs):
     return [tuple(p for p in run.places if p not in run.filled) for run in runs]
 
 
-def _ordered(run: Run, places: Iterable[str]) -> tuple[str, ...]:
+def _ordered(run: SharingRun, places: Iterable[str]) -> tuple[str, ...]:
     """Returns places in the order of a run, without filled ones above its minimum."""
     kept = [place for place in run.places if place in places]
     for place in reversed(run.places):

@@ -17,7 +17,7 @@ _MEMORY = "/dev/shm"
 _SAME_S = 2.0
 
 
-class Machine:
+class SharedMachine:
     """This machine, as its processes see it."""
 
     def process(self) -> tuple[int, float]:

@@ -5,9 +5,9 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 
 from towers.devices.sharing import division, machine
-from towers.devices.sharing.division import Run
+from towers.devices.sharing.division import SharingRun
 from towers.devices.sharing.errors import RegistryError
-from towers.devices.sharing.machine import Machine
+from towers.devices.sharing.machine import SharedMachine
 from towers.devices.sharing.table import Table
 from towers.devices.wish import check_unique, is_int
 
@@ -39,7 +39,7 @@ class Registry:
         folder: str | None = None,
         filled: Filled = nobody,
         name: str = "",
-        here: Machine | None = None,
+        here: SharedMachine | None = None,
     ):
         """Takes what a run wishes; nobody else knows of it yet.
 
@@ -61,9 +61,9 @@ class Registry:
         _check(places, minimum, limit)
         self._places, self._minimum, self._limit = tuple(places), minimum, limit
         self._name, self._filled = name, filled
-        self._machine = here or Machine()
+        self._machine = here or SharedMachine()
         self._table = Table(folder or machine.usual_folder(), self._machine)
-        self._run: Run | None = None
+        self._run: SharingRun | None = None
         # What it really uses, in the order in which it came to that.
         self._held: tuple[str, ...] = ()
         self._reported: frozenset[str] | None = None
@@ -162,7 +162,7 @@ class Registry:
                 "Received join() a second time; expected leave() first."
             )
         pid, started = self._machine.process()
-        run = Run(
+        run = SharingRun(
             token=secrets.token_hex(8),
             pid=pid,
             started=started,
@@ -216,7 +216,7 @@ class Registry:
             self._held = tuple(free)
         return self._ordered(free), ""
 
-    def _find(self, runs: list[Run]) -> tuple[int, dict[str, Run]]:
+    def _find(self, runs: list[SharingRun]) -> tuple[int, dict[str, SharingRun]]:
         """Finds this run among all, and the places of others with who holds them.
 
         If the file was lost, the run enters it again, with what nobody has taken since.
@@ -313,7 +313,7 @@ def _does_not_fit(run, runs):
     )
 
 
-def _holders(runs: Sequence[Run], aims: Sequence[tuple[str, ...]]) -> str:
+def _holders(runs: Sequence[SharingRun], aims: Sequence[tuple[str, ...]]) -> str:
     """Says which runs hold more than they should, and how much."""
     above = [
         f"{run} has still to give up {len({*run.held} - {*aim})} of "

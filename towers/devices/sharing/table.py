@@ -10,9 +10,9 @@ import os
 import typing
 from collections.abc import Iterator
 
-from towers.devices.sharing.division import Run
+from towers.devices.sharing.division import SharingRun
 from towers.devices.sharing.errors import RegistryError
-from towers.devices.sharing.machine import Machine, file_name
+from towers.devices.sharing.machine import SharedMachine, file_name
 from towers.program import locks, small_file, whole_file
 from towers.program.voice import warn
 
@@ -20,7 +20,7 @@ from towers.program.voice import warn
 _LOCK_S = 10.0
 _TYPES = {
     field.name: typing.get_origin(field.type) or field.type
-    for field in dataclasses.fields(Run)
+    for field in dataclasses.fields(SharingRun)
 }
 
 
@@ -31,13 +31,13 @@ class Table:
         path: The file.
     """
 
-    def __init__(self, folder: str, machine: Machine):
+    def __init__(self, folder: str, machine: SharedMachine):
         """Takes the folder, which need not exist, and whose processes runs are."""
         self.path = os.path.join(folder, file_name())
         self._machine = machine
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[list[Run]]:
+    def locked(self) -> Iterator[list[SharingRun]]:
         """Inside, no other run reads or writes the file.
 
         Yields:
@@ -70,7 +70,7 @@ class Table:
         with locks.waited_for(f"{self.path}.lock", _LOCK_S):
             yield
 
-    def _read(self) -> list[Run] | None:
+    def _read(self) -> list[SharingRun] | None:
         """Reads the file; `None` if it is torn."""
         try:
             content = small_file.read_json(self.path, dict)
@@ -94,7 +94,7 @@ class Table:
         whole_file.write_json(self.path, content)
 
 
-def _run(entry: dict) -> Run:
+def _run(entry: dict) -> SharingRun:
     """Makes a run of what the file says of it.
 
     Raises:
@@ -110,7 +110,7 @@ def _run(entry: dict) -> Run:
         of_type = isinstance(value, _TYPES.get(name, object))
         if not of_type or not all(isinstance(each, str) for each in places):
             raise ValueError(f"{name} is {value!r}")
-    run = Run(**values)
+    run = SharingRun(**values)
     if run.pid < 1:
         raise ValueError(f"pid is {run.pid}")
     return run

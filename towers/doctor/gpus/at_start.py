@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from towers.doctor.devices import Probe
+from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import OK, WRONG
 from towers.doctor.gpus import checks, seen
 from towers.machine.nvml import Driver
@@ -41,7 +41,7 @@ def doubts(
     machine = seen.by_driver(driver or Driver(), root, environ)
     if not machine.in_use:
         return []
-    probe = Probe(build=build, gpus=found)
+    probe = DeviceProbe(build=build, gpus=found)
     said = []
     finding = checks.check_gpus(machine, probe, environ)
     if finding.verdict == WRONG:

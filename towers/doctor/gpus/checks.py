@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from towers.doctor import versions
-from towers.doctor.devices import Probe
+from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import WRONG, Finding, note, ok, wrong
-from towers.doctor.gpus.seen import HIDES, Card, Machine, look
+from towers.doctor.gpus.seen import HIDES, SeenCard, SeenMachine, look
 from towers.program.extras import install_command
 
-__all__ = ["Card", "Machine", "look"]
+__all__ = ["SeenCard", "SeenMachine", "look"]
 
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
 # (docs/gpus.md)
@@ -34,7 +34,7 @@ _REASON = re.compile(
 
 
 def check_gpus(
-    machine: Machine, found: Probe, environ: Mapping[str, str] = os.environ
+    machine: SeenMachine, found: DeviceProbe, environ: Mapping[str, str] = os.environ
 ) -> Finding:
     """Checks that TensorFlow finds the machine's GPUs; says why, if it does not."""
     figures = {"machine": machine.gpus, "tensorflow": found.gpus}
@@ -61,7 +61,7 @@ def check_gpus(
     return wrong(f"{text}, because {reason}", reason=reason, **figures)
 
 
-def check_driver(machine: Machine, found: Probe) -> Finding:
+def check_driver(machine: SeenMachine, found: DeviceProbe) -> Finding:
     """Checks that the driver is as new as TensorFlow's CUDA needs it."""
     if not machine.in_use:
         return ok("none is needed without a GPU")
@@ -92,7 +92,7 @@ def check_driver(machine: Machine, found: Probe) -> Finding:
     return ok(text, **figures)
 
 
-def check_kernels(machine: Machine, found: Probe) -> Finding:
+def check_kernels(machine: SeenMachine, found: DeviceProbe) -> Finding:
     """Checks that TensorFlow has kernels for the GPUs, as machine code or as PTX."""
     built = (found.build or {}).get("cuda_compute_capabilities", ())
     if not machine.in_use:
@@ -126,7 +126,7 @@ def check_kernels(machine: Machine, found: Probe) -> Finding:
     return ok(text, **figures)
 
 
-def check_libraries(machine: Machine, found: Probe) -> Finding:
+def check_libraries(machine: SeenMachine, found: DeviceProbe) -> Finding:
     """Checks CUDA's and cuDNN's libraries, which pip or the system has installed."""
     if found.build is None:
         return note("not known, as TensorFlow cannot be imported")
@@ -188,7 +188,7 @@ def check_settings(environ: Mapping[str, str] = os.environ) -> Finding:
     return ok(listed or "none: memory grows as needed", **figures)
 
 
-def check_memory(machine: Machine) -> Finding:
+def check_memory(machine: SeenMachine) -> Finding:
     """Checks the memory that is free on each GPU, and who holds the rest."""
     if not machine.in_use:
         return ok("there is none without a GPU")
@@ -211,7 +211,7 @@ def check_memory(machine: Machine) -> Finding:
     return note(advice, free_mb=free_mb)
 
 
-def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
+def _reason(machine: SeenMachine, found: DeviceProbe, hides: str | None) -> str:
     """Why TensorFlow does not find a GPU that is there, and what to do."""
     if hides is not None:
         return f"{HIDES}={hides!r} names none of them; unset it"
@@ -241,11 +241,11 @@ def _reason(machine: Machine, found: Probe, hides: str | None) -> str:
     return f"it says: {logged[0]}" if logged else "of what TensorFlow does not tell"
 
 
-def _built_for(found: Probe) -> str:
+def _built_for(found: DeviceProbe) -> str:
     return (found.build or {}).get("cuda_version", "")
 
 
-def _has_code(card: Card, found: Probe) -> bool:
+def _has_code(card: SeenCard, found: DeviceProbe) -> bool:
     """Tells whether TensorFlow's kernels are machine code of a GPU, or all is unknown.
 
     Code runs on GPUs of the same major capability, from its minor one on.
@@ -264,7 +264,7 @@ def _ptx(built: Sequence[str]) -> list[tuple[int, int]]:
     return [(int(name[:-1]), int(name[-1])) for name in names if name.isdecimal()]
 
 
-def _another(card: Card) -> str:
+def _another(card: SeenCard) -> str:
     """What to do about a GPU that TensorFlow has no kernels for."""
     code = f"sm_{card.capability.replace('.', '')}"
     return (
@@ -288,7 +288,7 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     return install_command("gpu")
 
 
-def _holders(machine: Machine, card: Card) -> str:
+def _holders(machine: SeenMachine, card: SeenCard) -> str:
     names = [who for uuid, who, _ in machine.holders if uuid == card.uuid]
     return ", ".join(names) or "a process that nvidia-smi does not name here"
 

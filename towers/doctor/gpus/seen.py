@@ -17,7 +17,7 @@ _SMI_S = 20
 _MB = 2**20
 
 
-class Card(NamedTuple):
+class SeenCard(NamedTuple):
     """A GPU.
 
     Attributes:
@@ -37,7 +37,7 @@ class Card(NamedTuple):
     capability: str = ""
 
 
-class Machine(NamedTuple):
+class SeenMachine(NamedTuple):
     """What the machine shows of its GPUs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Machine(NamedTuple):
 
     on_bus: int
     device_files: int
-    cards: tuple[Card, ...] = ()
+    cards: tuple[SeenCard, ...] = ()
     driver: str = ""
     holders: tuple[tuple[str, str, int], ...] = ()
     fault: str = ""
@@ -71,7 +71,9 @@ class Machine(NamedTuple):
         return self.gpus > 0 and not self.hidden
 
 
-def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
+def look(
+    root: Path = Path("/"), environ: Mapping[str, str] = os.environ
+) -> SeenMachine:
     """Looks for GPUs, by nvidia-smi; nothing that it finds or misses is an error."""
     machine = _by_files(root, environ)
     try:
@@ -86,7 +88,7 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
 
 def by_driver(
     driver: Driver, root: Path = Path("/"), environ: Mapping[str, str] = os.environ
-) -> Machine:
+) -> SeenMachine:
     """Looks for GPUs as `look` does, by the driver's library, which takes no second.
 
     Args:
@@ -108,7 +110,9 @@ def by_driver(
     )
 
 
-def _card(driver: Driver, index: int) -> tuple[Card, list[tuple[str, str, int]]] | None:
+def _card(
+    driver: Driver, index: int
+) -> tuple[SeenCard, list[tuple[str, str, int]]] | None:
     """Returns a card, and who holds its memory; `None` if the driver does not tell."""
     ask = driver.ask
     handle = ask(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), None)
@@ -118,7 +122,7 @@ def _card(driver: Driver, index: int) -> tuple[Card, list[tuple[str, str, int]]]
     major, minor = ask(
         lambda nvml: nvml.nvmlDeviceGetCudaComputeCapability(handle), (0, 0)
     )
-    card = Card(
+    card = SeenCard(
         index,
         ask(lambda nvml: nvml.nvmlDeviceGetName(handle), "a GPU"),
         ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), ""),
@@ -130,24 +134,24 @@ def _card(driver: Driver, index: int) -> tuple[Card, list[tuple[str, str, int]]]
     return card, [(card.uuid, _who(pid), (used or 0) // _MB) for pid, used in held]
 
 
-def _by_files(root: Path, environ: Mapping[str, str]) -> Machine:
+def _by_files(root: Path, environ: Mapping[str, str]) -> SeenMachine:
     on_bus = sum(
         _read(folder / "vendor") == _VENDOR
         and _read(folder / "class").startswith(_DISPLAY)
         for folder in (root / "sys/bus/pci/devices").glob("*")
     )
     files = len([*(root / "dev").glob("nvidia[0-9]*")])
-    return Machine(on_bus, files, hidden=environ.get(HIDES) in ("", "-1"))
+    return SeenMachine(on_bus, files, hidden=environ.get(HIDES) in ("", "-1"))
 
 
-def _listed(machine: Machine) -> Machine:
+def _listed(machine: SeenMachine) -> SeenMachine:
     """Adds what nvidia-smi tells."""
     rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
     capabilities = _of_each("compute_cap")  # of drivers from 510 on
     modes = _of_each("mig.mode.current")
     held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
     cards = tuple(
-        Card(
+        SeenCard(
             int(i), name, uuid, _number(memory), _number(free), capabilities.get(i, "")
         )
         for i, name, uuid, memory, free, _ in rows

@@ -22,7 +22,7 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class ProcessPlaced:
     """A process has found a place, and runs there.
 
     Attributes:

@@ -5,7 +5,7 @@ import os
 import re
 import time
 
-from towers.launch.arguments import Options, check_here
+from towers.launch.arguments import LaunchOptions, check_here
 from towers.launch.machine import say
 
 # Names and addresses, with a user where ssh needs one.
@@ -36,7 +36,7 @@ class HostFile:
         self.next_s = 0.0
 
     @classmethod
-    def of(cls, options: Options) -> "HostFile | None":
+    def of(cls, options: LaunchOptions) -> "HostFile | None":
         """Reads the file that is asked for; `None` if none is.
 
         Raises:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from towers.cluster import environment
-from towers.cluster.membership import ElasticPlace
-from towers.launch.arguments import Options
-from towers.launch.elastic.course import Ended, Placed
-from towers.launch.elastic.slot import Slot
+from towers.hosts.membership import ElasticPlace
+from towers.launch.arguments import LaunchOptions
+from towers.launch.elastic.course import Ended, ProcessPlaced
+from towers.launch.elastic.slot import ProcessSlot
 from towers.launch.generation import LAST_WORDS_S
 from towers.launch.host import Host
 from towers.launch.machine import Places
@@ -28,7 +28,10 @@ class Hosts:
     """
 
     def __init__(
-        self, options: Options, machine: Places, tell: Callable[[Ended | Placed], None]
+        self,
+        options: LaunchOptions,
+        machine: Places,
+        tell: Callable[[Ended | ProcessPlaced], None],
     ):
         """Starts none yet.
 
@@ -41,10 +44,10 @@ class Hosts:
         self._options, self._machine, self._tell = options, machine, tell
         rank = options.host_rank
         numbers = range(options.most) if rank is None else [rank]
-        self.slots = [Slot(number) for number in numbers]
+        self.slots = [ProcessSlot(number) for number in numbers]
         self.where = options.coordinator or ""
 
-    def start(self, slot: Slot, restarted: bool) -> None:
+    def start(self, slot: ProcessSlot, restarted: bool) -> None:
         """Starts a process.
 
         Args:
@@ -66,7 +69,7 @@ class Hosts:
             self._tell(Ended(host, at_s))
 
         def placed(host: Host) -> None:
-            self._tell(Placed(host))
+            self._tell(ProcessPlaced(host))
 
         place = ElasticPlace(
             *(self.where, self._machine.token, slot.number),
@@ -85,15 +88,15 @@ class Hosts:
         """When there is something to do for one of them."""
         return min(slot.next_s for slot in self.slots)
 
-    def staying(self) -> list[Slot]:
+    def staying(self) -> list[ProcessSlot]:
         """Lists those that run and do not leave, or are about to start."""
         return [slot for slot in self.slots if slot.is_there]
 
-    def placed(self) -> list[Slot]:
+    def placed(self) -> list[ProcessSlot]:
         """Lists those of them that do not wait for a place."""
         return [each for each in self.staying() if each.host is None or each.host.pid]
 
-    def due(self) -> list[Slot]:
+    def due(self) -> list[ProcessSlot]:
         """Lists those that are to start now, and ends what was to have ended."""
         for slot in self.slots:
             slot.press()
@@ -146,7 +149,7 @@ class Hosts:
         for slot in unknown[: max(0, len(here) - count)]:
             slot.leave()
 
-    def missing(self, count: int) -> list[Slot]:
+    def missing(self, count: int) -> list[ProcessSlot]:
         """Lists where others are to start now, for so many to be there.
 
         Another one starts, too, where one that leaves still runs.

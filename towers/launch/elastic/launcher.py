@@ -16,11 +16,11 @@ from typing import Any
 
 from towers.cluster import addresses
 from towers.cluster.elastic import Coordinator, Event, Formed, Lost, Over, Wanted
-from towers.launch.arguments import Options
-from towers.launch.elastic.course import Course, Ended, Placed
+from towers.launch.arguments import LaunchOptions
+from towers.launch.elastic.course import Course, Ended, ProcessPlaced
 from towers.launch.elastic.host_file import HostFile
 from towers.launch.elastic.hosts import Hosts
-from towers.launch.elastic.slot import TIMES, Slot
+from towers.launch.elastic.slot import TIMES, ProcessSlot
 from towers.launch.generation import STOPPED, USAGE
 from towers.launch.host import Host
 from towers.launch.machine import Places, say
@@ -39,7 +39,9 @@ class Launcher:
         events: Where signals are put.
     """
 
-    def __init__(self, options: Options, machine: Places, file: HostFile | None = None):
+    def __init__(
+        self, options: LaunchOptions, machine: Places, file: HostFile | None = None
+    ):
         """Starts nothing yet.
 
         Args:
@@ -47,7 +49,7 @@ class Launcher:
             machine: Where hosts start.
             file: What says how many hosts are wanted, or on which machines.
         """
-        # Of signals' numbers, `Ended`, `Placed`, and what the coordinator tells.
+        # Of signals' numbers, `Ended`, `ProcessPlaced`, and what the coordinator tells.
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self._options, self._course = options, Course()
         self._file = file
@@ -122,7 +124,7 @@ class Launcher:
         if not self._course.is_ending:
             say(line)
 
-    def _next(self) -> Event | Ended | Placed | int | None:
+    def _next(self) -> Event | Ended | ProcessPlaced | int | None:
         """Waits for an event, or until there is something else to do."""
         next_s = min(self._limit_s, self._hosts.next_s)
         if self._file is not None:
@@ -133,7 +135,7 @@ class Launcher:
         except queue.Empty:
             return None
 
-    def _hear(self, event: Event | Ended | Placed | int | None) -> None:
+    def _hear(self, event: Event | Ended | ProcessPlaced | int | None) -> None:
         match event:
             case int():
                 if event != signal.SIGUSR1:  # which asks for a checkpoint
@@ -142,7 +144,7 @@ class Launcher:
                 self._hosts.pass_on(event)
             case Ended():
                 self._note_end(event)
-            case Placed():
+            case ProcessPlaced():
                 self._expect_those_here()
             case Formed():
                 self._note_formed(event)
@@ -153,7 +155,7 @@ class Launcher:
             case Over():
                 self._note_over(event)
 
-    def _start(self, slot: Slot) -> None:
+    def _start(self, slot: ProcessSlot) -> None:
         restarted = self._course.begun_s is not None
         if self._coordinator is None:
             restarted = slot.starts > 0
@@ -163,7 +165,7 @@ class Launcher:
         if self._coordinator is None:
             slot.train(self._options.join_seconds)  # it is not told when
 
-    def _start_again(self, slot: Slot) -> None:
+    def _start_again(self, slot: ProcessSlot) -> None:
         where = self._hosts.where
         if self._coordinator is None and not _listens(where):
             # The last process may have found that, too.
@@ -196,7 +198,7 @@ class Launcher:
         else:
             self._note_failure(slot, host)
 
-    def _note_late_end(self, slot: Slot, host: Host, was_stopped: bool) -> None:
+    def _note_late_end(self, slot: ProcessSlot, host: Host, was_stopped: bool) -> None:
         """Has the others end, too, where one has failed while all end."""
         if was_stopped:
             return
@@ -204,7 +206,7 @@ class Launcher:
         if not slot.was_ended and host.exit_code != ANOTHER_FAILED:
             say(f"{_failed(host)}.")
 
-    def _note_failure(self, slot: Slot, host: Host) -> None:
+    def _note_failure(self, slot: ProcessSlot, host: Host) -> None:
         """Has it start again, or leaves it out."""
         slot.losses += host.is_lost
         slot.failures += not host.is_lost
@@ -224,7 +226,7 @@ class Launcher:
         else:
             say(f"{_failed(host)}{times}; it starts again in {slot.wait():g} s.")
 
-    def _known(self, slot: Slot) -> int:
+    def _known(self, slot: ProcessSlot) -> int:
         """How many others the coordinator knows, as far as this launcher does."""
         if self._coordinator is None:
             return 0
@@ -283,7 +285,7 @@ class Launcher:
         return stays and bool(self._coordinator.states())
 
 
-def _reached_by(options: Options) -> str | None:
+def _reached_by(options: LaunchOptions) -> str | None:
     """Where the host here reaches the coordinator, if that is not where it listens."""
     if None in (options.interface, options.coordinator) or addresses.is_only_local(
         addresses.split(options.coordinator)[0]

@@ -16,7 +16,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 @dataclasses.dataclass(eq=False)
-class Slot:
+class ProcessSlot:
     """One process after another.
 
     Attributes:

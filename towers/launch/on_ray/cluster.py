@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import ray
 
-from towers.launch.arguments import Options
+from towers.launch.arguments import LaunchOptions
 from towers.machine import limits
 
 
@@ -37,7 +37,7 @@ def connect(cpus: int) -> bool:
     return True
 
 
-def resources(options: Options) -> dict[str, int]:
+def resources(options: LaunchOptions) -> dict[str, int]:
     """Returns what Ray is to reserve for each host, by Ray's names."""
     found = {"CPU": options.num_cpus}
     # Without GPUs, --num_gpus is for logical CPUs, which share those of the node.

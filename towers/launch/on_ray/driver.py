@@ -17,10 +17,10 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from towers.launch.arguments import Options
+from towers.launch.arguments import LaunchOptions
 from towers.launch.elastic import Launcher
 from towers.launch.elastic.host_file import HostFile
-from towers.launch.generation import Events, Generation, Outcome
+from towers.launch.generation import Events, Outcome, StartedHosts
 from towers.launch.on_ray import cluster, desk, worker
 from towers.launch.on_ray.nodes import Nodes
 from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
@@ -32,7 +32,7 @@ from towers.program.ending import ANOTHER_FAILED
 _SIGNALS = {**SIGNALS, signal.SIGINT: signal.SIGTERM}
 
 
-def run(options: Options) -> int:
+def run(options: LaunchOptions) -> int:
     """Has Ray start the hosts, and returns the exit code once all have ended.
 
     Raises:
@@ -42,7 +42,7 @@ def run(options: Options) -> int:
     try:
         if options.elastic:
             return _run_elastic(options, is_own)
-        return Driver(options).run()
+        return RayDriver(options).run()
     except ray.exceptions.RayError as error:
         raise ValueError(f"Ray ended the run: {cluster.first_line(error)}.") from error
 
@@ -59,8 +59,8 @@ def _run_elastic(options, is_own):
     return launcher.run()
 
 
-class RemoteHost:
-    """A host on one of Ray's workers, as a `Generation` knows hosts.
+class RayHost:
+    """A host on one of Ray's workers, as a `StartedHosts` knows hosts.
 
     Attributes:
         generation: The number of its generation.
@@ -101,10 +101,10 @@ class _Nothing:
         pass
 
 
-class Driver:
+class RayDriver:
     """A run on Ray: its generations, until Ray has ended it."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: LaunchOptions):
         """Takes over what is asked for."""
         self._options = options
         here = NodeAffinitySchedulingStrategy(
@@ -113,7 +113,7 @@ class Driver:
         self._desk = desk.Desk.options(scheduling_strategy=here).remote()
         # Of signals, hosts that have ended, generations that begin, and what Ray says.
         self._events: Events = queue.SimpleQueue()
-        self._hosts: list[RemoteHost] = []
+        self._hosts: list[RayHost] = []
         # Whether Ray has ended the last ones, none of which was to blame.
         self._is_cut = False
         self._resources = cluster.resources(options)
@@ -147,10 +147,10 @@ class Driver:
                 "smaller --num_cpus or --num_gpus, or more nodes."
             ) from None
 
-    def _generation(self, hosts: Sequence[RemoteHost]) -> Outcome:
+    def _generation(self, hosts: Sequence[RayHost]) -> Outcome:
         """Watches over hosts until all have ended, and lets Ray go on."""
         options = self._options
-        generation = Generation(hosts, self._events, _Nothing(), options.fail_seconds)
+        generation = StartedHosts(hosts, self._events, _Nothing(), options.fail_seconds)
         outcome = generation.run()
         lost = any(host.is_lost for host in hosts)
         self._is_cut = lost and outcome.rank is None
@@ -194,7 +194,7 @@ class Driver:
     def _began(self, generation, rank, count, pid):
         if not self._hosts or self._hosts[0].generation != generation:
             self._lose_all()
-            self._hosts = [RemoteHost(generation, k, self._tell) for k in range(count)]
+            self._hosts = [RayHost(generation, k, self._tell) for k in range(count)]
             self._events.put([*self._hosts])
         self._hosts[rank].pid = pid
 
@@ -228,7 +228,7 @@ class Driver:
         if options.interface is not None:
             environ["TOWERS_INTERFACE"] = options.interface
         model_dir = options.log_dir and os.path.abspath(options.log_dir)
-        work = worker.Work(
+        work = worker.HostWork(
             *(self._desk, options.command, sys.executable),
             *(folder, environ, model_dir),
         )

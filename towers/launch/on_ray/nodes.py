@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import ray
 
 from towers.cluster import addresses
-from towers.launch.arguments import Options
+from towers.launch.arguments import LaunchOptions
 from towers.launch.generation import USAGE
 from towers.launch.machine import say
 from towers.launch.on_ray import cluster
@@ -123,7 +123,7 @@ class Nodes:
 
     places_later = True
 
-    def __init__(self, options: Options, are_here: bool):
+    def __init__(self, options: LaunchOptions, are_here: bool):
         """Takes over what is asked for; Ray is connected.
 
         Args:

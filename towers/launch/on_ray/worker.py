@@ -21,13 +21,14 @@ from towers.cluster import environment
 from towers.launch.host import Host
 from towers.launch.on_ray.watcher import Watcher
 from towers.processes.strays import Strays
+from towers.train.settings import REPORTS
 
 # For what a host has started to end after it.
 _LAST_WORDS_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class HostWork:
     """What the launcher asks of each worker.
 
     Attributes:
@@ -51,7 +52,7 @@ class HostError(RuntimeError):
     """A host has failed: Ray is to start all workers anew, or to give up."""
 
 
-def run(work: Work) -> None:
+def run(work: HostWork) -> None:
     """Runs the host of this worker to its end.
 
     Raises:
@@ -69,16 +70,16 @@ def run(work: Work) -> None:
     strays = Strays()
     watcher = Watcher(strays)
     try:
-        _Worker(work, generation, environ | strays.mark).run()
+        _HostWorker(work, generation, environ | strays.mark).run()
     finally:
         strays.end(_LAST_WORDS_S)
         watcher.stop()
 
 
-class _Worker:
+class _HostWorker:
     """A host, and the messages about it."""
 
-    def __init__(self, work: Work, generation: int, environ: dict[str, str]):
+    def __init__(self, work: HostWork, generation: int, environ: dict[str, str]):
         self._desk, self._generation = work.desk, generation
         self._model_dir = work.model_dir
         context = ray.train.get_context()
@@ -94,7 +95,7 @@ class _Worker:
                 *(
                     self._rank,
                     command,
-                    environ | {environment.REPORTS: str(send)},
+                    environ | {REPORTS: str(send)},
                     None,
                 ),
                 ended=lambda host: self._events.put(("ended", host)),

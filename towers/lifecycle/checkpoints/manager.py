@@ -17,13 +17,13 @@ from typing import Any
 
 import keras
 
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
+from towers.hosts import group
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs
 from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
 from towers.machine import heap, limits
-from towers.numerics.not_finite import NotFinite
+from towers.numerics.errors import NotFinite
 from towers.program import words
 from towers.program.voice import say, warn
 
@@ -77,7 +77,7 @@ class CheckpointManager:
             )
         self._received, self._background = None, background
         # Where hosts come and go, each may have to write some day.
-        self._elastic = process_group.member() is not None
+        self._elastic = group.member() is not None
         if self._hosts.index > 0 and not self._elastic:
             # Only the first host writes; it sends what it has.
             self._received = tempfile.TemporaryDirectory(prefix="towers-")

@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.collectives.spread.variable import SpreadVariable
 from towers.keras_adapter.optimizers import innermost, known_variables
 from towers.layers import sharded
 from towers.layers.variables import optimizers, plain
@@ -184,7 +183,7 @@ def nbytes(model: keras.Model) -> int:
 
 def is_divided(variable: keras.Variable | tf.Variable) -> bool:
     """Tells whether each of several hosts has a part of a variable only."""
-    return isinstance(sharded.of(variable), SpreadVariable)
+    return sharded.across_hosts(variable)
 
 
 def _own(variable):

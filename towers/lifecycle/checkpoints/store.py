@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.program import whole_file
 
 _REPLACED = ".replaced"

@@ -25,7 +25,7 @@ _OTHER = "The run may end with other numbers than an uninterrupted one"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DataPlace:
     """A place in data.
 
     Attributes:
@@ -144,7 +144,7 @@ def _start_pipeline(pipeline, options, position, place):
     return Start(moved.dataset(), first, read)
 
 
-def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Place:
+def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> DataPlace:
     """Finds a position's place in the data.
 
     `past` has the batches that were read in each epoch from the one on that these data
@@ -158,7 +158,7 @@ def find(options: dict[str, Any], position: Position, past: Sequence[int]) -> Pl
         over = now < steps if steps and batches is None else read >= (batches or 0)
         if over or not steps:
             passes, read, first = passes + 1, 0, epoch + 1
-    return Place(opened, passes, read + position.batch, first)
+    return DataPlace(opened, passes, read + position.batch, first)
 
 
 def order(options: dict[str, Any]) -> dict[str, Any]:

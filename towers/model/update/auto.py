@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from towers._deprecated import rename_keys
-from towers.devices import is_gpu
-from towers.model.update import remembered
+from towers.devices.names import is_gpu
+from towers.model.options import UpdateOptions
 from towers.program import words
+from towers.program.features import feature
 
 # What trying may take: so many seconds, or so much of the run if that is more. On CPUs,
 # where steps are slow, nobody waits that long for the first batch.
@@ -44,6 +45,11 @@ class Choice(NamedTuple):
     variable_update: str = "parameter_server"
     all_reduce_alg: str = "auto"
     xla: bool = False
+
+    @classmethod
+    def of(cls, update: UpdateOptions) -> "Choice":
+        """Returns the way that a value stands for."""
+        return cls(update.name, getattr(update, "all_reduce", "auto"))
 
     def adds_like(self, other: "Choice") -> bool:
         """Tells whether another way differs in nothing but XLA."""
@@ -105,7 +111,7 @@ def candidates(
     return [*plain, *compiled]
 
 
-class Trial(NamedTuple):
+class CandidateTrial(NamedTuple):
     """What became of a candidate.
 
     Attributes:
@@ -128,7 +134,7 @@ def choose(
     drop: Callable[[Choice], Any] = lambda choice: None,
     clock: Callable[[], float] = time.perf_counter,
     most_s: float = math.inf,
-) -> list[Trial]:
+) -> list[CandidateTrial]:
     """Measures candidates as long as there is time, each against the best so far.
 
     Args:
@@ -149,7 +155,9 @@ def choose(
     first, *left = choices
     # To measure a call takes a call.
     if start_s > BUDGET_S and BUDGET * calls < 1:
-        return [Trial(choice, None, "it would take too long") for choice in choices]
+        return [
+            CandidateTrial(choice, None, "it would take too long") for choice in choices
+        ]
     contest = _Contest(first, train, drop, clock, start_s)
     call_s = clock() - begun_s
     budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), most_s)
@@ -162,7 +170,9 @@ def choose(
             break
         left.remove(choice)
         contest.enter(choice)
-    skipped = [Trial(choice, None, "it would take too long") for choice in left]
+    skipped = [
+        CandidateTrial(choice, None, "it would take too long") for choice in left
+    ]
     return contest.trials(steps) + skipped
 
 
@@ -178,7 +188,7 @@ class _Contest:
         self._first_start_s, self._starts = start_s, {first.xla: start_s}
         # Seconds of a call of the first, and how many times as long the others' take.
         self._first_s, self._slower = None, {first: 1.0}
-        self._failed: list[Trial] = []
+        self._failed: list[CandidateTrial] = []
         self._best_call = train(first)
         self._best_call()
 
@@ -197,7 +207,7 @@ class _Contest:
         except Exception as error:  # whatever it is: the run can go on without
             said = str(error).strip() or type(error).__name__
             reason = said.splitlines()[0][:60]
-            self._failed.append(Trial(choice, None, f"it fails: {reason}"))
+            self._failed.append(CandidateTrial(choice, None, f"it fails: {reason}"))
         else:
             self._starts[choice.xla] = self._clock() - begun_s
             before_s, times = _race(self._best_call, call, self._clock)
@@ -212,10 +222,10 @@ class _Contest:
     def trials(self, steps):
         """What became of each, the best first, those that failed last."""
         if self._first_s is None:
-            nothing = Trial(self._first, None, "nothing to compare it with")
+            nothing = CandidateTrial(self._first, None, "nothing to compare it with")
             return [nothing, *self._failed]
         trials = [
-            Trial(choice, times * self._first_s / steps)
+            CandidateTrial(choice, times * self._first_s / steps)
             for choice, times in self._slower.items()
         ]
         trials.sort(key=lambda trial: (trial.choice != self._best, trial.step_s))
@@ -242,7 +252,7 @@ def _race(one, other, clock):
     return statistics.median(times_s), statistics.median(ratios)
 
 
-def table(trials: Sequence[Trial]) -> str:
+def table(trials: Sequence[CandidateTrial]) -> str:
     """Says what was measured, in a few lines."""
     chosen, *others = trials
     # What is left out for one reason is left out in one line.
@@ -273,7 +283,7 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join([*lines, *(f"  {name:{width}}  {said}" for name, said in rows)])
 
 
-def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
+def remember(file: str | None, key: Any, trials: Sequence[CandidateTrial]) -> None:
     """Writes a choice down, with what it was made for, and what `choose` returned.
 
     Raises:
@@ -283,7 +293,7 @@ def remember(file: str | None, key: Any, trials: Sequence[Trial]) -> None:
         return
     chosen = trials[0].choice
     measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
-    remembered.write(
+    feature("model.update.remembered").write(
         file, {"for": key, "chosen": chosen._asdict(), "step_ms": measured}
     )
 
@@ -296,7 +306,7 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
     """
     if file is None:
         return None
-    found = remembered.read(file)
+    found = feature("model.update.remembered").read(file)
     try:
         choice = Choice(**rename_keys(found["chosen"]))
         return choice if rename_keys(found["for"]) == key and choice in ways else None

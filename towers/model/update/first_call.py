@@ -91,13 +91,13 @@ class FirstCall:
                 update.chosen = False
                 raise
             if update.builder.plan.hosts.index == 0:
-                auto.remember(update.file, made_for, trials)
+                auto.remember(update.config.choice_file, made_for, trials)
         function, self._function = self._function, None
         return function, logs
 
     def _clock(self):
         """Seconds, by the first host's clock: so all hosts choose alike."""
-        return self._update.builder.plan.hosts.broadcast(time.perf_counter())
+        return self._update.builder.plan.hosts.broadcast_value(time.perf_counter())
 
     def _start(self, ways: Sequence[Choice]) -> tuple[Any, bool]:
         """Puts the first way in use, or the one that was chosen before for the same.
@@ -113,8 +113,8 @@ class FirstCall:
         if not ways:
             return None, False
         made_for = self._describe(ways)
-        recalled = auto.recall(update.file, made_for, ways)
-        recalled = update.builder.plan.hosts.broadcast(recalled)
+        recalled = auto.recall(update.config.choice_file, made_for, ways)
+        recalled = update.builder.plan.hosts.broadcast_value(recalled)
         if recalled is not None:
             recalled = Choice(*recalled)
             update.install(recalled, self._batches)
@@ -168,7 +168,7 @@ class FirstCall:
                 say(f"The variables are updated by {simplest}, as {first} fails: {why}")
                 update.install(simplest, self._batches)
         if start is not None:
-            update.builder.context.found.compiled = update.builder.xla
+            update.builder.context.facts.compiled = update.builder.xla
         if said is not None:
             say(said)
         return logs
@@ -188,12 +188,11 @@ class FirstCall:
         what = f"XLA cannot compile {what} '{builder.model.name}'"
         return f"{what}, which goes on without: {why}"
 
-    def _try(self, ways: Sequence[Choice], start_s: float) -> list[auto.Trial]:
+    def _try(self, ways: Sequence[Choice], start_s: float) -> list[auto.CandidateTrial]:
         """Tries ways, the first of which is in use, and goes on with the best."""
         update, model = self._update, self._update.model
-        copies = {id(copy) for copy in update.builder.copies()}
-        others = variables.beside(model, update.builder.graph)
-        others = [variable for variable in others if id(variable) not in copies]
+        unsaved = update.builder.context.facts.unsaved
+        others = [*variables.plain(model).values(), *unsaved]
         guard = update.builder.guard
         made = {ways[0]: (update.builder, self._function, update.state())}
         # What is out of use goes at once, as each way may have copies of its own.
@@ -232,7 +231,7 @@ class FirstCall:
 
 def _of_all_hosts(ways, hosts):
     """Those that each host has, of which towers and libraries may differ."""
-    told = hosts.tell_all([[*way] for way in ways])
+    told = hosts.exchange([[*way] for way in ways])
     return [way for way in ways if all([*way] in each for each in told)]
 
 

@@ -5,8 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from towers import devices
-from towers.devices import nccl_fits
+from towers.devices.names import nccl_fits, resolve
 from towers.program import words
 
 
@@ -34,7 +33,7 @@ class Layout:
         Raises:
             ValueError: A device does not exist, or the numbers do not fit.
         """
-        towers = tuple(grouped(devices.resolve(gpus), stages))
+        towers = tuple(grouped(resolve(gpus), stages))
         return cls(towers, _checked(split_ratios, len(towers)))
 
     @property

@@ -11,15 +11,19 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.builders.checks import is_synchronized
-from towers.cluster import process_group
-from towers.cluster.membership import Membership
-from towers.collectives import batch, reduce
-from towers.collectives.hosts import OneHost, this_host
-from towers.devices import HOST, is_gpu
+from towers.builders.context import Context
+from towers.builders.guard import Guard
+from towers.builders.strategies import STRATEGIES
+from towers.collectives import batch
+from towers.collectives.world import World, this_host
+from towers.devices.names import HOST, is_gpu
+from towers.hosts import group
+from towers.hosts.membership import Membership
 from towers.keras_adapter.models import already, compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.keras_adapter.variables import (
@@ -29,12 +33,17 @@ from towers.keras_adapter.variables import (
     value_behind,
 )
 from towers.layers import variables
+from towers.loop import alike
+from towers.model.config import Config
+from towers.model.options import Asynchronous, Auto, Replicated, Sharded
 from towers.model.replayable import ReplayableBatches
+from towers.model.update import auto, placing
 from towers.model.update.auto import Choice
 from towers.model.update.layout import Layout
-from towers.model.update.recipe import Recipe
 from towers.model.update.xla_wish import XlaWish
+from towers.program.features import feature
 from towers.tower.errors import explained_leaks
+from towers.tower.preprocess import Preprocess
 
 # Layouts whose graphs are kept, beside the one in use.
 _MOST_KEPT = 8
@@ -47,43 +56,49 @@ class VariableUpdate:
     On GPUs it also chooses whether XLA compiles the towers, unless `compile` was told.
     After the model has been compiled again, the next call chooses again.
 
+    It has what changes while the model trains; what the user has asked for does not.
+
     Attributes:
         model: The user's model.
+        config: What the user has asked for.
         layout: The towers in use.
         builder: The builder in use.
         choice: What the builder was made for.
         told: The way that the user wants; `None` for the best one.
         chosen: Whether nothing is left to choose.
-        file: Where to keep what was chosen, if anywhere.
         xla: Whether XLA compiles towers and update where the choice does not say so;
             `None` for the update alone where that pays.
         xla_wish: What the user wants of XLA.
-        divides_state: Whether a host may have a part of some variables or slots only.
         state_lost: Whether a host has gone with its part of what hosts divide, so that
             a checkpoint has to tell.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: Layout,
-        choice: Choice,
-        chooses: bool = False,
-        file: str | None = None,
-    ):
-        """Makes the first builder.
+    def __init__(self, model: keras.Model, config: Config, layout: Layout):
+        """Makes the first builder; all hosts that train together call it.
 
-        Args:
-            recipe: What builders are made of.
-            layout: The first layout.
-            choice: The first choice.
-            chooses: Whether there are others, which the first call of training tries.
-            file: See the attributes.
+        Raises:
+            ValueError: The model cannot be trained as was asked.
+            HostsDifferError: Other hosts were asked for something else.
         """
-        self.model, self.choice, self.file = recipe.model, choice, file
-        self.layout, self._recipe = layout, recipe
-        self.told = None if chooses else choice
-        self.builder = recipe.builder(choice, layout)
+        self.model, self.config, self.layout = model, config, layout
+        self._pipeline = placing.pipeline_of(model, config)
+        # `None` for the first tower's device, of whichever layout.
+        self._home = placing.find_home(model, config, layout)
+        self._guard = Guard() if config.check_numerics else None
+        self._preprocess = config.preprocess and Preprocess(config.preprocess)
+        # What was said of the model, by whichever builder.
+        self._said: set[Any] = set()
+        self._hosts, self._agreement = this_host(), None
+        # Others may come.
+        least = 1 if group.member() is None else 2
+        config.check_hosts(max(self._hosts.count, least))
+        self._compare(self._hosts)
+        self._agree()
+        self.told = None
+        if not isinstance(config.variable_update, Auto):
+            self.told = Choice.of(config.variable_update)
+        self.choice = self.told or self._choices(xla=False, synchronized=False)[0]
+        self.builder = self._make_builder(self.choice)
         self.chosen = not _may_choose(self.told, layout)
         self.xla: bool | None = None
         self.xla_wish = XlaWish(self.model)
@@ -92,8 +107,8 @@ class VariableUpdate:
         # Of hosts that come and go, by rank, ratios of all, choice and layout.
         self._kept_places: dict[Any, _Kept] = {}
         self._place: tuple[Any, ...] | None = None
-        self._membership: Membership | None = process_group.joined()
-        self.divides_state, self.state_lost = recipe.divides_state, False
+        self._membership: Membership | None = group.joined()
+        self.state_lost = False
 
     def reset_if_changed(self) -> bool:
         """Starts anew if the model was compiled or moved, through whichever object.
@@ -150,8 +165,55 @@ class VariableUpdate:
         if self.chosen or self.model.run_eagerly or is_deterministic():
             return []
         wanted = self.xla_wish.wanted(self.builder.say)
-        synchronized = is_synchronized(self.model)
-        return self._recipe.ways(self.layout, wanted, synchronized, self.told)
+        return self._choices(wanted, is_synchronized(self.model))
+
+    def _choices(self, xla, synchronized):
+        """Lists what may be chosen; see `auto.candidates`."""
+        firsts, asked = self.layout.firsts, self.config.device is not None
+        return auto.candidates(
+            firsts,
+            self.layout.nccl_fits,
+            xla,
+            synchronized,
+            stays=asked and self._home not in (None, firsts[0]),
+            in_stages=not self._pipeline.alone,
+            told=self.told,
+        )
+
+    def _make_builder(self, choice, ratios_of_hosts=None):
+        """Makes a builder, and moves the variables to where it needs them."""
+        model, config, layout = self.model, self.config, self.layout
+        copied = choice.variable_update == Replicated.name
+        plan = placing.plan_of(
+            config,
+            self._pipeline,
+            layout,
+            None if copied else self._home,
+            self._hosts,
+            ratios_of_hosts,
+        )
+        placing.place(model, plan, config, copied)
+        context = Context(
+            model,
+            plan,
+            loss_placement=config.loss_placement,
+            strict=config.strict,
+            preprocess=self._preprocess,
+            prefetch=config.batches_ahead(layout.firsts),
+            guard=self._guard,
+            agreement=self._agreement,
+            shard_embeddings=config.tables,
+            said=self._said,
+        )
+        options = {}
+        if copied:
+            options["all_reduce_alg"] = choice.all_reduce_alg
+            options["shard_optimizer_state"] = config.shards_state
+        elif isinstance(config.variable_update, Sharded):
+            options["min_bytes"] = config.variable_update.min_bytes
+        elif isinstance(config.variable_update, Asynchronous):
+            options["max_staleness"] = config.variable_update.max_staleness
+        return STRATEGIES[choice.variable_update](context, **options)
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:
         """Puts another builder in use, during the first call, which holds `batches`."""
@@ -160,7 +222,7 @@ class VariableUpdate:
 
     def _install(self, choice, ratios_of_hosts=None):
         before = self.builder.context
-        self.builder = self._recipe.builder(choice, self.layout, ratios_of_hosts)
+        self.builder = self._make_builder(choice, ratios_of_hosts)
         self.choice = choice
         self.builder.xla = choice.xla or self.xla
         self.builder.context.callbacks_may_write = before.callbacks_may_write
@@ -251,7 +313,7 @@ class VariableUpdate:
             What was made by the other one before, by name; nothing if it is new.
         """
         used = self._place is not None and self._place[-1] == self.layout
-        if used and not self.divides_state:
+        if used and not self.config.divides_variables:
             # The choice may be another one since.
             place = *self._place[:2], self.choice, self.layout
             aside = _Kept(self.builder, self.choice, functions, self._places())
@@ -259,34 +321,47 @@ class VariableUpdate:
             _limit(self._kept_places)
             for copy in _copies(self.builder):
                 empty(copy)
-        self._membership = process_group.joined()
-        self._recipe.follow_hosts(this_host())
+        self._membership = group.joined()
+        self._compare(this_host())
         self._kept.clear()
-        hosts = self._recipe.hosts
+        hosts = self._hosts
         mine = [self.chosen, [*self.choice], self.xla, why]
-        self.chosen, choice, self.xla, why = hosts.broadcast(mine)
+        self.chosen, choice, self.xla, why = hosts.broadcast_value(mine)
         choice = Choice(*choice)
-        ratios = hosts.tell_all(self.layout.split_ratios)
+        ratios = hosts.exchange(self.layout.split_ratios)
         self._place = hosts.index, str(ratios), choice, self.layout
         kept = self._kept_places.pop(self._place, None)
         if kept is not None and _differ(kept.places, self._places()):
             kept = None
         if _agree_to_use(kept, hosts, self.needs_first_call):
             self.builder, self.choice = kept.builder, choice
-            self._recipe.agreement = kept.builder.context.agreement
+            self._agreement = kept.builder.context.agreement
             for copy in _copies(self.builder):
                 give_room(copy)
             self.builder.mark_copies_stale()
             functions = kept.functions
         else:
-            self._recipe.agree()
+            self._agree()
             self._install(choice, ratios)
             functions = {}
         self.builder.context.why_hosts = why
         self._seen = self.state()
         return functions
 
-    def expect_hosts(self, hosts: OneHost, functions: dict[str, Any]) -> dict[str, Any]:
+    def _compare(self, hosts):
+        """Takes hosts in the place of those before, if they were asked for the same."""
+        self._hosts = hosts.compressing(self.config.gradient_compression)
+        if hosts.count > 1:
+            alike.check(self._hosts, {"multi_gpu_model()": self.config.given})
+
+    def _agree(self):
+        """Has hosts that train together agree on batches."""
+        self._agreement = None
+        if self._hosts.count > 1:
+            agreement = feature("loop.agreement").Agreement
+            self._agreement = agreement(self._hosts, self.model)
+
+    def expect_hosts(self, hosts: World, functions: dict[str, Any]) -> dict[str, Any]:
         """Puts a builder in use for hosts that this process has not joined yet.
 
         What is traced by it is there for `follow_hosts`.
@@ -298,8 +373,8 @@ class VariableUpdate:
         Returns:
             Nothing, as all functions are new.
         """
-        self._recipe.follow_hosts(hosts)
-        self._recipe.agree()
+        self._compare(hosts)
+        self._agree()
         ratios = [[*self.layout.split_ratios]] * hosts.count
         self._place = hosts.index, str(ratios), self.choice, self.layout
         self._install(self.choice, ratios)
@@ -315,13 +390,8 @@ class VariableUpdate:
         Raises:
             ValueError: There are no such devices, or towers cannot be on them.
         """
-        pipeline, choice = self._recipe.pipeline, self.choice
-        layout = Layout.of(gpus, pipeline.stages, split_ratios)
-        asked = choice.all_reduce_alg != "auto" and self.told is not None
-        if asked:
-            reduce.check_all_reduce(
-                choice.all_reduce_alg, choice.variable_update, layout.firsts
-            )
+        layout = Layout.of(gpus, self.config.stages.count, split_ratios)
+        self.config.variable_update.check_towers(layout.firsts)
         return layout
 
     def _places(self):
@@ -368,7 +438,7 @@ def _agree_to_use(kept, hosts, needs_first_call):
 
     Those that trace anew may have to meet others for it, in their first call.
     """
-    told = hosts.tell_all([kept is not None, needs_first_call])
+    told = hosts.exchange([kept is not None, needs_first_call])
     have_it, meet = zip(*told, strict=True)
     return kept is not None and (all(have_it) or not any(meet))
 

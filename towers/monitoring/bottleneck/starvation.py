@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from towers._deprecated import accepts_old_names
 from towers.devices import threads
 from towers.loop import listeners
-from towers.monitoring.bottleneck import hosts, stages, tfdata_stats, uneven
+from towers.monitoring.bottleneck import tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.steps import Interval
+from towers.program.features import feature
 
 # To look at tf.data's counters takes a millisecond or two.
 _LOOK_EVERY_S = 1.0
@@ -167,9 +168,11 @@ class Starvation(StepTime):
         said = [verdict(parts, self._bound, found, self._words(), crowded)]
         times = self._timers.hosts
         if times is not None:
+            hosts = feature("monitoring.bottleneck.hosts")
             said.append(hosts.sentence(times, split.hosts))
         if split.stages_busy and "compute" in self._bound:
             pipeline = self.model.builder.plan.pipeline
+            stages = feature("monitoring.bottleneck.stages")
             said.append(stages.sentence(split.stages_busy, pipeline))
         if times is None and "compute" in self._bound:
             said.append(self._uneven(split))

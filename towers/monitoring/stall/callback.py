@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import keras
 
 from towers._deprecated import accepts_old_names
-from towers.cluster import process_group
+from towers.hosts import group
 from towers.keras_adapter.models import batches_done, builds_graph, called_callback
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.run_state import SaveFirst
 from towers.loop import listeners
 from towers.model.fit_call import FitCall
-from towers.monitoring.stall import hosts, questions
+from towers.monitoring.stall import questions
+from towers.program.features import feature
 from towers.program.voice import say, warn
 
 STALLED = 4
@@ -174,10 +175,10 @@ class Stall(keras.callbacks.Callback):
     # Watching.
 
     def _watch(self, over):
-        process_group.does_meanwhile(self._does)
+        group.does_meanwhile(self._does)
         while not over.wait(min(1.0, self._seconds / 4)):
             self.check()
-        process_group.does_meanwhile(None)
+        group.does_meanwhile(None)
 
     def _does(self):
         """What to tell another host that waits."""
@@ -233,8 +234,10 @@ class Stall(keras.callbacks.Callback):
 
     def _ask(self, testing):
         """Asks hosts, devices and input; returns what is waited for."""
-        if found := hosts.waited_for(self._patience_s):
-            return found
+        if group.collective() is not None:
+            hosts = feature("monitoring.stall.hosts")
+            if found := hosts.waited_for(self._patience_s):
+                return found
         computes = {
             each: functools.partial(questions.compute, each) for each in self._devices
         }

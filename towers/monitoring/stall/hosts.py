@@ -1,6 +1,6 @@
 """Asks the other hosts for which one a collective waits."""
 
-from towers.cluster import process_group
+from towers.hosts import group
 
 
 def waited_for(limit_s: float) -> str | None:
@@ -12,11 +12,11 @@ def waited_for(limit_s: float) -> str | None:
     Returns:
         A phrase; `None` if this host is in no collective.
     """
-    mine = process_group.collective()
+    mine = group.collective()
     if mine is None:
         return None
     late = []
-    for name, told in process_group.ask_all(limit_s).items():
+    for name, told in group.ask_all(limit_s).items():
         if told is None:
             late.append(f"{name}, which does not answer")
         elif told[0] != mine:

@@ -8,8 +8,9 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import reduce
-from towers.collectives.hosts import follow_first_host
-from towers.devices import resolve
+from towers.collectives.first_host import follow_first_host
+from towers.devices.names import resolve
+from towers.partition.call import Copied
 from towers.partition.functions.parallel import (
     Parallel,
     as_it_is,
@@ -19,11 +20,10 @@ from towers.partition.functions.parallel import (
 from towers.partition.functions.placed import PlacedBatch, prefetch
 from towers.partition.functions.update import Update
 from towers.partition.functions.variable_copies import VariableCopies
-from towers.partition.partitioned import Copied
 
 
 class GradientStep(NamedTuple):
-    """What a step of `GradientTowers` computes.
+    """The results of a step of `GradientTowers`.
 
     Attributes:
         loss: The loss of the whole batch: a scalar.
@@ -124,9 +124,9 @@ class GradientTowers:
         if self._copies is None:
             return self._step(*batch)
         self._refresh()
-        found = self._step.on_copies(*batch)
-        self._latest = [each.gradients for each in found]
-        return found[0]
+        of_copies = self._step.on_copies(*batch)
+        self._latest = [results.gradients for results in of_copies]
+        return of_copies[0]
 
     def prefetch(
         self, dataset: Iterable[Any], count: int = 2
@@ -189,10 +189,10 @@ class GradientTowers:
             update([*gradients], others)
 
     def _on_others(self, gradients):
-        """What the other devices have of gradients, if the last step has made these."""
-        mine, *others = self._latest or [()]
+        """Returns gradients on the other devices, if the last step has made these."""
+        first, *others = self._latest or [()]
         self._latest = []
-        same = [a is b for a, b in zip(mine, gradients, strict=False)]
+        same = [a is b for a, b in zip(first, gradients, strict=False)]
         return others if others and all([*same, len(same) == len(gradients)]) else None
 
     def _check_copies(self):
@@ -216,11 +216,11 @@ class GradientTowers:
 
     def _compute(self, *batch):
         with tf.GradientTape() as tape:
-            found = self._loss_fn(*batch)
-            if isinstance(found, tuple) and len(found) == 2:
-                loss, aux = found
+            outputs = self._loss_fn(*batch)
+            if isinstance(outputs, tuple) and len(outputs) == 2:
+                loss, aux = outputs
             else:
-                loss, aux = found, None
+                loss, aux = outputs, None
         if not tf.is_tensor(loss):
             raise ValueError(
                 f"Received a {type(loss).__name__} from loss_fn; expected the loss, a "

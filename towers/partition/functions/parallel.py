@@ -8,18 +8,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import devices
 from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.collectives import batch
-from towers.collectives.hosts import follow_first_host, this_host
-from towers.devices import HOST, is_gpu
+from towers.collectives.first_host import follow_first_host
+from towers.collectives.world import this_host
+from towers.devices.names import HOST, is_gpu, resolve
 from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
+from towers.partition.call import Copied
 from towers.partition.errors import where
 from towers.partition.functions.placed import PlacedBatch, place, same_batch
-from towers.partition.partitioned import Copied, Partitioned, judge
+from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
 from towers.program.voice import say
 
@@ -111,8 +112,8 @@ class Parallel:
                 )
             return self._in_graph[ranks](*batch)
         placed = len(batch) == 1 and isinstance(batch[0], PlacedBatch)
-        found = self._partition(batch[0].local_batches[0] if placed else batch)
-        variables = found.trace.concrete.variables
+        partitioned = self._partition(batch[0].local_batches[0] if placed else batch)
+        variables = partitioned.trace.concrete.variables
         if has_tangents(tf.convert_to_tensor(each.handle) for each in variables):
             # TensorFlow would lose the variables' part without a word.
             raise self._accumulated()
@@ -133,17 +134,17 @@ class Parallel:
         if len(data) == 1 and isinstance(data[0], PlacedBatch):
             return self._of_placed(data[0])
         batch.check_rows(data)
-        found, everywhere = self._partition(data), []
+        partitioned, everywhere = self._partition(data), []
 
         @tf.custom_gradient
         def call(*tensors):
-            for variable in found.trace.concrete.variables:
+            for variable in partitioned.trace.concrete.variables:
                 # So that a tape outside knows that it was read.
                 tf.convert_to_tensor(variable)
             everywhere[:] = self._of_placed(place(self._plan, data), data)
 
             def gradient(*upstream, variables=()):
-                before = self._gradient(found, data, upstream, variables)
+                before = self._gradient(partitioned, data, upstream, variables)
                 count = len(tensors)
                 return (before[:count], before[count:]) if variables else before
 
@@ -173,10 +174,12 @@ class Parallel:
         )
 
     def _of_placed(self, placed, whole=None):
-        found, plan = self._partition(placed.local_batches[0]), self._plan
+        partitioned, plan = self._partition(placed.local_batches[0]), self._plan
         if plan.hosts.count == 1:
-            return found.on_copies(plan, placed.local_batches, placed.size, whole=whole)
-        for line in found.stateful_draws:
+            return partitioned.on_copies(
+                plan, placed.local_batches, placed.size, whole=whole
+            )
+        for line in partitioned.stateful_draws:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
                 f"TensorFlow's own state{line}, on {plan.hosts.count} hosts, where "
@@ -184,7 +187,9 @@ class Parallel:
                 "tf.random.stateless_*."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
-            return found.on_copies(plan, placed.local_batches, placed.size, whole=whole)
+            return partitioned.on_copies(
+                plan, placed.local_batches, placed.size, whole=whole
+            )
 
     def _partition(self, data):
         spec = batch.local_spec(data, None)
@@ -196,16 +201,17 @@ class Parallel:
             lambda trace: self._copied,
             self._loss_placement,
         )
-        found = Partitioned(verdict)
-        for line in found.lines(f"The function '{self.__name__}'"):
+        # An accumulator around a `tf.function` with it differentiates it there.
+        partitioned = Partitioned(verdict, differentiable=True)
+        for line in partitioned.lines(f"The function '{self.__name__}'"):
             say(line)
-        self._follow_first_host(found.trace)
+        self._follow_first_host(partitioned.trace)
         if not any(
-            tf.is_symbolic_tensor(each) for each, _ in found.trace.graph.captures
+            tf.is_symbolic_tensor(each) for each, _ in partitioned.trace.graph.captures
         ):
             # What it takes of a tf.function around it is there for one call.
-            self._partitioned[str(spec)] = found
-        return found
+            self._partitioned[str(spec)] = partitioned
+        return partitioned
 
     def _follow_first_host(self, trace):
         """Gives variables that were not read before the first host's values."""
@@ -217,12 +223,12 @@ class Parallel:
         with tf.init_scope():
             follow_first_host(self._plan.hosts, new)
 
-    def _gradient(self, found, data, upstream, variables):
-        """The gradient for the batch and some variables; it computes forward again.
+    def _gradient(self, partitioned, data, upstream, variables):
+        """Returns the gradient for a batch and variables; it computes forward again.
 
         TensorFlow could not differentiate a custom gradient that was copied.
         """
-        returned, placement = found.trace.returned, found.placement
+        returned, placement = partitioned.trace.returned, partitioned.placement
         rows = [i for i, t in enumerate(returned) if placement.kind(t) is ROWS]
         self._check_repeatable(placement)
         if any(placement.blocks(returned[i]) for i in rows):
@@ -254,11 +260,12 @@ class Parallel:
 
         given = data, [upstream[i] for i in rows]
         spec, way = batch.local_spec(given, None), self._loss_placement
-        partitioned = Partitioned(judge(backward, spec, loss_placement=way))
+        verdict = judge(backward, spec, loss_placement=way)
+        gradient = Partitioned(verdict, differentiable=True)
         local_batches, size, _ = place(self._plan, given)
 
         def call():
-            return partitioned(self._plan, local_batches, size)
+            return gradient(self._plan, local_batches, size)
 
         # TensorFlow orders what has effects, as what hosts exchange, in functions only.
         alone = self._plan.hosts.count == 1
@@ -283,7 +290,7 @@ def plan_of(
     Raises:
         ValueError: A device does not exist.
     """
-    towers = devices.resolve(gpus)
+    towers = resolve(gpus)
     home = towers[0] if is_gpu(towers[0]) else HOST
     for variable in variables[:1]:
         home = variable_behind(variable).device

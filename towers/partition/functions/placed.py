@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.collectives import batch, packing
-from towers.collectives.hosts import OneHost
-from towers.devices import HOST
-from towers.loop import agreement
+from towers.collectives.world import World
+from towers.devices.names import HOST
 from towers.plan import Plan
+from towers.program.features import feature
 
 
 class PlacedBatch(NamedTuple):
@@ -38,7 +38,7 @@ def place(plan: Plan, data: Any) -> PlacedBatch:
     if plan.hosts.count == 1:
         return PlacedBatch(tuple(local), size)
     with tf.device(HOST):
-        return PlacedBatch(tuple(local), size, agreement.digest(data))
+        return PlacedBatch(tuple(local), size, feature("loop.agreement").digest(data))
 
 
 def prefetch(
@@ -57,7 +57,7 @@ def prefetch(
     yield from waiting
 
 
-def same_batch(hosts: OneHost, placed: PlacedBatch) -> tf.Operation:
+def same_batch(hosts: World, placed: PlacedBatch) -> tf.Operation:
     """Checks, in the graph being built, that hosts have the same global batch."""
     with tf.device(HOST):
         mine = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])

@@ -8,13 +8,14 @@ import tensorflow as tf
 
 from towers.collectives import packing
 from towers.collectives.reduce import Gradient
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter.optimizers import all_variables, updating
 from towers.keras_adapter.variables import value_behind
 from towers.layers import fused
 from towers.loop.loop import flat
+from towers.partition.call import Copied
 from towers.partition.functions.variable_copies import VariableCopies
-from towers.partition.partitioned import Copied, Partitioned, judge
+from towers.partition.partitioned import Partitioned, judge
 from towers.partition.placement.copies import together
 from towers.partition.trace import Trace
 from towers.plan import Plan
@@ -95,7 +96,7 @@ class Update:
         return repr([*found, *map(id, constraints)])
 
     def _copied(self, arrived: Sequence[Mapping[int, tf.Tensor]], trace: Trace):
-        """What of the update each device has: variables, state, and gradients."""
+        """Finds what each device has of the update: variables, state, and gradients."""
         variables = {id(each.handle): each for each in trace.concrete.variables}
         mine = self._copies.handles()[0].keys() | self._state.handles()[0].keys()
         needed = together(trace.graph, mine, variables.keys()) - mine
@@ -105,11 +106,11 @@ class Update:
         return Copied([every[0], *map(dict.__or__, every[1:], arrived)], "cpu")
 
 
-def _arrived(gradients, mine, device):
-    """What a device has of gradients, by the `id` of the tensors at home."""
-    found = {}
+def _arrived(gradients, on_device, device):
+    """Returns a device's copies of gradients, by the `id` of the tensors at home."""
+    copies = {}
     with tf.device(device):
-        for gradient, there in zip(gradients, mine, strict=True):
+        for gradient, there in zip(gradients, on_device, strict=True):
             there = packing.copy(gradient) if there is None else there
-            found |= zip(map(id, flat(gradient)), flat(there), strict=True)
-    return found
+            copies |= zip(map(id, flat(gradient)), flat(there), strict=True)
+    return copies

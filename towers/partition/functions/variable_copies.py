@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from towers.collectives import packing
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter.variables import variable_like
 from towers.layers.variables import digest
 

@@ -1,4 +1,4 @@
-"""Finds what runs on each copy of the variables, if each tower has a copy."""
+"""Finds the operations that run on each copy of the variables, if towers have some."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -59,12 +59,12 @@ def together(
         handles: The `id`s of handles from outside of it.
         others: Those that may be added.
     """
-    outside = {key(inside): id(each) for each, inside in graph.captures}
+    outside = {key(inside): id(handle) for handle, inside in graph.captures}
     groups = [
         {outside[key(t)] for t in op.inputs if key(t) in outside}
         for op in graph.get_operations()
     ]
-    found, others = {*handles}, {*others}
-    while more := [g for g in groups if g & found and (g - found) & others]:
-        found |= set().union(*more) & others
-    return found
+    together, others = {*handles}, {*others}
+    while more := [g for g in groups if g & together and (g - together) & others]:
+        together |= set().union(*more) & others
+    return together

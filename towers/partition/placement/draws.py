@@ -36,7 +36,7 @@ def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
             example behind the other.
     """
     draw = getattr(tf.raw_ops, op.type)
-    names = [each.name for each in op.op_def.input_arg]
+    names = [argument.name for argument in op.op_def.input_arg]
     numbers = 4 if op.outputs[0].dtype.size <= 4 else 2
     options = {}
     if "dtype" in op.node_def.attr and "minval" not in names:
@@ -51,18 +51,20 @@ def function_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
         first, size = tf.cast(first, shape.dtype), tf.cast(size, shape.dtype)
         of_example = tf.math.floordiv(count, tf.maximum(size, 1))
         start = tf.cast(first, tf.uint64) * tf.cast(of_example, tf.uint64)
+        # GPUs do not unstack such numbers.
         low, high = values[_COUNTER][0], values[_COUNTER][1]
         moved = low + tf.math.floordiv(start, numbers)
         high += tf.cast(moved < low, tf.uint64)
         given = dict(zip(names, values, strict=True))
-        given["shape"] = [count + numbers]
+        given["shape"] = tf.stack([count + numbers])
         given["counter"] = tf.stack([moved, high])
-        begin = tf.math.floormod(first, numbers) * tf.math.floormod(of_example, numbers)
-        begin = tf.math.floormod(begin, numbers)
-        found = draw(**given, **options)[begin : begin + count]
-        found = tf.reshape(found, shape)
-        found.set_shape([None] * rank)
-        return found
+        # A product that is too large wraps around, which leaves this as it is.
+        begin = tf.math.floormod(first * of_example, numbers)
+        drawn = draw(**given, **options)
+        drawn = tf.slice(drawn, tf.stack([begin]), tf.stack([count]))
+        drawn = tf.reshape(drawn, shape)
+        drawn.set_shape([None] * rank)
+        return drawn
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in op.inputs]
     return traced(rows, *specs, tf.TensorSpec([2], tf.int32))

@@ -39,8 +39,8 @@ class Group(NamedTuple):
     exported: set[str]
 
 
-class Use(NamedTuple):
-    """What a group does to variables and other state.
+class StateUse(NamedTuple):
+    """Tells what a group of operations does to variables and other state.
 
     Attributes:
         stateful: Whether it has to do with any.
@@ -65,17 +65,17 @@ def as_placed(placement: Placement) -> list[Group]:
     ]
 
 
-def use(group: Group, trace: Trace, placement: Placement) -> Use:
-    """Tells what a group does to variables and other state."""
-    trained = {id(each.handle) for each in trace.graph.trainable_variables}
+def use_of_state(group: Group, trace: Trace, placement: Placement) -> StateUse:
+    """Returns what a group does to variables and other state."""
+    trained = {id(variable.handle) for variable in trace.graph.trainable_variables}
     stateful = reads = updates = False
     for op in group.operations:
         handles = [t for t in op.inputs if placement.is_captured(t)]
-        mine = any(id(placement.outside(t)) in trained for t in handles)
+        trains = any(id(placement.outside(t)) in trained for t in handles)
         changes = any(effects.of([op]))
         stateful |= is_stateful(op) or changes
-        reads, updates = reads | mine, updates | (mine and changes)
-    return Use(stateful, reads, updates)
+        reads, updates = reads | trains, updates | (trains and changes)
+    return StateUse(stateful, reads, updates)
 
 
 class Late:
@@ -86,7 +86,7 @@ class Late:
     """
 
     def __init__(self, trace: Trace, placement: Placement):
-        """Finds them for a traced function."""
+        """Groups the operations of a traced function."""
         self._trace, self._placement = trace, placement
         self._order = {op.name: i for i, op in enumerate(placement.order)}
         self._pure = {
@@ -108,7 +108,7 @@ class Late:
                     self._writes[handle].append(op)
         self._members: dict[Place, set[str]] = collections.defaultdict(set)
         self._exported: dict[str, Place] = {}
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, Place]] = set()
         self._send()
         for op in self._placed():
             if op.name not in self._pure:
@@ -116,16 +116,16 @@ class Late:
                 place = dataclasses.replace(placement.places[op.name], updates=False)
                 self._export(op, place)
         for tensor in [*trace.returned, *trace.targets]:
-            self._carry(tensor.op)
+            self._run_early(tensor.op)
         self.groups = [self._group(place) for place in sorted(self._members)]
 
     def _placed(self):
         return [op for op in self._placement.order if op.name in self._placement.places]
 
     def _group(self, place):
-        mine = self._members[place]
-        operations = [op for op in self._placement.order if op.name in mine]
-        exported = {name for name in mine if self._exported.get(name) == place}
+        members = self._members[place]
+        operations = [op for op in self._placement.order if op.name in members]
+        exported = {name for name in members if self._exported.get(name) == place}
         return Group(place, operations, exported)
 
     def _send(self):
@@ -134,17 +134,18 @@ class Late:
         for op in reversed(self._placed()):
             place = self._placement.places[op.name]
             level = place.level if place.on_towers else needed.get(op.name)
-            for each in op.inputs if level is not None else ():
-                if (name := each.op.name) in self._pure:
+            for tensor in op.inputs if level is not None else ():
+                if (name := tensor.op.name) in self._pure:
                     needed[name] = min(needed.get(name, level), level)
         for op in self._placed():
             if op.name in needed:
                 level = self._placement.places[op.name].level
                 if self._may_read(op, needed[op.name], None):
                     level = needed[op.name]
-                made = [self._exported.get(each.op.name) for each in op.inputs]
+                made = [self._exported.get(tensor.op.name) for tensor in op.inputs]
                 level = max([level, *(p.level for p in made if p and not p.on_towers)])
-                self._export(op, Place(level, on_towers=False))
+                on_device = self._placement.places[op.name].on_device
+                self._export(op, Place(level, on_towers=False, on_device=on_device))
 
     def _export(self, op, place):
         """Has an operation run at a place, for all that take what it makes."""
@@ -152,34 +153,37 @@ class Late:
         self._members[place].add(op.name)
         if not place.on_towers:
             root = None if op.name in self._pure else op
-            for each in op.inputs:
-                self._need(each.op, place.level, root)
+            # It is computed where it is needed: a seed on the host, say.
+            at = Place(place.level, on_towers=False, on_device=place.on_device)
+            for tensor in op.inputs:
+                self._schedule(tensor.op, at, root)
 
-    def _carry(self, op):
+    def _run_early(self, op):
         """Has an operation run as soon as it can, if nobody needs it before."""
         if op.name in self._pure and op.name not in self._exported:
             self._export(op, self._placement.places[op.name])
 
-    def _need(self, op, level, root):
-        """Has home have what an operation makes, for another one of a level.
+    def _schedule(self, op, place, root):
+        """Schedules an operation at home at a place, where a consumer needs it.
 
-        `root` is what changes something, for which it is needed in the end.
+        `root` is the operation that changes something, and needs it in the end.
         """
-        if (op.name, level) in self._seen:
+        level = place.level
+        if (op.name, place) in self._seen:
             return
         if op.name not in self._pure:
             if root is None or not self._is_added_to(op, level, root):
                 return
         elif not self._is_fresh(op, level, root):
-            self._carry(op)
+            self._run_early(op)
             return
-        self._seen.add((op.name, level))
-        self._members[Place(level, on_towers=False)].add(op.name)
-        for each in op.inputs:
-            self._need(each.op, level, root)
+        self._seen.add((op.name, place))
+        self._members[place].add(op.name)
+        for tensor in op.inputs:
+            self._schedule(tensor.op, place, root)
 
     def _is_fresh(self, op, level, root):
-        """Whether an operation may make another value if it runs at a level."""
+        """Tells whether an operation may make another value if it runs at a level."""
         waiting, seen = [op], set()
         while waiting:
             op = waiting.pop()
@@ -188,11 +192,11 @@ class Late:
             seen.add(op.name)
             if self._may_read(op, level, root):
                 return True
-            waiting += [each.op for each in op.inputs]
+            waiting += [tensor.op for tensor in op.inputs]
         return False
 
     def _is_added_to(self, op, level, root):
-        """Whether a tower would add to what home assigns, having been sent it."""
+        """Tells whether a tower would add to what home assigns, having been sent it."""
         if root.type != "AssignVariableOp":
             return False
         waiting, seen = [op], set()
@@ -205,11 +209,11 @@ class Late:
                 if op.name in self._pure and self._may_read(op, level, root):
                     return True
             elif op.name in self._pure or self._may_come_home(op):
-                waiting += [each.op for each in op.inputs]
+                waiting += [tensor.op for tensor in op.inputs]
         return False
 
     def _may_come_home(self, op):
-        """Whether a tower makes something that has no rows, and is of no gradient."""
+        """Tells whether a tower makes something without rows, and of no gradient."""
         place = self._placement.places.get(op.name)
         if place is None or not place.on_towers or any(effects.of([op])):
             return False
@@ -218,13 +222,13 @@ class Late:
         return (region is None or region.layer is not None) and not kinds & _OF_ROWS
 
     def _may_read(self, op, level, root):
-        """Whether an operation reads a variable, and may do so at a level."""
+        """Tells whether an operation reads a variable, and may do so at a level."""
         handles, places = self._handles(op), self._placement.places
         if not handles:
             return False
         for handle in handles:
             writes = self._writes[handle]
-            if not any(places[each.name].level < level for each in writes):
+            if not any(places[write.name].level < level for write in writes):
                 continue
             # The step has written it before, and now adds something, say.
             if root is None or root.type != "AssignVariableOp":

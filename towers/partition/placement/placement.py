@@ -17,11 +17,12 @@ travel.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.analysis import effects
+from towers.analysis import effects, trust
 from towers.analysis.axes.blocks import Blocks
 from towers.analysis.axes.sizes import STATELESS_DRAWS
 from towers.analysis.kinds import (
@@ -41,8 +42,7 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
-from towers.collectives.spread.tables import SpreadTable
-from towers.devices import HOST
+from towers.devices.names import HOST
 from towers.keras_adapter.graphs import (
     before,
     calls_functions,
@@ -51,6 +51,7 @@ from towers.keras_adapter.graphs import (
 )
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
+from towers.layers.parameters import ShardedParameter
 from towers.layers.sharded_variable import WHOLE_SCOPE
 from towers.partition.errors import where
 from towers.partition.placement import copies, draws
@@ -67,6 +68,8 @@ _OF_ONE_VARIABLE = set(
 # What reads a variable in a way that hosts can exchange.
 LOOK_UP = "ResourceGather"
 _EXCHANGED = {LOOK_UP, "ReadVariableOp"}
+# A value with another type or layout is made again from what is gathered.
+_LAYOUT = set("Cast Identity Reshape Transpose ExpandDims Squeeze".split())
 # They are stateful for TensorFlow, as each makes another value.
 _FRESH = {"EmptyTensorList"}
 # By type, the place of the shape among what a stateful operation takes that draws.
@@ -87,11 +90,11 @@ _SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | draws.SKIPPABLE, 0) | STATEFUL_
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """Where and when an operation runs.
+    """Tells where and when an operation runs.
 
     Attributes:
-        level: What is of one level runs in one go: first the host, then home, then the
-            copies, then optimizers, then the towers.
+        level: Operations of one level run in one go: first those on the host, then at
+            home, then on the copies, then optimizers, then those on the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
         updates: Whether it is an optimizer's `apply`, which runs by itself.
         on_copies: Whether it runs on each copy of the variables, as at home.
@@ -115,11 +118,13 @@ class Place:
 
 
 class Placement:
-    """Where the operations of a traced function run.
+    """Places the operations of a traced function.
 
     Attributes:
         places: By name, the place of each operation that is needed; constants have
             none, as whoever takes one has it.
+        own_rows: The names of those that each tower runs with its rows, taken for the
+            batch; see `tower/preprocess.py`.
         order: Those operations, each behind what it takes.
         gathered: What lets examples meet, and so runs at home on rows of all towers.
         hosted: The names of those that run on the host, as does a GPU's random seed.
@@ -127,6 +132,8 @@ class Placement:
             trace of the same function, as home has to run them.
         refused: Why towers cannot compute the function, a sentence for each reason.
         waits: By name, those that an operation waits for, whatever it takes.
+        assigned: The sharded parameters that the function assigns itself, which it is
+            refused for.
     """
 
     def __init__(
@@ -134,7 +141,8 @@ class Placement:
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
         home: str = HOST,
-        divided: Mapping[int, SpreadTable] = MappingProxyType({}),
+        divided: Mapping[int, Any] = MappingProxyType({}),
+        parameters: Mapping[int, ShardedParameter] = MappingProxyType({}),
     ):
         """Places the operations.
 
@@ -145,10 +153,22 @@ class Placement:
             home: The device of home.
             divided: By the `id` of the handle of its stand-in, each table that hosts
                 divide.
+            parameters: In the same way, each sharded parameter.
         """
-        self._home, self._divided = home, divided
+        self._home, self._divided, self._parameters = home, divided, parameters
+        self._stand_ins = {**divided, **parameters}
+        # By the key of a parameter's value, as it is read or cast: the parameter.
+        self._values: dict[object, ShardedParameter] = {}
+        # By the same key: the operation that reads the variable. The value is that from
+        # before an update, or from after it, as this operation is.
+        self._read_by: dict[object, tf.Operation] = {}
+        # The names of operations that take such values; an update runs behind them.
+        self._gathering: list[str] = []
+        self._outdated = self._outdated_values(trace) if parameters else frozenset()
+        self._returned = {key(t) for t in [*trace.returned, *trace.targets]}
         self._trace, self._reader, self._is_copied = trace, trace.reader, is_copied
         self.places: dict[str, Place] = {}
+        self.own_rows: set[str] = set()
         self.gathered: list[tf.Operation] = []
         self.hosted: set[str] = set()
         self.unreadable: frozenset[str] = frozenset()
@@ -182,7 +202,7 @@ class Placement:
         )
         self.refused += mixed
         for op in self.order:
-            if op.type != "Const":
+            if op.type != "Const" and not self._is_value(op):
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
                 exchanges = op.type in _EXCHANGED and self.table_of(op) is not None
@@ -201,7 +221,14 @@ class Placement:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
         self.refused += _refused_look_ups(self.order)
-        self.refused += map(_why_not_changed, filter(self._changes_divided, self.order))
+        changing = [op for op in self.order if self._changes_divided(op)]
+        self.refused += map(_why_not_changed, changing)
+        handles = [self._handles.get(key(t)) for op in changing for t in may_change(op)]
+        self.assigned = [
+            stands_for
+            for stands_for in self.stand_ins_of(handles)
+            if isinstance(stands_for, ShardedParameter)
+        ]
         if self._reader.own is not None:
             self.refused += _refused_own(self._reader.own, trace.returned, self.order)
 
@@ -209,8 +236,8 @@ class Placement:
         """Tells how the towers' values of a tensor make the batch's."""
         if self.is_extreme(tensor):
             return COUPLED
-        found = self._by_design.get(key(tensor)) or self._trace.added.get(key(tensor))
-        return found or self._reader.of(tensor)
+        kind = self._by_design.get(key(tensor)) or self._trace.added.get(key(tensor))
+        return kind or self._reader.of(tensor)
 
     def is_extreme(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is the largest or smallest value over the rows."""
@@ -241,21 +268,29 @@ class Placement:
         Nothing changes the variable in between.
         """
         first: dict[object, tf.Tensor] = {}
-        found = {}
+        again = {}
         for op in self._trace.graph.get_operations():
             if op.type == "ReadVariableOp" and op.name in self.places:
                 value = op.outputs[0]
                 before = first.setdefault((key(op.inputs[0]), value.dtype), value)
                 if before is not value:
-                    found[key(value)] = before
+                    again[key(value)] = before
             elif any(effects.of([op])):
-                changed = {key(each) for each in may_change(op)}
-                first = {n: each for n, each in first.items() if n[0] not in changed}
-        return found
+                changed = {*map(key, may_change(op))}
+                first = {n: value for n, value in first.items() if n[0] not in changed}
+        return again
 
     def is_given(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor is a part of the batch, or the tower's fraction."""
         return key(tensor) in self._given
+
+    def parameter(self, tensor: tf.Tensor) -> ShardedParameter | None:
+        """Returns the sharded parameter of which a tensor is the value.
+
+        Whoever takes the tensor gathers it, as nobody keeps it. It may be cast, or have
+        another layout. `None` if it is the value of none.
+        """
+        return self._values.get(key(tensor))
 
     def is_captured(self, tensor: tf.Tensor) -> bool:
         """Tells whether a tensor comes from outside of the function."""
@@ -265,19 +300,73 @@ class Placement:
         """Returns the tensor that one of those stands for."""
         return self._handles[key(tensor)]
 
-    def table_of(self, op: tf.Operation) -> SpreadTable | None:
+    def fixed(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns what a tensor is that no operation makes, or `None`.
+
+        That is a constant, or what comes from outside of the function.
+        """
+        if tensor.op.type == "Const":
+            return tf.constant(tf.get_static_value(tensor), tensor.dtype)
+        return self.outside(tensor) if self.is_captured(tensor) else None
+
+    def table_of(self, op: tf.Operation) -> Any:
         """Returns the table that hosts divide that an operation has to do with."""
         handles = (self._handles.get(key(tensor)) for tensor in op.inputs)
-        return next(iter(self.tables_of(handles)), None)
+        tables = (self._divided.get(id(handle)) for handle in handles)
+        return next((table for table in tables if table is not None), None)
 
-    def tables_of(self, handles: Iterable[tf.Tensor | None]) -> list[SpreadTable]:
-        """Returns the tables that hosts divide, of the handles of some stand-ins."""
-        return [self._divided[id(h)] for h in handles if id(h) in self._divided]
+    def stand_ins_of(self, handles: Iterable[tf.Tensor | None]) -> list[Any]:
+        """Returns what some handles stand in for: tables, and sharded parameters."""
+        known = self._stand_ins
+        return [known[id(handle)] for handle in handles if id(handle) in known]
 
     def _changes_divided(self, op):
-        """Whether it changes a table that hosts divide, beside what optimizers do."""
-        mine = op.name not in self._trace.updates and any(effects.of([op]))
-        return mine and self.table_of(op) is not None
+        """Whether it is no optimizer's, and changes what a stand-in stands for."""
+        if op.name in self._trace.updates or not any(effects.of([op])):
+            return False
+        handles = (self._handles.get(key(tensor)) for tensor in may_change(op))
+        return bool(self.stand_ins_of(handles))
+
+    def _is_value(self, op):
+        """Whether an operation makes the value of a sharded parameter, and no more."""
+        return bool(op.outputs) and key(op.outputs[0]) in self._values
+
+    def _note_value(self, op):
+        """Notes the value of a sharded parameter; returns whether it is one."""
+        if not self._parameters or not op.inputs or not op.outputs:
+            return False
+        value = key(op.outputs[0])
+        if value in self._returned or value in self._outdated:
+            # Home makes it, and fills the stand-in for that.
+            return False
+        source, *others = op.inputs
+        if op.type == "ReadVariableOp":
+            parameter = self._parameters.get(id(self._handles.get(key(source))))
+            read = op
+        elif op.type in _LAYOUT and all(each.op.type == "Const" for each in others):
+            parameter = self._values.get(key(source))
+            read = self._read_by.get(key(source))
+        else:
+            return False
+        if parameter is not None:
+            self._values[value], self._read_by[value] = parameter, read
+        return parameter is not None
+
+    def _outdated_values(self, trace):
+        """Returns the keys of values that are read before an update, and used after it.
+
+        A gather after the update would make the new value.
+        """
+        numbers = {op.name: i for i, op in enumerate(trace.graph.get_operations())}
+        updates = sorted(numbers[name] for name in trace.updates)
+        return {
+            key(tensor)
+            for op in trace.graph.get_operations()
+            if op.type == "ReadVariableOp" or op.type in _LAYOUT
+            for tensor in op.outputs
+            for taker in tensor.consumers()
+            if any(numbers[op.name] < n < numbers[taker.name] for n in updates)
+        }
 
     def is_on_towers(self, tensor: tf.Tensor) -> bool:
         """Tells whether each tower makes a tensor, or is given its part of it."""
@@ -286,7 +375,7 @@ class Placement:
         return bool(self._on_towers.get(tensor.op.name))
 
     def _roots(self) -> Iterator[tf.Operation]:
-        """What has to run: what makes the outputs, and all that does something."""
+        """Yields operations that have to run: they make outputs, or do something."""
         for tensor in self._trace.returned:
             yield tensor.op
         graph = self._trace.graph
@@ -303,7 +392,7 @@ class Placement:
                 yield op
 
     def _needed(self):
-        """All operations that the roots need, each behind what it takes."""
+        """Returns all operations that the roots need, each behind what it takes."""
         waiting, seen = [*self.roots], set()
         while waiting:
             op = waiting.pop()
@@ -338,7 +427,7 @@ class Placement:
         return None if {*kinds} & {COUPLED, UNKNOWN} else region
 
     def _is_touched(self, op):
-        """Whether it takes something of a tower, or rows of what is made at home."""
+        """Tells whether it takes something of a tower, or rows that home makes."""
         return any(
             (self.is_on_towers(t) and not self.takes_total(op, i))
             or key(t) in self._made_at_home
@@ -347,10 +436,13 @@ class Placement:
         )
 
     def _decide(self, op):
-        """Where it runs: True on towers, False at home, `None` where that is alike."""
+        """Decides where it runs: True on towers, False at home, `None` on either."""
         touched, region = self._is_touched(op), self._region(op)
-        if op.type == "Const":
+        if op.type == "Const" or self._note_value(op):
             return None
+        if touched and region is not None and trust.is_own(region.layer):
+            self.own_rows.add(op.name)
+            return True
         if op.type in _SHAPE_OF_DRAW:
             return self._decide_draw(op, touched)
         if any(effects.of([op])):
@@ -361,10 +453,10 @@ class Placement:
             self._note_hosted(op)
             return False
         if region is not None or op.type == "NoOp" or effects.only_checks(op):
-            return True if touched else self._alike(op)
+            return True if touched else self._decide_alike(op)
         kinds = {self._reader.of(tensor) for tensor in op.outputs}
         if not touched and not kinds & {*_ON_TOWERS}:
-            return self._alike(op)
+            return self._decide_alike(op)
         if kinds == {PACKED} and all(map(self._is_of_packed_batch, op.inputs)):
             return None
         if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
@@ -375,10 +467,10 @@ class Placement:
             if not (counts and all(map(self._is_of_packed_batch, op.inputs))):
                 self.gathered.append(op)
             return False
-        return self._alike(op)
+        return self._decide_alike(op)
 
-    def _alike(self, op):
-        """Where an operation runs that gives the same everywhere: at home if it must.
+    def _decide_alike(self, op):
+        """Decides where an operation runs that gives the same on home and towers.
 
         Small whole numbers made of what home has, such as of a seed, are computed in
         the host's memory, where GPUs read them, and then sent.
@@ -398,7 +490,7 @@ class Placement:
         return False
 
     def _looks_up(self, op):
-        """Whether an operation looks up rows of a table of which home has the only one.
+        """Tells whether an operation looks up rows of a table that only home has.
 
         What computes their numbers is of these, too.
         """
@@ -416,19 +508,20 @@ class Placement:
             self.hosted.add(op.name)
 
     def _is_of_packed_batch(self, tensor):
-        """Whether home has it for all rows, such as the row splits of the batch."""
+        """Tells whether home has it for all rows, such as the row splits of a batch."""
         made = self._on_towers.get(tensor.op.name, True)
         return self._reader.of(tensor) in (NONE, PACKED) and (
             key(tensor) in self._of_batch or not made
         )
 
     def _decide_draw(self, op, touched):
-        place = _SHAPE_OF_DRAW[op.type]
-        if place is None or not touched:
+        """Decides where random numbers are drawn: home draws for all, or each tower."""
+        shape = _SHAPE_OF_DRAW[op.type]
+        if shape is None or not touched:
             return False
         # It is to be read before it is known as rows, for its blocks.
         blocks = self.blocks(op.outputs[0]) or (1,)
-        count = self._reader.counts.of(op.inputs[place])
+        count = self._reader.counts.of(op.inputs[shape])
         if count is None:
             self.gathered.append(op)
             return False
@@ -436,13 +529,13 @@ class Placement:
         own = self._reader.of(op.outputs[0]) is ROWS
         if op.type in draws.SKIPPABLE and len(blocks) == 1 and own:
             return True
-        kind = self._reader.of(op.inputs[place])
-        if kind is SHAPE or (kind is SIZE and op.inputs[place].shape.rank == 1):
+        kind = self._reader.of(op.inputs[shape])
+        if kind is SHAPE or (kind is SIZE and op.inputs[shape].shape.rank == 1):
             # Drawn for the whole batch, and cut.
             self._made_at_home.update(key(t) for t in op.outputs)
             self._reader.know({key(t): ROWS for t in op.outputs})
-            for each in op.outputs:
-                self._reader.counts.set(each, count)
+            for numbers in op.outputs:
+                self._reader.counts.set(numbers, count)
         return False
 
     def _note_statistics(self, op, region):
@@ -468,8 +561,8 @@ class Placement:
             takers = [t.consumers() for t in op.outputs if t.dtype == tf.variant]
             if any(
                 self._on_towers.get(taker.name) is False
-                for each in takers
-                for taker in each
+                for of_output in takers
+                for taker in of_output
             ):
                 if self._on_towers[op.name]:
                     self.gathered.append(op)
@@ -496,20 +589,22 @@ class Placement:
             on_towers.setdefault(op.name, False)
         taken_by_towers: set[str] = set()
         for op in reversed(self.order):
-            if self._on_towers[op.name] is None:
+            if self._is_value(op):
+                self._on_towers[op.name] = False
+            elif self._on_towers[op.name] is None:
                 self._on_towers[op.name] = on_towers.get(op.name, False)
             elif op.name not in taken_by_towers and self._is_of_few_totals(op):
                 self._on_towers[op.name] = False
-            mine = bool(self._on_towers[op.name])
+            takes_here = bool(self._on_towers[op.name])
             for i, tensor in enumerate(op.inputs):
-                here = mine and not self.takes_total(op, i)
+                here = takes_here and not self.takes_total(op, i)
                 name = tensor.op.name
                 on_towers[name] = on_towers.get(name, True) and here
                 if here:
                     taken_by_towers.add(name)
 
     def _is_of_few_totals(self, op):
-        """Whether home may compute it of what the towers' values add up to.
+        """Tells whether home may compute it of what the towers' values add up to.
 
         Such as a sum of losses, or of a loss and what a metric has had before.
         """
@@ -526,18 +621,19 @@ class Placement:
         made = {*map(self._reader.of, op.outputs)}
         return few and taken <= {NONE, *_TOTALS} and made <= {*_TOTALS}
 
-    def _level(self, op, mine):
+    def _level(self, op, own):
+        """Returns the level of an operation, whose place is known but for that."""
         level = 0
         for i, tensor in enumerate(op.inputs):
             place = self.places.get(tensor.op.name)
-            whole = not mine.on_towers or self.takes_total(op, i)
+            whole = not own.on_towers or self.takes_total(op, i)
             if self.is_given(tensor):
                 level = max(level, int(whole))
                 if whole:
                     self._check_combined(op, tensor)
             if place is None:
                 continue
-            sent = mine.on_towers and not place.on_towers
+            sent = own.on_towers and not place.on_towers
             if sent and self.kind(tensor) is PACKED:
                 self.refused.append(self._why_not_packed(op, tensor))
             if sent and tensor.dtype == tf.variant and self.kind(tensor) is not NONE:
@@ -546,15 +642,22 @@ class Placement:
                     "the rows of all towers; expected a tensor, such as of `stack()`."
                 )
             away = place.on_towers and whole
-            level = max(level, place.level + (away or place.is_behind(mine)))
+            level = max(level, place.level + (away or place.is_behind(own)))
             if away:
                 self._check_combined(op, tensor)
-        # What stands for the batch, and variables, is there.
+        # The batch and variables are there, so nothing waits for them.
         waits = [*before(op, self.places)] if op.control_inputs else []
         self.waits[op.name] = waits
+        reads = [self._read_by.get(key(tensor)) for tensor in op.inputs]
+        # The read of a parameter has no place. What takes its value waits in its stead.
+        waits = [*waits, *(n for r in reads if r for n in before(r, self.places))]
+        if own.updates:
+            waits += self._gathering
+        elif any(reads):
+            self._gathering.append(op.name)
         for name in waits:
             place = self.places[name]
-            level = max(level, place.level + place.is_behind(mine))
+            level = max(level, place.level + place.is_behind(own))
         return level
 
     def _check_combined(self, op, tensor):
@@ -625,8 +728,9 @@ def _taker(op):
 
 def _why_not_changed(op):
     return (
-        f"Operation '{op.name}' ({op.type}){where(op)} changes a table that hosts "
-        "divide; expected no change but an optimizer's, or shard_embeddings='none'."
+        f"Operation '{op.name}' ({op.type}){where(op)} changes a variable that is in "
+        "parts on several devices or hosts; expected no change but an optimizer's, or "
+        "shard_embeddings='none' and variable_update='replicated'."
     )
 
 
@@ -664,13 +768,13 @@ def _refused_own(own, returned, order):
 
 
 def _own_firsts(own, order):
-    """What lets examples meet on each tower; numbers of rows only if that is all."""
-    firsts = {op.name for op in own.firsts} if own is not None else set()
-    found = [op for op in order if op.name in firsts]
-    return [op for op in found if op.outputs[0].dtype.is_floating] or found
+    """Returns what lets examples meet on each tower; counts only if that is all."""
+    names = {op.name for op in own.firsts} if own is not None else set()
+    firsts = [op for op in order if op.name in names]
+    return [op for op in firsts if op.outputs[0].dtype.is_floating] or firsts
 
 
 def _listed(operations: Sequence[tf.Operation]) -> str:
     """Names the first of some operations, with the lines of the user's."""
-    places = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
-    return ", ".join([*places][:5])
+    phrases = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
+    return ", ".join([*phrases][:5])

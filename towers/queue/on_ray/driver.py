@@ -21,7 +21,7 @@ from towers.machine.limits import cpu_count
 from towers.queue import entry as states
 from towers.queue.entry import Entry
 from towers.queue.on_ray import trial
-from towers.queue.queue_flags import Options
+from towers.queue.queue_flags import QueueOptions
 from towers.queue.record import Record
 from towers.queue.schedule import STOPPING, STOPS, Show
 from towers.queue.slots import Device, Slots
@@ -39,7 +39,7 @@ class RayQueue:
     def __init__(
         self,
         entries: Sequence[Entry],
-        options: Options,
+        options: QueueOptions,
         record: Record,
         environ: Mapping[str, str],
     ):
@@ -134,7 +134,7 @@ class RayQueue:
         environ = self.slots.environ(devices, self._environ)
         environ.pop(VISIBLE, None)  # Ray says which
         flags = self.slots.flags(run, devices)
-        return trial.Work(number, flags, run.log, environ)
+        return trial.TrialWork(number, flags, run.log, environ)
 
     def _resources(self, entry):
         """What Ray is to reserve for a run, by Ray's names."""

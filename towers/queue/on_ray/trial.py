@@ -24,7 +24,7 @@ _LAST_WORDS_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TrialWork:
     """A run, as a node gets it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Work:
     environ: Mapping[str, str]
 
 
-def run(work: Work, orders: Any, news: Any) -> None:
+def run(work: TrialWork, orders: Any, news: Any) -> None:
     """Runs it to its end.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from towers.cluster.environment import REPORTS
 from towers.loop import listeners
 from towers.monitoring.steps import Interval
 from towers.program import forks
+from towers.train.settings import REPORTS
 
 
 @listeners.changes_no_variable

@@ -9,11 +9,13 @@ import keras
 import tensorflow as tf
 
 from towers import input_pipeline, models
-from towers.builders.steps import has_own_steps
-from towers.devices import Devices, is_gpu
+from towers.builders.step_function import has_own_steps
+from towers.devices.configuration import Devices
+from towers.devices.names import is_gpu
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
-from towers.train.parts.devices import split_ratios, stages
+from towers.tower.preprocess import OnEachTower
+from towers.train.parts.devices import split_ratios, stages, variable_update
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import described
 from towers.train.parts.training import objective
@@ -121,8 +123,10 @@ def make_preprocess(
     """
     settings, task, mix = setup.settings, setup.task, None
     if settings.mixes:
-        mix = input_pipeline.Mix(
-            outputs, settings.mixup_alpha, settings.cutmix_alpha, settings.seed
+        mix = OnEachTower(
+            input_pipeline.Mix(
+                outputs, settings.mixup_alpha, settings.cutmix_alpha, settings.seed
+            )
         )
     dtype = keras.config.dtype_policy().compute_dtype
     own = setup.mine and setup.mine.preprocess(**setup.known)
@@ -170,24 +174,25 @@ def build_towers(
     parallel = multi_gpu_model(
         model,
         gpus=devices.towers,
-        # What was not asked for may be chosen.
-        local_parameter_device=_home(settings, devices),
-        variable_update=settings.variable_update,
+        variable_update=variable_update(
+            settings,
+            # What was not asked for may be chosen.
+            _home(settings, devices),
+            model_dir and os.path.join(model_dir, "variable_update.json"),
+        ),
         split_ratios=split_ratios(settings, devices),
         loss_placement=settings.loss_placement,
         strict=settings.strict,
-        all_reduce_alg=settings.all_reduce_alg,
-        shard_optimizer_state=settings.shard_optimizer_state,
         gradient_compression=settings.gradient_compression,
-        choice_file=model_dir and os.path.join(model_dir, "variable_update.json"),
-        max_staleness=settings.max_staleness,
         preprocess=make_preprocess(
             setup,
             _returned(model, setup.facts).shape[-1] if is_one_hot(setup) else None,
         ),
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
-        **stages(settings),
+        stages=stages(settings),
+        micro_batches=settings.micro_batches,
+        recompute=settings.recompute,
         check_numerics=settings.check_numerics != "off"
         and model_dir is not None
         and os.path.join(model_dir, NOT_FINITE),

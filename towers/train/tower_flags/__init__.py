@@ -18,9 +18,8 @@ __all__ = [
 HELPS = {
     "variable_update": (
         "How to update the variables. parameter_server: on one device. replicated: "
-        "in a copy on each tower. asynchronous: by each tower, without waiting for "
-        "the others. auto: whichever of the first two is measured to be faster at "
-        "the start."
+        "in a copy on each tower. sharded: in parts, one on each tower. asynchronous: "
+        "by each tower, waiting for none. auto: the faster one of the first two."
     ),
     "all_reduce_alg": (
         "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "

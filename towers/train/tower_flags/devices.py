@@ -2,8 +2,8 @@
 
 import math
 
+from towers.devices.wish import MOST_DEVICES
 from towers.program import words
-from towers.program.startup import MOST_DEVICES
 from towers.train.settings import Settings, is_given
 
 

@@ -16,6 +16,7 @@ import threading
 import numpy as np
 
 from towers.cluster import process_group
+from towers.hosts import group
 from towers.program.ending import ANOTHER_FAILED
 
 STEPS = 20
@@ -27,7 +28,7 @@ def say(**message):
 
 def count_together(member, at, goal):
     """Counts until the generation ends; returns whether that was by agreement."""
-    comm, membership = process_group.communicator(), process_group.joined()
+    comm, membership = group.communicator(), group.joined()
     first = np.array([at["steps"], at["counter"]], np.int64)
     comm.broadcast(memoryview(first).cast("B"), "where we are")
     at["steps"], at["counter"] = first.tolist()
@@ -46,7 +47,7 @@ def count_together(member, at, goal):
 
 
 def main(goal):
-    member, left = process_group.member(), []
+    member, left = group.member(), []
 
     def leave(number, frame):
         left.append(number)

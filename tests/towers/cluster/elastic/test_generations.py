@@ -5,8 +5,8 @@ import pytest
 from towers.cluster.elastic.events import Formed, Lost, Over, Wanted
 from towers.cluster.elastic.generations import (
     FIND_S,
-    Entry,
-    Generations,
+    Arrival,
+    HostGenerations,
     Rules,
     place_of,
 )
@@ -55,7 +55,7 @@ class Run:
         rules = Rules(
             *("a:1", least, most, expected or most, JOIN_S, FAIL_S, max_restarts)
         )
-        self.generations = Generations(
+        self.generations = HostGenerations(
             rules, self.later.after, self.events.append, self.said.append
         )
 
@@ -63,7 +63,7 @@ class Run:
         """One comes, and is ready, unless that is `None`; returns it."""
         number = len(self.hosts)
         heard = []
-        entry = Entry(
+        entry = Arrival(
             *(number, slot, "n", number, options.get("versions", VERSIONS)),
             *(heard.append, lambda: heard.append("end")),
         )

@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from towers.devices.sharing.division import Run, divide, fits
+from towers.devices.sharing.division import SharingRun, divide, fits
 
 
-def run(minimum, limit, places, held="", filled="", waits=False) -> Run:
+def run(minimum, limit, places, held="", filled="", waits=False) -> SharingRun:
     """Makes a run; each place is a letter."""
     lists = (tuple(letters) for letters in (places, held, filled))
-    return Run("", 1, 0.0, "", minimum, limit, *lists, waits)
+    return SharingRun("", 1, 0.0, "", minimum, limit, *lists, waits)
 
 
-def aims(*runs: Run) -> list[str]:
+def aims(*runs: SharingRun) -> list[str]:
     named = [dataclasses.replace(each, token=str(i)) for i, each in enumerate(runs)]
     return ["".join(places) for places in divide(named)]
 
@@ -89,7 +89,7 @@ def test_minimums_that_fit():
     assert fits([run(2, 2, "ab", filled="ab")])
 
 
-def randomly(rng: random.Random, same_places: bool) -> list[Run]:
+def randomly(rng: random.Random, same_places: bool) -> list[SharingRun]:
     """Makes runs whose minimums fit, in any state in which they may be."""
     places = "abcdefghij"[: rng.randint(1, 10)]
     filled = {place for place in places if rng.random() < 0.25}
@@ -114,7 +114,7 @@ def randomly(rng: random.Random, same_places: bool) -> list[Run]:
     ]
 
 
-def move(runs: list[Run], index: int) -> None:
+def move(runs: list[SharingRun], index: int) -> None:
     """Lets a run take what it should hold, as far as that is free."""
     mine = runs[index]
     taken = {p for i, each in enumerate(runs) if i != index for p in each.held}

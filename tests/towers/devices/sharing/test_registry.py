@@ -638,7 +638,7 @@ PLACES_OF_FILES = [f"cpu:{index}" for index in range(8)]
 
 
 def test_a_number_may_be_used_again():
-    here = machine.Machine()
+    here = machine.SharedMachine()
     pid, started = here.process()
     assert here.runs(pid, started)
     assert not here.runs(pid, started - 100)

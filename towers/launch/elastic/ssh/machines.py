@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from towers.cluster import addresses
-from towers.launch.arguments import Options
-from towers.launch.elastic.slot import Slot
+from towers.launch.arguments import LaunchOptions
+from towers.launch.elastic.slot import ProcessSlot
 from towers.launch.host import Host
 from towers.launch.machine import made_log_dir, say
 from towers.program import words
@@ -30,7 +30,7 @@ _KILLED_S = 5.0
 _ANY_PORT = 9
 
 
-class RemoteHost(Host):
+class SshHost(Host):
     """A host on another machine, as the ssh that has started it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Machines:
 
     places_later = False
 
-    def __init__(self, options: Options, wanted: Sequence[str]):
+    def __init__(self, options: LaunchOptions, wanted: Sequence[str]):
         """Takes over what is asked for.
 
         Args:
@@ -119,7 +119,7 @@ class Machines:
         self.listens_at = addresses.joined(here, 0)
         self._log_dir = made_log_dir(options.log_dir)
 
-    def want(self, machines: Sequence[str], slots: Sequence[Slot]) -> set[int]:
+    def want(self, machines: Sequence[str], slots: Sequence[ProcessSlot]) -> set[int]:
         """Is told which machines are to have a host from now on.
 
         Returns:
@@ -160,7 +160,7 @@ class Machines:
         program = [sys.executable, "-m", "towers.launch.elastic.ssh"]
         ssh = [*self._ssh, machine, shlex.join(program)]
         line = json.dumps(asked)
-        return RemoteHost(machine, number, ssh, line, log=log, ended=ended)
+        return SshHost(machine, number, ssh, line, log=log, ended=ended)
 
     def say_where(self, count: int) -> None:
         """Says how many hosts start, where, and where they write."""

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline.room import shuffle_note
 from towers.input_pipeline.records import quarantine
@@ -284,7 +284,7 @@ def _scaling(settings, source):
     if hosts.index == 0:
         scaling, note = scale.choose(settings, source)
         found = scaling and scaling.to_json(), note
-    scaling, note = hosts.broadcast(found)
+    scaling, note = hosts.broadcast_value(found)
     return scaling and input_pipeline.Scaling.from_json(scaling), note
 
 
@@ -340,7 +340,7 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
             data.image_shape if resized else None,
             settings.recipe,
             _room,
-            lambda fits: all(this_host().tell_all(fits)),
+            lambda fits: all(this_host().exchange(fits)),
         )
 
 
@@ -350,6 +350,6 @@ def _room(folder: str | None, deterministic: bool) -> tuple[float, float]:
     Hosts on one machine divide what is there.
     """
     mine = [socket.gethostname(), *space.room(folder, deterministic)]
-    machines, *sizes = zip(*this_host().tell_all(mine), strict=True)
+    machines, *sizes = zip(*this_host().exchange(mine), strict=True)
     count = 1 if deterministic else max(map(machines.count, machines))
     return tuple(min(size) / count for size in sizes)

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from towers import input_pipeline
-from towers.collectives.hosts import this_host
+from towers.collectives.world import this_host
 from towers.input_pipeline.specs import takes
 from towers.program import voice
 from towers.program.commands import read_image_size

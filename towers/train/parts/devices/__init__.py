@@ -8,6 +8,7 @@ from towers.train.parts.devices.configured import (
 from towers.train.parts.devices.division import (
     split_ratios,
     stages,
+    variable_update,
     with_whole_batch,
 )
 
@@ -16,6 +17,7 @@ __all__ = [
     "share_devices",
     "split_ratios",
     "stages",
+    "variable_update",
     "with_free_gpus",
     "with_whole_batch",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.cluster import process_group
+from towers.hosts import group
 from towers.model.update import remembered
 from towers.program import voice
 from towers.train.settings import Settings
@@ -32,8 +32,8 @@ def find(settings: Settings) -> int | None:
     Raises:
         ValueError: It cannot be measured.
     """
-    hosts = process_group.joined()
-    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+    hosts = group.joined()
+    if group.member() is not None or (hosts is not None and hosts.count > 1):
         raise ValueError(
             "Received --num_gpus=auto on several hosts; expected a number, as auto "
             "measures this machine alone."

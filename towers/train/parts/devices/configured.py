@@ -3,14 +3,14 @@
 import keras
 import tensorflow as tf
 
-from towers.cluster import process_group
-from towers.devices import Devices, configure, free
+from towers.devices.configuration import Devices, configure
 from towers.doctor.gpus import at_start
-from towers.elastic.shares import Shares, share
+from towers.elastic.wish import WishSource
+from towers.hosts import group
 from towers.machine import nvml
 from towers.program import forks, voice
+from towers.program.features import feature
 from towers.train import tower_flags
-from towers.train.parts.devices import auto_count
 from towers.train.settings import Settings
 
 
@@ -24,10 +24,10 @@ def configure_devices(settings: Settings) -> Devices:
 
 def _configure_free(settings):
     # Hosts wait for one another, and on one machine they choose one after another.
-    process_group.join_as_started("auto")
+    group.join_as_started("auto")
     if not tf.config.list_physical_devices("GPU"):
         _say_doubts(settings, None)  # before an error says that there is none
-    with free.one_at_a_time():
+    with feature("devices.free").one_at_a_time():
         devices = _configure(settings)
         # From here on, others see that these GPUs are used.
         tf.config.list_logical_devices()
@@ -58,20 +58,20 @@ def with_free_gpus(settings: Settings) -> Settings:
     """
     if not settings.finds_free:
         return settings
-    with free.one_at_a_time():
-        indices = free.choose(settings.fixed_gpus)
+    with feature("devices.free").one_at_a_time():
+        indices = feature("devices.free").choose(settings.fixed_gpus)
     return settings.but(gpu_indices=tuple(map(str, indices)), num_gpus=None)
 
 
 def _configure(settings):
     num_gpus, indices = settings.fixed_gpus, None
     if settings.finds_free:
-        indices = free.choose(settings.max_gpus or num_gpus)
+        indices = feature("devices.free").choose(settings.max_gpus or num_gpus)
         num_gpus = settings.max_gpus and num_gpus
         if num_gpus is not None:
             indices = indices[:num_gpus]
     elif settings.finds_count:
-        num_gpus = auto_count.find(settings)
+        num_gpus = feature("train.parts.devices.auto_count").find(settings)
     elif settings.gpu_indices:
         indices = [int(index) for index in settings.gpu_indices]
     elif num_gpus is None and not tf.config.list_physical_devices("GPU"):
@@ -104,7 +104,7 @@ def _configure(settings):
 
 def share_devices(
     settings: Settings, devices: Devices
-) -> tuple[Devices, Shares | None]:
+) -> tuple[Devices, WishSource | None]:
     """Leaves some devices to other runs, if --share_gpus says so; waits for its own.
 
     Raises:
@@ -113,13 +113,14 @@ def share_devices(
     fractions = tower_flags.read_shares(settings)
     if fractions is None:
         return devices, None
-    hosts = process_group.joined()
-    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+    hosts = group.joined()
+    if group.member() is not None or (hosts is not None and hosts.count > 1):
         raise ValueError(
             f"Received {settings.as_flag('share_gpus')} on several hosts; expected it "
             "on one host, as the towers of one alone can come and go."
         )
     name = settings.absolute_model_dir
+    share = feature("elastic.shares").share
     shares = share(devices.every, *fractions, name, settings.join_seconds)
     # They go to others also where an error ends the program.
     forks.at_exit(shares.leave)

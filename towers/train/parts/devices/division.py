@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
-from towers.cluster import process_group
-from towers.collectives.hosts import this_host
-from towers.devices import Devices
+from towers.collectives.world import this_host
+from towers.devices.configuration import Devices
 from towers.elastic import balance
+from towers.hosts import group
+from towers.model.options import UPDATES, Stages, UpdateOptions
 from towers.program import words
 from towers.train import tower_flags
 from towers.train.settings import Settings
@@ -33,8 +33,8 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
 
 def _found_ratios(settings, devices):
     """Returns what --split_ratios=auto has found before, if it has."""
-    hosts = process_group.joined()
-    if process_group.member() is not None or (hosts is not None and hosts.count > 1):
+    hosts = group.joined()
+    if group.member() is not None or (hosts is not None and hosts.count > 1):
         raise ValueError(
             "Received --split_ratios=auto on several hosts; expected one ratio for "
             "each tower of a host, as auto measures the towers of one host alone."
@@ -59,18 +59,36 @@ def with_whole_batch(settings: Settings, split_ratios: Sequence[int]) -> Setting
         one = settings.batch_size
     if one is None:
         return settings
-    towers = sum(this_host().tell_all(len(split_ratios)))
+    towers = sum(this_host().exchange(len(split_ratios)))
     return settings.but(batch_size=one * towers)
 
 
-def stages(settings: Settings) -> dict[str, Any]:
-    """Reads how devices share the model, as arguments of `multi_gpu_model`."""
+def variable_update(
+    settings: Settings, device: str | None = None, choice_file: str | None = None
+) -> UpdateOptions:
+    """Reads how variables are updated, as an argument of `multi_gpu_model`.
+
+    Args:
+        settings: The settings.
+        device: Where the variables are to be, if copies of them are not on each tower.
+        choice_file: Where to keep what "auto" chooses.
+    """
+    options = {
+        "parameter_server": {"device": device},
+        "replicated": {
+            "all_reduce": settings.all_reduce_alg,
+            "shard_optimizer_state": settings.shard_optimizer_state,
+        },
+        "sharded": {},
+        "asynchronous": {"max_staleness": settings.max_staleness, "device": device},
+        "auto": {"choice_file": choice_file, "device": device},
+    }
+    name = settings.variable_update
+    return UPDATES[name](**options[name])
+
+
+def stages(settings: Settings) -> Stages:
+    """Reads how devices share the model, as an argument of `multi_gpu_model`."""
     pairs = (entry.rpartition("=") for entry in settings.placement or ())
     placement = {pattern: int(stage) for pattern, _, stage in pairs}
-    return {
-        "stages": settings.stages,
-        "placement": placement or "auto",
-        "micro_batches": settings.micro_batches,
-        "pipeline_schedule": settings.pipeline_schedule,
-        "recompute": settings.recompute,
-    }
+    return Stages(settings.stages, placement or "auto", settings.pipeline_schedule)

@@ -13,27 +13,19 @@ import numpy as np
 import tensorflow as tf
 
 from towers.cluster.communicator import aligned
-from towers.collectives.hosts import LARGE, Cluster
 from towers.collectives.packing import widened
-from towers.devices import HOST
+from towers.devices.names import HOST
+
+# Tensors of as many numbers travel as they are; smaller ones are joined.
+LARGE = 2**14
 
 
 def reduce_scatter(
-    hosts: Cluster, parts: Sequence[Sequence[tf.Tensor]], purpose: str
+    hosts: Any, parts: Sequence[Sequence[tf.Tensor]], purpose: str
 ) -> list[tf.Tensor]:
     """Adds tensors over all hosts, each for one host alone.
 
-    They may travel rounded, as `hosts` compresses them. Numbers of 16 bits are added in
-    float32.
-
-    Args:
-        hosts: The hosts.
-        parts: For each host, dense tensors of floats, of which it is to have the sums.
-            All are of known shapes, the same on all hosts.
-        purpose: What they are, in a word; the same on all hosts.
-
-    Returns:
-        The sums of this host.
+    All but `hosts`, a `Cluster`, is as of `World.reduce_scatter`.
     """
     with tf.device(HOST), tf.name_scope("hosts"):
         wide = [[*map(widened, of_host)] for of_host in parts]
@@ -60,22 +52,15 @@ def reduce_scatter(
         ]
 
 
-def all_gather(
-    hosts: Cluster,
+def gather_parts(
+    hosts: Any,
     mine: Sequence[tf.Tensor],
     like: Sequence[Sequence[tf.TensorSpec]],
     purpose: str,
 ) -> list[list[tf.Tensor]]:
     """Gives all hosts what each of them has of tensors, to the bit.
 
-    Args:
-        hosts: The hosts.
-        mine: What this one has.
-        like: For each host, the known shapes and the types of what it has.
-        purpose: As for `reduce_scatter`.
-
-    Returns:
-        For each host, what it has.
+    All but `hosts`, a `Cluster`, is as of `World.gather_parts`.
     """
     types = dict.fromkeys(each.dtype for each in itertools.chain(*like))
     every = [_Buffers(of_host, types) for of_host in like]

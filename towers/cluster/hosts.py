@@ -1,7 +1,4 @@
-"""What hosts that train together put together: sums, rows, and what they agree on.
-
-A host is a process with towers of its own. All hosts build the same graphs, so they
-meet in the same sums, one after another. With one host no operation is made.
+"""The `World` of hosts that are connected by `Communicator`s.
 
 Graphs ask for the connections as they run. So one that was traced as "host 0 of 2"
 serves again, whichever the other host is.
@@ -18,110 +15,16 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster import process_group
+from towers.cluster import scattered
 from towers.cluster.communicator import Communicator, aligned
+from towers.cluster.scattered import LARGE
 from towers.collectives.packing import BUCKET_BYTES, buckets, widened
-from towers.devices import HOST
-from towers.layers.variables import digest
+from towers.collectives.world import COMPRESSIONS
+from towers.devices.names import HOST
+from towers.hosts import group
 from towers.program import small_file
 
 T = TypeVar("T")
-
-# Tensors of as many numbers are added where they lie.
-LARGE = 2**14
-# The types in which gradients may travel.
-COMPRESSIONS = {
-    "none": None,
-    "fp16": np.dtype(tf.float16.as_numpy_dtype),
-    "bf16": np.dtype(tf.bfloat16.as_numpy_dtype),
-}
-
-
-class OneHost:
-    """A host that trains by itself.
-
-    Attributes:
-        count: Number of hosts.
-        index: Which of them this one is.
-        names: What to call each in sentences.
-    """
-
-    count, index, names = 1, 0, ("this host",)
-
-    def compressing(self, compression: str) -> "OneHost":
-        """Returns the same hosts, that compress what `sum` may compress.
-
-        Args:
-            compression: A key of `COMPRESSIONS`.
-        """
-        return self
-
-    def sum(
-        self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
-    ) -> T:
-        """Adds a nest of tensors over all hosts.
-
-        Args:
-            tensors: Tensors, `tf.IndexedSlices` or `None`. All but the rows of slices
-                have the same shapes on all hosts.
-            purpose: What they are, in a word; the same on all hosts.
-            compressible: Which of the tensors may travel rounded, if of floats of at
-                most 32 bits.
-        """
-        return tensors
-
-    def gather(self, tensors: T, total: Any, purpose: str) -> T:
-        """Puts together the rows that the hosts have of a nest of tensors.
-
-        Args:
-            tensors: Dense tensors of numbers; `None` and scalars stay.
-            total: Number of rows of all hosts.
-            purpose: As for `sum`.
-
-        Raises:
-            ValueError: A tensor is of another kind.
-        """
-        return tensors
-
-    def overlaps(self, size: int) -> bool:
-        """Tells whether sums of so many bytes begin before all bytes are computed."""
-        return False
-
-    def stack(self, tensor: tf.Tensor, purpose: str) -> tf.Tensor:
-        """Stacks what each host has of a tensor: the first axis is the hosts'."""
-        return self.gather(tensor[tf.newaxis], self.count, purpose)
-
-    def first(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
-        """Returns what the first host has of tensors, to the bit.
-
-        Args:
-            tensors: Dense tensors of known shapes.
-            purpose: As for `sum`.
-        """
-        return list(tensors)
-
-    def send_files(self, folder: str | None, to: str) -> str | None:
-        """Copies a folder of the first host's into a folder of each other host's.
-
-        Args:
-            folder: The first host's; `None` for nothing. Others need not say it.
-            to: Where each other host puts it, under the same name.
-
-        Returns:
-            Where it lies on this host.
-        """
-        return folder
-
-    def broadcast(self, value: T) -> T:
-        """Returns what the first host has: anything that JSON can hold."""
-        return value
-
-    def tell_all(self, value: T) -> list[T]:
-        """Returns what each host has: anything that JSON can hold."""
-        return [value]
-
-
-ONE_HOST = OneHost()
 
 
 @dataclasses.dataclass
@@ -132,7 +35,7 @@ class _Connection:
     communicator: Communicator
 
 
-class Cluster(OneHost):
+class Cluster:
     """Hosts that are connected.
 
     Attributes:
@@ -150,7 +53,7 @@ class Cluster(OneHost):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """See `OneHost`."""
+        """See `World`."""
         return self._connection.names
 
     @property
@@ -167,15 +70,15 @@ class Cluster(OneHost):
         connection.names, connection.communicator = tuple(names), communicator
 
     def compressing(self, compression: str) -> "Cluster":
-        """See `OneHost`."""
+        """See `World`."""
         same = copy.copy(self)
         same.wire = COMPRESSIONS[compression]
         return same
 
-    def sum(
+    def all_reduce(
         self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
     ) -> T:
-        """See `OneHost`. Numbers of 16 bits are added in float32."""
+        """See `World`. Numbers of 16 bits are added in float32."""
         # Slices are no composites here, as their rows differ between hosts.
         flat = tf.nest.flatten(tensors)
         dense, may_round = [], {*map(id, compressible)}
@@ -199,11 +102,11 @@ class Cluster(OneHost):
         return tf.nest.pack_sequence_as(tensors, flat)
 
     def overlaps(self, size: int) -> bool:
-        """See `OneHost`."""
+        """See `World`."""
         return size > BUCKET_BYTES
 
-    def gather(self, tensors: T, total: Any, purpose: str) -> T:
-        """See `OneHost`."""
+    def all_gather(self, tensors: T, total: Any, purpose: str) -> T:
+        """See `World`."""
 
         def rows(tensor):
             if tensor is None or tensor.shape.rank == 0:
@@ -222,8 +125,36 @@ class Cluster(OneHost):
         with tf.device(HOST), tf.name_scope("hosts"):
             return tf.nest.map_structure(rows, tensors)
 
-    def first(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
-        """See `OneHost`."""
+    def stack(self, tensor: tf.Tensor, purpose: str) -> tf.Tensor:
+        """See `World`."""
+        return self.all_gather(tensor[tf.newaxis], self.count, purpose)
+
+    def reduce_scatter(
+        self, parts: Sequence[Sequence[tf.Tensor]], purpose: str
+    ) -> list[tf.Tensor]:
+        """See `World`."""
+        return scattered.reduce_scatter(self, parts, purpose)
+
+    def gather_parts(
+        self,
+        mine: Sequence[tf.Tensor],
+        like: Sequence[Sequence[tf.TensorSpec]],
+        purpose: str,
+    ) -> list[list[tf.Tensor]]:
+        """See `World`."""
+        return scattered.gather_parts(self, mine, like, purpose)
+
+    def all_to_all(
+        self,
+        arrays: Sequence[Sequence[np.ndarray]],
+        purpose: str,
+        sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Sequence[Sequence[np.ndarray]]:
+        """See `World`."""
+        return self.communicator.all_to_all(arrays, purpose, sizes)
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
+        """See `World`."""
 
         def send(*arrays):
             if self.index > 0:
@@ -242,7 +173,7 @@ class Cluster(OneHost):
         return sent
 
     def send_files(self, folder: str | None, to: str) -> str | None:
-        """See `OneHost`."""
+        """See `World`."""
         own = None
         if self.index == 0 and folder:
             sizes = {
@@ -251,7 +182,7 @@ class Cluster(OneHost):
                 if os.path.isfile(os.path.join(folder, name))
             }
             own = [os.path.basename(folder), sizes]
-        if (told := self.broadcast(own)) is None:
+        if (told := self.broadcast_value(own)) is None:
             return None
         name, sizes = _checked_files(told)
         if self.index > 0:
@@ -268,21 +199,21 @@ class Cluster(OneHost):
                     with (
                         mmap.mmap(file.fileno(), size, access=access) as mapped,
                         memoryview(mapped) as content,
-                        process_group.explained(),
+                        group.explained(),
                     ):
                         self.communicator.broadcast(content, "file")
         return folder
 
-    def broadcast(self, value: T) -> T:
-        """See `OneHost`."""
+    def broadcast_value(self, value: T) -> T:
+        """See `World`."""
         return self._tell(value if self.index == 0 else None, "what is broadcast")[0]
 
-    def tell_all(self, value: T) -> list[T]:
-        """See `OneHost`."""
+    def exchange(self, value: T) -> list[T]:
+        """See `World`."""
         return self._tell(value, "what each host tells")
 
     def _tell(self, value, purpose):
-        with process_group.explained():
+        with group.explained():
             told = self.communicator.all_gather(json.dumps(value).encode(), purpose)
         return [json.loads(bytes(each)) for each in told]
 
@@ -335,7 +266,7 @@ class Cluster(OneHost):
         inputs: Sequence[tf.Tensor],
         types: Sequence[tf.DType],
     ) -> list[tf.Tensor]:
-        """Calls a function of arrays at this place in the order of collectives."""
+        """See `World`."""
 
         def call(order, *arrays):
             try:
@@ -380,13 +311,11 @@ def _as_bytes(array):
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def this_host() -> OneHost:
-    """Returns this process's place among the hosts that it trains with at present."""
-    membership = process_group.joined()
-    if membership is None or membership.count == 1:
-        return ONE_HOST
+def this_host() -> Cluster:
+    """Returns this process's place among the hosts that it has joined."""
+    membership = group.joined()
     place, names = (membership.rank, membership.count), membership.names
-    return place_among(*place, process_group.communicator(), names)
+    return place_among(*place, group.communicator(), names)
 
 
 def place_among(
@@ -405,29 +334,3 @@ def place_among(
 
 # By rank and count, as hosts that come and go have one place after another.
 _places: dict[tuple[int, int], Cluster] = {}
-
-
-def follow_first_host(hosts: OneHost, variables: Sequence[Any]) -> None:
-    """Gives variables the first host's values; all hosts call it together.
-
-    Values travel only where digests tell that they differ.
-
-    Args:
-        hosts: All hosts.
-        variables: Keras variables, or TensorFlow's, in the same order on each host.
-    """
-    if hosts.count == 1 or not variables:
-        return
-    with tf.device(HOST), tf.name_scope("first_host"):
-        values = [*map(tf.convert_to_tensor, variables)]
-        digests = hosts.stack(digest(values), "digests")
-
-        def follow():
-            received = hosts.first(values, "variables")
-            for variable, value in zip(variables, received, strict=True):
-                variable.assign(value)
-            return tf.constant(True)
-
-        # All hosts see all digests, and so decide alike.
-        equal = tf.reduce_all(digests == digests[0])
-        tf.cond(equal, lambda: tf.constant(True), follow)

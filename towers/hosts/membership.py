@@ -6,12 +6,32 @@ import dataclasses
 JOIN_SECONDS = 600.0
 
 
+class HostFailedError(RuntimeError):
+    """Another host of those that train together has failed; this one cannot go on."""
+
+
 class HostsDifferError(ValueError):
     """Hosts that train together were not given the same."""
 
 
+class SignalReceived(Exception):
+    """A host has received a signal to stop, for which all stop at the same batch.
+
+    Attributes:
+        number: That of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"A host has received signal {number}.")
+        self.number = number
+
+
+class HostsChange(Exception):
+    """Hosts come or go, for which all stop at the same batch."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """What a process knows of its place before it has met the others.
 
     Attributes:
@@ -46,7 +66,7 @@ class ElasticPlace:
         token: What all hosts know and strangers do not.
         slot: What the launcher calls this process; hosts begin in this order.
         join_seconds: How long to try to reach the coordinator.
-        interface: As of `Place`.
+        interface: As of `ProcessPlace`.
         restarted: Whether others have begun before this process was started, as where
             it takes the place of one that has failed.
     """
@@ -68,7 +88,7 @@ class Membership:
         addresses: Of each host, "host:port" where it listens for the others.
         names: What to call each in sentences, such as "host 1 (nodeB, pid 4711)".
         generation: How often all hosts have started anew, or other hosts have met.
-        token: As of `Place`.
+        token: As of `ProcessPlace`.
         elastic: Whether a host that loses others may leave them and go on with those
             that remain, instead of to end.
     """

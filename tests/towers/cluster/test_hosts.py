@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from tests.towers.cluster.in_threads import communicators, on_each
-from towers.collectives import hosts, packing, scattered
-from towers.model import arguments
+from towers.cluster import hosts
+from towers.collectives import packing
 from towers.plan import Plan
 
 TYPES = [
@@ -48,7 +48,7 @@ class _Counting(hosts.Cluster):
         self.sums.append((purpose, name, sum(each.shape[0] for each in tensors)))
         return [*map(tf.identity, tensors)]
 
-    def tell_all(self, value):
+    def exchange(self, value):
         return [value] * self.count
 
 
@@ -60,7 +60,7 @@ def _values(dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_sum_keeps_type_and_value(dtype):
     value = _values(dtype)
-    for (found,) in _together(lambda place: place.sum([value], "test")):
+    for (found,) in _together(lambda place: place.all_reduce([value], "test")):
         assert found.dtype == value.dtype and found.shape == value.shape
         np.testing.assert_array_equal(found, value + value)
 
@@ -68,7 +68,7 @@ def test_a_sum_keeps_type_and_value(dtype):
 def test_large_and_small_tensors_are_added_together():
     sizes = [3, hosts.LARGE + 1, 0, 5, hosts.LARGE]
     values = [tf.range(size, dtype=tf.float32)[:, tf.newaxis] for size in sizes]
-    for found in _together(lambda place: place.sum(values, "test")):
+    for found in _together(lambda place: place.all_reduce(values, "test")):
         for total, value in zip(found, values, strict=True):
             np.testing.assert_array_equal(total, 2 * value)
 
@@ -90,9 +90,9 @@ def test_parts_are_added_and_gathered():
     like = [[tf.TensorSpec(t.shape, t.dtype) for t in each] for each in parts(0)]
 
     def both(place):
-        sums = scattered.reduce_scatter(place, parts(place.index), "test")
+        sums = place.reduce_scatter(parts(place.index), "test")
         own = parts(0)[place.index]
-        return sums, scattered.all_gather(place, own, like, "test")
+        return sums, place.gather_parts(own, like, "test")
 
     for rank, (sums, gathered) in enumerate(_together(both, 3)):
         for total, first in zip(sums, parts(0)[rank], strict=True):
@@ -108,7 +108,7 @@ def test_parts_are_added_and_gathered():
 @pytest.mark.parametrize("least", [-(2**62), -1, 2**40 + 3])
 def test_integers_are_added_as_integers(least):
     value = tf.constant(least, tf.int64)
-    for (found,) in _together(lambda place: place.sum([value], "test")):
+    for (found,) in _together(lambda place: place.all_reduce([value], "test")):
         assert int(found) == 2 * least
 
 
@@ -116,7 +116,7 @@ def test_one_buffer_for_each_type():
     alone = _Counting()
     nest = {"loss": tf.ones([]), "state": [tf.ones([2], tf.int32), None]}
     nest |= {"wide": tf.ones([3], tf.float64), "half": tf.ones([4], tf.float16)}
-    found = alone.sum(nest, "step")
+    found = alone.all_reduce(nest, "step")
     assert sorted(each[1:] for each in alone.sums) == [
         ("float32", 5),
         ("float64", 3),
@@ -128,7 +128,7 @@ def test_one_buffer_for_each_type():
 def test_gradients_alone_are_compressed():
     alone = _Counting().compressing("bf16")
     gradients = [tf.ones([5]), tf.ones([6], tf.float16)]
-    alone.sum([tf.ones([]), gradients, tf.ones([2])], "step", gradients)
+    alone.all_reduce([tf.ones([]), gradients, tf.ones([2])], "step", gradients)
     assert sorted(each[1:] for each in alone.sums) == [
         ("float32", 3),
         ("float32 as bfloat16", 11),
@@ -138,7 +138,7 @@ def test_gradients_alone_are_compressed():
 def test_buckets_begin_with_the_last_gradients(monkeypatch):
     monkeypatch.setattr(packing, "BUCKET_BYTES", 40)
     alone = _Counting()
-    alone.sum([tf.ones([10]), tf.ones([4]), tf.ones([3]), tf.ones([3])], "step")
+    alone.all_reduce([tf.ones([10]), tf.ones([4]), tf.ones([3]), tf.ones([3])], "step")
     assert [size for _, _, size in alone.sums] == [10, 10]
     assert len({purpose for purpose, *_ in alone.sums}) == 2
 
@@ -153,7 +153,7 @@ def test_rows_are_gathered(dtype, graph):
 
     def gather(place):
         def function():
-            return place.gather(value[: place.index], total, "rows")
+            return place.all_gather(value[: place.index], total, "rows")
 
         return (tf.function(function, autograph=False) if graph else function)()
 
@@ -168,7 +168,7 @@ def test_rows_are_gathered(dtype, graph):
 )
 def test_what_cannot_be_sent_is_refused(rows):
     with pytest.raises(ValueError, match=r"outputs of type .* on 3 hosts; expected"):
-        _Counting().gather(rows, 3, "outputs")
+        _Counting().all_gather(rows, 3, "outputs")
 
 
 def test_minus_zero_and_nan_are_broadcast_to_the_bit():
@@ -176,7 +176,7 @@ def test_minus_zero_and_nan_are_broadcast_to_the_bit():
 
     def first(place):
         mine = [value if place.index == 0 else np.ones_like(value), np.ones([0, 2])]
-        return place.first([*map(tf.constant, mine)], "variables")
+        return place.broadcast([*map(tf.constant, mine)], "variables")
 
     for found, empty in _together(first):
         assert found.numpy().tobytes() == value.tobytes() and empty.shape == (0, 2)
@@ -188,7 +188,7 @@ def test_rows_of_slices_are_joined():
         slices = tf.IndexedSlices(
             tf.fill([k + 1, 2], float(k)), tf.range(k + 1), tf.constant([9, 2])
         )
-        return place.sum([slices, tf.ones([])], "step")
+        return place.all_reduce([slices, tf.ones([])], "step")
 
     for slices, one in _together(add):
         np.testing.assert_array_equal(slices.values, [[0, 0], [1, 1], [1, 1]])
@@ -201,7 +201,7 @@ def test_sums_in_a_graph_run_in_their_order():
 
     def add(place):
         def step(i, x):
-            sums = place.sum([x], "one"), place.sum([x + 1], "another")
+            sums = place.all_reduce([x], "one"), place.all_reduce([x + 1], "another")
             return i + 1, tf.add_n([each for (each,) in sums])
 
         @tf.function(autograph=False)
@@ -214,9 +214,9 @@ def test_sums_in_a_graph_run_in_their_order():
 
 
 def test_what_each_tells():
-    told = _together(lambda place: place.tell_all({"rank": place.index}), count=3)
+    told = _together(lambda place: place.exchange({"rank": place.index}), count=3)
     assert told == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
-    assert _together(lambda place: place.broadcast(place.index)) == [0, 0]
+    assert _together(lambda place: place.broadcast_value(place.index)) == [0, 0]
 
 
 def test_files_are_sent(tmp_path):
@@ -257,17 +257,10 @@ def test_files_are_sent(tmp_path):
     ],
 )
 def test_files_stay_in_the_folder_that_they_are_sent_to(tmp_path, told):
-    place = types.SimpleNamespace(index=1, broadcast=lambda value: told)
+    place = types.SimpleNamespace(index=1, broadcast_value=lambda value: told)
     with pytest.raises(ValueError, match="The first host sends"):
         hosts.Cluster.send_files(place, None, str(tmp_path / "received"))
     assert not [*tmp_path.iterdir()]
-
-
-def test_asynchronous_is_for_one_host():
-    arguments.check_hosts(1, "asynchronous")
-    arguments.check_hosts(2, "replicated")
-    with pytest.raises(ValueError, match="'asynchronous' on 2 hosts"):
-        arguments.check_hosts(2, "asynchronous")
 
 
 def test_a_plan_numbers_the_towers_of_all_hosts():

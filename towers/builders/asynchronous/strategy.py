@@ -1,0 +1,35 @@
+"""The way to update variables without waiting; see `training.py`."""
+
+import concurrent.futures
+
+from towers.builders.asynchronous.staleness import Staleness
+from towers.builders.asynchronous.tower_step import TowerStep
+from towers.builders.asynchronous.training import AsynchronousTraining
+from towers.builders.builder import Builder, Composed
+from towers.builders.common import Pieces
+from towers.builders.context import Context
+from towers.builders.pieces.reducer import SumAtHome
+from towers.builders.steps import Steps
+
+
+def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
+    """Each tower updates the variables at home by itself.
+
+    Args:
+        context: What the pieces share.
+        max_staleness: How many updates other towers may make between a tower's reading
+            the variables and its update. Any by default.
+    """
+    staleness = Staleness(max_staleness)
+    threads = concurrent.futures.ThreadPoolExecutor(
+        len(context.plan.towers), thread_name_prefix="tower"
+    )
+
+    def compose():
+        pieces = Pieces(context)
+        own = Steps(pieces, SumAtHome(context))
+        step = TowerStep(own)
+        training = AsynchronousTraining(pieces, step, staleness, threads)
+        return Composed(pieces, training, own)
+
+    return Builder("asynchronous", context, compose, staleness)

@@ -1,0 +1,9 @@
+from .configuration import Devices as Devices
+from .configuration import configure as configure
+from .listing import rows as rows
+from .listing import table as table
+from .names import HOST as HOST
+from .names import is_gpu as is_gpu
+from .names import nccl_fits as nccl_fits
+from .names import resolve as resolve
+from .names import short as short

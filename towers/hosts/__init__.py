@@ -1,0 +1,1 @@
+"""Which hosts train together: values and questions, without what connects them."""

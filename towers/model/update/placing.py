@@ -1,0 +1,140 @@
+"""Where the variables of a model are to be: their home, the plan, and moving them."""
+
+from collections.abc import Sequence
+
+import keras
+
+from towers.collectives.world import World
+from towers.devices.names import HOST, is_gpu, resolve
+from towers.hosts import group
+from towers.keras_adapter.models import already
+from towers.layers import tables, variables
+from towers.layers.pipeline import LayerPlacement, Pipeline
+from towers.model.config import Config
+from towers.model.options import CPU, GPU, Replicated, Sharded
+from towers.model.update.layout import Layout
+from towers.plan import Plan
+from towers.program.features import feature
+
+
+def pipeline_of(model: keras.Model, config: Config) -> Pipeline:
+    """Returns how the devices of a tower share a model.
+
+    Raises:
+        ValueError: A layer has no stage, or a stage no layer.
+    """
+    stages, apart = config.stages, config.tables != "none"
+    placement = LayerPlacement(model, stages.count, stages.placement, apart=apart)
+    pipeline = Pipeline(
+        stages.count,
+        config.micro_batches,
+        stages.schedule,
+        config.recompute,
+        placement,
+    )
+    if model.built:
+        # It says what does not fit.
+        _ = pipeline.layers
+    return pipeline
+
+
+def find_home(model: keras.Model, config: Config, layout: Layout) -> str | None:
+    """Returns the device of the variables; `None` for the first tower's, whichever.
+
+    Raises:
+        ValueError: There is no such device, or the variables cannot be there.
+    """
+    first, device = layout.firsts[0], config.device
+    if isinstance(config.variable_update, Replicated | Sharded):
+        if config.cpu_relocation and first != HOST:
+            raise ValueError(
+                "Received cpu_relocation=True with variable_update="
+                f"'{config.variable_update.name}', where the variables are on the "
+                "towers; expected one of them, so leave cpu_relocation out."
+            )
+        return None
+    if device == GPU or (device is None and config.stages.count > 1):
+        return None
+    if device is None:
+        device = _present_home(model, first)
+    elif device == CPU:
+        device = HOST
+    (home,) = resolve([device], "device")
+    return None if is_gpu(home) and home == first else home
+
+
+def plan_of(
+    config: Config,
+    pipeline: Pipeline,
+    layout: Layout,
+    home: str | None,
+    hosts: World,
+    ratios_of_hosts: Sequence[Sequence[int]] | None = None,
+) -> Plan:
+    """Makes the plan for a layout.
+
+    Args:
+        config: What was asked for.
+        pipeline: How the devices of a tower share the model.
+        layout: The towers of this host.
+        home: The device of the variables; `None` for that of the first tower.
+        hosts: The hosts that train together.
+        ratios_of_hosts: As of `Plan.of`.
+    """
+    first = layout.firsts[0]
+    on_towers = home is None or home == first
+    homes = layout.towers[0] if on_towers else (home,) * pipeline.stages
+    merges = None
+    if config.merges_on_cpu is False:
+        merges = layout.towers[0]
+    elif config.merges_on_cpu and is_gpu(home or first):
+        merges = (HOST,) * pipeline.stages
+    return Plan.of(
+        layout.towers,
+        layout.split_ratios,
+        homes,
+        merges,
+        config.variable_update.packed,
+        hosts,
+        pipeline,
+        ratios_of_hosts,
+    )
+
+
+def place(model: keras.Model, plan: Plan, config: Config, copied: bool) -> None:
+    """Moves the variables of a model to where a plan has them.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        config: What was asked for.
+        copied: Whether each tower has a copy.
+    """
+    slots = ()
+    if copied and config.shards_state:
+        # Their owners will have them.
+        slots = feature("collectives.optimizer_shards").slot_ids(model)
+
+    def home_of(variable):
+        return None if id(variable) in slots else plan.home_of(variable)
+
+    way = config.tables
+    if way == "none":
+        tables.bring_home(model, home_of)
+    elif model.built:
+        divided = ()
+        # Hosts that come and go may have to read a checkpoint before.
+        if plan.hosts.count > 1 and group.member() is None:
+            # Before all else moves, as a table may not fit there.
+            divided = feature("collectives.spread.tables").divide(model, plan, way)
+        places = plan.places_of(copied)
+        placed = tables.layout(model, plan.all_devices, way, places, apart=divided)
+        tables.put(placed, None)
+    variables.move(model, home_of)
+
+
+def _present_home(model, first):
+    """The device that a model's variables are on; where it has none yet, will be."""
+    if own := already(model, "trainable_variables") or already(model, "variables"):
+        return own[0].value.device
+    return first if is_gpu(first) else HOST

@@ -1,0 +1,722 @@
+"""One call of a partitioned function: home, towers and copies run its phases in turn.
+
+`PartitionedCall.run` is the walk: each phase runs where it is placed. Before one at
+home runs, what it takes is put together of what the towers have (`combined.py`); before
+one on towers runs, what it takes is sent to them. A value is known by the key of its
+tensor in the traced function, and kept where it was made: at home, on a tower, or on
+the device of a copy of the variables.
+"""
+
+import collections
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from towers.analysis.kinds import ROWS, SUM
+from towers.analysis.layer_calls import key
+from towers.collectives import batch, packing, reduce
+from towers.devices.names import HOST, is_gpu
+from towers.keras_adapter.graphs import (
+    calls_functions,
+    made_in,
+    without_auto_control_deps,
+)
+from towers.keras_adapter.variables import empty, fill
+from towers.loop.timers import StepTimers
+from towers.partition.combined import REDUCE_SCOPE, Combination, Travelled
+from towers.partition.phases import Phase, Taken
+from towers.partition.placement.placement import LOOK_UP, Placement
+from towers.partition.trace import OptimizerCall, Trace
+from towers.plan import Plan
+from towers.program.features import feature
+
+
+class Gradients(NamedTuple):
+    """Gradients that a step is about to use.
+
+    Attributes:
+        of_towers: Each tower's parts of them, a list for each tower.
+        sums: Their sums.
+        packed: Which of these have travelled packed, and how.
+        losses: The tensors that gradients were taken of, as far as they are known.
+    """
+
+    of_towers: Sequence[Sequence[reduce.Gradient]]
+    sums: Sequence[reduce.Gradient]
+    packed: Sequence[reduce.Packed] = ()
+    losses: Sequence[tf.Tensor] = ()
+
+
+class StepGuard(Protocol):
+    """Stops a step before it uses a gradient that is not finite.
+
+    Attributes:
+        reads_losses: Whether it looks at the losses, too.
+    """
+
+    reads_losses: bool
+
+    def before(self, gradients: Gradients) -> AbstractContextManager[tf.Tensor]:
+        """Makes the context in which gradients are used.
+
+        It yields a tensor that is there only if the step goes on.
+        """
+
+
+class UpdatesApart(Protocol):
+    """Adds gradients for the owners of variables, and updates these."""
+
+    def add(
+        self,
+        update: OptimizerCall,
+        parts: Sequence[Sequence[reduce.Gradient]],
+        whole: Mapping[int, reduce.Gradient],
+    ) -> Sequence[Sequence[reduce.Gradient]]:
+        """Adds the gradients that an optimizer is to apply, for each copy.
+
+        Args:
+            update: The optimizer's call.
+            parts: For each device, its part of each gradient.
+            whole: By their places, the gradients of which home has all.
+        """
+
+    def together(
+        self, sums: Sequence[Sequence[reduce.Gradient]]
+    ) -> Sequence[reduce.Gradient]:
+        """Returns those of the sums that are all there are, once."""
+
+    def apply(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
+        """Applies the optimizer with the sums that `add` has returned."""
+
+
+class Copied(NamedTuple):
+    """The variables of which each tower has a copy.
+
+    Attributes:
+        handles: For each tower, by the `id` of a variable's handle, that of its copy.
+            The first tower's copy is the variable itself.
+        all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
+        apart: Does what an optimizer does, if that is more than to apply it to each
+            copy.
+    """
+
+    handles: Sequence[Mapping[int, tf.Tensor]]
+    all_reduce_alg: str
+    apart: UpdatesApart | None = None
+
+
+class Cut(NamedTuple):
+    """A traced function, cut into phases.
+
+    Attributes:
+        trace: The function.
+        placement: Where its operations run.
+        copied: The variables that towers have copies of, if they have some.
+        phases: The phases in order: each for every copy of the variables.
+    """
+
+    trace: Trace
+    placement: Placement
+    copied: Copied | None
+    phases: Sequence[Sequence[Phase]]
+
+
+class Execution(NamedTuple):
+    """How a call of a partitioned function is executed.
+
+    Attributes:
+        usual_rows: Number of examples of most batches, if that is known.
+        towers_by_xla: Whether XLA compiles what towers compute.
+        updates_by_xla: Whether it compiles what optimizers do.
+        is_elastic: Whether hosts come and go while it runs.
+    """
+
+    usual_rows: int | None = None
+    towers_by_xla: bool = False
+    updates_by_xla: bool = False
+    is_elastic: bool = False
+
+
+DEFAULT_EXECUTION = Execution()
+
+
+class PartitionedCall:
+    """One call of a partitioned function, and what home and towers have made so far."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        plan: Plan,
+        local_batches: Sequence[Any],
+        size: int | tf.Tensor,
+        whole: Any,
+        execution: Execution,
+        timers: StepTimers | None,
+        guard: StepGuard | None,
+    ):
+        """Takes the function, and a batch; see `Partitioned.__call__`."""
+        self._trace, self._placement, self._copied, self._phases = cut
+        self._plan, self._execution = plan, execution
+        self._timers, self._guard = timers, guard
+        # It has to be there before home changes anything, once there is one.
+        self._gate: tf.Tensor | None = None
+        # The calls of phases that check something, which nobody waits for yet.
+        self._checks: list[tf.Operation] = []
+        # What the towers of each device have made in their last phase.
+        self._computed: list[list[tf.Tensor]] = []
+        # What was sent to towers in one piece, before their first phase.
+        self._received: list[tf.Tensor] = []
+        # Whether towers are in their first phase.
+        self._begins = False
+        self._bounds = plan.bounds(size)
+        self._sizes = plan.sizes(size)
+        fractions = plan.fractions(self._sizes, size)
+        self._combined = Combination(
+            plan, self._placement, self._sizes, fractions, timers
+        )
+        # What the device of each copy has of the whole batch. The first one is home.
+        count = 1 if self._copied is None else len(self._copied.handles)
+        self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in range(count)]
+        self._home = self._copies[0]
+        if whole is not None:
+            self._home.update(self._batch_by_key(whole))
+        self._towers: list[dict[Any, tf.Tensor]] = []
+        for local, fraction in zip(local_batches, fractions, strict=True):
+            values = self._batch_by_key(local)
+            self._towers.append({**values, key(self._trace.fraction): fraction})
+        # Towers on one device compute micro-batches in turn, and add up as they go.
+        self._in_turn = plan.pipeline.micro_batches
+        self._sums: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
+        # What has been sent to a stage of a tower, and what was packed for it and for
+        # others.
+        self._sent: dict[tuple[int, int], dict[Any, tf.Tensor]]
+        self._sent = collections.defaultdict(dict)
+        self._buffers: dict[Any, list[tf.Tensor]] = {}
+
+    def _batch_by_key(self, data):
+        """Returns the tensors of a batch, or of a tower's part, by their keys."""
+        return {key(tensor): value for tensor, value in self._trace.fed(data)}
+
+    # The walk: all phases, in order.
+
+    def run(self) -> list[Any]:
+        """Runs the phases, and returns what the function returns.
+
+        Returns:
+            The results at home; then those that the device of each other copy has, in
+            the same structure: sums that were all-reduced, `None` for all else.
+        """
+        for number, of_copies in enumerate(self._phases):
+            if self._plan.hosts.count > 1:
+                self._add_over_hosts(self._phases[number:])
+            self._run_phase(of_copies)
+        if self._timers is not None and self._computed:
+            self._timers.received(self._received)
+            self._timers.computed(self._computed)
+        with tf.device(self._plan.home):
+            return [*map(self._trace.packed, self._results())]
+
+    def _add_over_hosts(self, coming):
+        """Has hosts add, at once, what phases at home take before towers go on.
+
+        `coming` has the phases that are still to run. If hosts may be lost, nothing
+        changes before all of these sums are there. So a host that is left has all of a
+        step, or nothing.
+        """
+        at_home = itertools.takewhile(
+            lambda of_copies: not of_copies[0].place.on_towers, coming
+        )
+        takes = [taken.tensor for (phase, *_) in at_home for taken in phase.takes]
+        made = self._towers[0].keys()
+        sums = [t for t in takes if key(t) in made and key(t) not in self._home]
+        apart = self._trace.updates_apart
+        sums = [t for t in sums if not (apart and self._placement.is_gradient(t))]
+        if not sums:
+            return
+        with tf.device(self._plan.home), tf.name_scope("home"):
+            values = self._at_home([*{key(t): t for t in sums}.values()])
+        if self._execution.is_elastic:
+            with tf.control_dependencies(values), tf.device(HOST):
+                self._gate = tf.identity(True)
+
+    def _run_phase(self, of_copies):
+        """Runs a phase, which is given for each copy, where it is placed."""
+        phase = of_copies[0]
+        if phase.place.exchanges:
+            self._exchange(phase)
+            return
+        if not phase.place.on_towers:
+            self._wait_for_checks()
+        with self._stand_ins_filled(phase), self._noting_checks(phase):
+            if phase.place.on_towers:
+                self._run_on_towers(of_copies)
+            elif phase.place.updates and self._trace.updates_apart:
+                self._update_apart(phase)
+            else:
+                self._run_at_home(of_copies)
+
+    def _results(self):
+        """Returns what each copy's device has of what the function returns."""
+        tensors = self._trace.returned
+        self._all_reduce(tensors)
+        others = [[known.get(key(t)) for t in tensors] for known in self._copies[1:]]
+        return [self._at_home(tensors), *others]
+
+    @contextmanager
+    def _noting_checks(self, phase):
+        """Inside, a phase runs that may stop the program; home waits for it later."""
+        if not phase.checks or tf.executing_eagerly():
+            yield
+            return
+        with made_in(tf.compat.v1.get_default_graph()) as made:
+            yield
+        self._checks += [op for op in made if calls_functions(op)]
+
+    def _wait_for_checks(self):
+        """Has home wait until all checks have passed, as one device does."""
+        if self._checks:
+            gates = [] if self._gate is None else [self._gate]
+            with tf.control_dependencies([*self._checks, *gates]), tf.device(HOST):
+                self._gate = tf.identity(True)
+            self._checks = []
+
+    @contextmanager
+    def _stand_ins_filled(self, phase):
+        """Inside, what stands in for tables has their values, as for a loop's body."""
+        tables = []
+        if not phase.place.updates:
+            tables = self._placement.stand_ins_of(phase.captured.values())
+        for table in tables:
+            fill(table.stand_in, tf.convert_to_tensor(table))
+        try:
+            yield
+        finally:
+            for table in tables:
+                empty(table.stand_in)
+
+    # A phase on the towers.
+
+    def _run_on_towers(self, of_copies):
+        phase = of_copies[0]
+        with tf.device(self._plan.home):
+            self._at_home([taken.tensor for taken in phase.takes if taken.whole])
+        self._begins = not self._computed
+        self._computed, made = [[] for _ in self._plan.replicas], []
+        if phase.has_stages:
+            self._run_in_stages(of_copies)
+            return
+        for k, tower in enumerate(self._plan.towers):
+            phase = of_copies[self._copy_of(k)]
+            # Micro-batches of one device come one behind the other.
+            before = made[:1] if k % self._in_turn else []
+            with (
+                tf.device(tower.device if phase.place.on_device else self._plan.home),
+                tf.name_scope(self._scope(k)),
+                tf.control_dependencies(before),
+            ):
+                self._send(k, phase.takes)
+                values = [self._on_tower(k, taken) for taken in phase.takes]
+                if phase.draws:
+                    values.append(self._rows(k))
+                made = self._call_on_tower(k, phase, values)
+                self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
+                self._add(k, phase.makes)
+            self._computed[k // self._in_turn] += made
+
+    def _call_on_tower(self, k, phase, values):
+        """Calls a phase with a tower's values, also if the tower may have no rows."""
+        size, usual = self._sizes[k], None
+        xla = self._execution.towers_by_xla
+        xla = xla and phase.compiles_on(self._plan.towers[k].device)
+        if isinstance(size, int) and size > 0:
+            return phase(values, xla)
+        if self._execution.usual_rows and (self._plan.on_gpus or xla):
+            # On a GPU, the host would wait for shapes.
+            usual = self._plan.sizes(self._execution.usual_rows)[k] or None
+        # The first of all towers always has an example, unless there is none.
+        idle = self._plan.towers[k].index > 0
+        return phase.of_rows(values, size, idle, usual, xla)
+
+    def _run_in_stages(self, of_copies):
+        """Runs a phase on each tower, whose stages take turns at its micro-batches."""
+        for replica in range(len(self._plan.replicas)):
+            phase = of_copies[self._copy_of(replica * self._in_turn)]
+            with without_auto_control_deps(phase.captured.values()):
+                self._take_turns(replica, phase)
+
+    def _take_turns(self, replica, phase):
+        """Has the stages of a tower compute a phase for each of its micro-batches."""
+        timed = self._timers is not None and not self._plan.on_gpus
+        staged = phase.staged(timed)
+        turns = self._timers.turns_of_tower() if timed else None
+        takes = dict(zip(map(key, staged.inputs), phase.takes, strict=False))
+        makes = dict(zip(map(key, staged.outputs), phase.makes, strict=True))
+        made: list[dict[Any, tf.Tensor]] = [{} for _ in range(self._in_turn)]
+        last = collections.defaultdict(list)
+        slots = staged.slots(self._in_turn)
+        for slot, after in zip(slots, staged.waits(slots), strict=True):
+            stage, known = staged.turns[slot.turn].stage, made[slot.micro_batch]
+            k = replica * self._in_turn + slot.micro_batch
+            size = self._sizes[k]
+            # The first of all towers always has an example, unless there is none.
+            some = self._plan.towers[k].index == 0
+            some = some or (isinstance(size, int) and size > 0)
+            with (
+                tf.device(self._plan.towers[k].devices[stage]),
+                tf.name_scope(f"{self._scope(k)}/stage_{stage}/"),
+            ):
+                sent = [takes[n] for n in staged.taken_by(stage) if n in takes]
+                self._send(k, sent, stage)
+                for part in staged.phases_of[slot.turn]:
+                    with tf.control_dependencies(last[stage]):
+                        values = [
+                            known[n]
+                            if n in known
+                            else self._on_stage(k, takes.get(n), stage)
+                            for n in part.takes
+                        ]
+                        values, end = part(values, None if some else size)
+                    last[stage] = [v.op for v in values[:1]] or last[stage]
+                    self._computed[replica] += values
+                    for name, value in zip(part.makes, values, strict=True):
+                        known[name] = value
+                        if name in makes:
+                            self._towers[k][key(makes[name])] = value
+                            self._add(k, [makes[name]])
+            if turns is not None:
+                turns.note(stage, after, values[:1], end)
+
+    def _on_stage(self, k, taken, stage):
+        """Returns what a stage takes; `None` stands for the rows that it draws for."""
+        return self._rows(k) if taken is None else self._on_tower(k, taken, stage)
+
+    def _rows(self, k):
+        """Returns the first of a tower's rows, and their number: an int32 vector."""
+        return tf.cast(tf.stack([self._bounds[k][0], self._sizes[k]]), tf.int32)
+
+    def _copy_of(self, k):
+        """Returns which of the copies of variables a tower computes with."""
+        return k // self._in_turn if len(self._copies) > 1 else 0
+
+    def _scope(self, k):
+        if self._in_turn == 1:
+            return f"tower_{k}"
+        return f"tower_{k // self._in_turn}/micro_batch_{k % self._in_turn}"
+
+    # What a tower takes, and what it adds up.
+
+    def _send(self, k, takes, stage=0):
+        """Sends a tower in one piece, where that pays, what home has of the batch."""
+        plan, device = self._plan, self._plan.towers[k].devices[stage]
+        sent = self._sent[k // self._in_turn, stage]
+        copy = self._copies[self._copy_of(k)]
+        wanted = {
+            key(tensor): self._home[key(tensor)]
+            for tensor, whole, _ in takes
+            if key(tensor) not in sent
+            and (copy is self._home or key(tensor) not in copy)
+            and (whole or key(tensor) not in self._towers[k])
+            and (whole or self._placement.kind(tensor) is not ROWS)
+            and packing.fits(self._home[key(tensor)])
+        }
+        numbers = {n: v for n, v in wanted.items() if v.dtype == packing.INTEGER}
+        others = {n: v for n, v in wanted.items() if n not in numbers}
+        if plan.packs(device):
+            arrived = self._in_one_piece(others, plan.home)
+            sent.update(arrived)
+            if self._begins:
+                self._received += arrived.values()
+        if is_gpu(device):
+            # GPUs have whole numbers, such as seeds, in the host's memory.
+            source = HOST if is_gpu(plan.home) else plan.home
+            sent.update(self._in_one_piece(numbers, source))
+
+    def _in_one_piece(self, values, source):
+        """Returns values, by their names, as they come packed from a device."""
+        if (names := tuple(values)) not in self._buffers:
+            with tf.device(source), tf.name_scope("read"):
+                self._buffers[names] = packing.pack([*values.values()])
+        received = packing.unpack(self._buffers[names], [*values.values()])
+        return dict(zip(names, received, strict=True))
+
+    def _on_tower(self, k, taken, stage=0):
+        """Returns a tensor for a stage of a tower: the tower's, or what home sends."""
+        tensor, whole, _ = taken
+        if not whole and key(tensor) in self._towers[k]:
+            return self._towers[k][key(tensor)]
+        if not whole and self._placement.kind(tensor) is ROWS:
+            value = self._home[key(tensor)]
+            rows = self._rows_of_tower(k, value, self._placement.blocks(tensor))
+            self._towers[k][key(tensor)] = packing.copy(rows)
+            return self._towers[k][key(tensor)]
+        sent = self._sent[k // self._in_turn, stage]
+        if key(tensor) not in sent:
+            # Where there are no copies, home has the only one.
+            value = self._copies[self._copy_of(k)].get(key(tensor))
+            value = self._home[key(tensor)] if value is None else value
+            # On a GPU, a loop has its device from the copy that it takes: without one,
+            # TensorFlow keeps what goes round on the device that is the default.
+            home = self._plan.home
+            here = self._plan.towers[k].devices[stage] == home and not is_gpu(home)
+            sent[key(tensor)] = value if here else packing.copy(value)
+        return sent[key(tensor)]
+
+    def _rows_of_tower(self, k, value, blocks):
+        """Cuts a tower's rows of a tensor of the whole batch."""
+        if blocks is None:
+            return batch.take(value, *self._bounds[k])
+        total = batch.batch_size(value) // sum(blocks)
+        parts = tf.split(value, [count * total for count in blocks])
+        start, end = self._bounds[k]
+        rows = [
+            batch.take(part, count * start, count * end)
+            for part, count in zip(parts, blocks, strict=True)
+        ]
+        return tf.concat(rows, axis=0)
+
+    def _add(self, k, tensors):
+        """Adds a micro-batch's parts of sums to what those before it have made."""
+        if self._in_turn == 1:
+            return
+        sums = self._sums[k // self._in_turn]
+        for tensor in filter(self._is_added, tensors):
+            value = self._towers[k][key(tensor)]
+            if value.dtype.size < 4:
+                value = tf.cast(value, tf.float32)
+            before = sums.get(key(tensor))
+            sums[key(tensor)] = value if before is None else before + value
+
+    def _is_added(self, tensor):
+        """Tells whether micro-batches' parts of a tensor are added as they come."""
+        return packing.fits(tensor) and self._placement.kind(tensor) is SUM
+
+    # A phase at home, or on the device of each copy of the variables.
+
+    def _run_at_home(self, of_copies):
+        phase = of_copies[0]
+        takes = [taken.tensor for taken in phase.takes]
+        scope = "apply" if phase.place.updates else "home"
+        with tf.device(self._device(phase)), tf.name_scope(scope):
+            if phase.place.on_copies:
+                self._all_reduce(takes)
+            self._at_home(takes)
+            with self._guarded_phase(phase):
+                copies = of_copies if phase.place.on_copies else [phase]
+                for k, phase in enumerate(copies):
+                    self._run_on_copy(k, phase)
+
+    def _run_on_copy(self, k, phase):
+        """Runs a phase on the device of a copy of the variables; the first is home."""
+        device = self._plan.replicas[k].device if k else self._device(phase)
+        with tf.device(device):
+            values = [self._of_copy(k, taken.tensor) for taken in phase.takes]
+            made = phase(values, self._compiles_update(phase, device), self._gate)
+        self._copies[k].update(zip(map(key, phase.makes), made, strict=True))
+
+    def _device(self, phase):
+        """Returns the device of a phase that does not run on towers."""
+        return self._plan.home if phase.place.on_device else HOST
+
+    def _compiles_update(self, phase, device):
+        """Tells whether XLA compiles a phase; not if anew for each number of rows."""
+        wanted = self._execution.updates_by_xla and phase.place.updates
+        return wanted and has_known_shapes(phase) and phase.compiles_on(device)
+
+    def _at_home(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the whole batch's values of tensors, at home."""
+        missing = {
+            key(tensor): tensor
+            for tensor in tensors
+            if tensor.op.type != "Const"
+            and not self._placement.is_captured(tensor)
+            and key(tensor) not in self._home
+        }
+        parts = [*map(self._parts, missing.values())]
+        values = self._combined([*missing.values()], parts)
+        self._home.update(zip(missing, values, strict=True))
+        return [*map(self._known_at_home, tensors)]
+
+    def _known_at_home(self, tensor):
+        fixed = self._placement.fixed(tensor)
+        return self._home[key(tensor)] if fixed is None else fixed
+
+    def _parts(self, tensor):
+        """Returns what towers, or all towers of a device in turn, have of a tensor."""
+        if self._in_turn == 1 or not self._is_added(tensor):
+            return [made[key(tensor)] for made in self._towers]
+        return [tf.cast(sums[key(tensor)], tensor.dtype) for sums in self._sums]
+
+    def _of_copy(self, k, tensor):
+        """Returns the whole batch's value of a tensor, on the device of a copy."""
+        known = self._copies[k]
+        if key(tensor) not in known:
+            known[key(tensor)] = packing.copy(self._home[key(tensor)])
+        return known[key(tensor)]
+
+    def _all_reduce(self, tensors):
+        """Adds gradients for all copies, and keeps the sums on the device of each."""
+        gradients = [
+            tensor
+            for tensor in tensors
+            if key(tensor) not in self._home
+            and self._placement.is_on_towers(tensor)
+            and self._is_added(tensor)
+        ]
+        if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
+            # What hosts add is sent to the copies of each.
+            return
+        devices = [tower.device for tower in self._plan.replicas]
+        keys = [*map(key, gradients)]
+        parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
+        algorithm = self._copied.all_reduce_alg
+        with tf.name_scope(REDUCE_SCOPE):
+            sums, packed = reduce.all_reduce_packed(parts, devices, devices, algorithm)
+        if packed is not None:
+            self._combined.travelled.append(Travelled(keys, packed))
+        for known, of_copy in zip(self._copies, sums, strict=True):
+            known.update(zip(keys, of_copy, strict=True))
+
+    # Gradients are looked at before they are used.
+
+    def _guarded_phase(self, phase):
+        """Returns the context in which a phase at home takes gradients of towers."""
+        wanted = self._trace.gradients_of(phase.operations)
+        gradients = {key(t): t for t, *_ in phase.takes if key(t) in wanted}
+        if not gradients:
+            return nullcontext()
+        parts = [[made[n] for n in gradients if n in made] for made in self._towers]
+        sums = self._at_home([*gradients.values()])
+        return self._guarded(parts, sums, self._packed_among([*gradients]))
+
+    @contextmanager
+    def _guarded(self, parts, sums, packed=()):
+        """Inside, gradients are used. What comes later in the step waits, too."""
+        if self._guard is None:
+            yield
+            return
+        losses = self._losses() if self._guard.reads_losses else ()
+        with self._guard.before(Gradients(parts, sums, packed, losses)) as gate:
+            self._gate = gate
+            yield
+
+    def _losses(self):
+        """Returns what gradients were taken of, as far as it was made by now."""
+        made = [self._home, *self._towers]
+        targets = self._trace.targets
+        return self._at_home([t for t in targets if any(key(t) in m for m in made)])
+
+    def _packed_among(self, names):
+        """Returns which of some tensors travelled packed; none with many hosts."""
+        plan = self._plan
+        if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
+            return []
+        numbers = {name: i for i, name in enumerate(names)}
+        return [
+            packed._replace(places=[numbers[travelled[i]] for i in packed.places])
+            for travelled, packed in self._combined.travelled
+            if {*travelled} <= numbers.keys()
+        ]
+
+    # Variables in parts: their owners update them, and hosts exchange rows of tables.
+
+    def _update_apart(self, phase):
+        """Has the owners of variables apply the optimizers of a phase."""
+        for name in phase.operations:
+            update, apart = self._trace.updates[name], self._copied.apart
+            parts, whole = self._gradients_for(update)
+            # Gradients are added as they come; only the update waits for checks.
+            sums = apart.add(update, parts, whole)
+            gates = [] if self._gate is None else [self._gate]
+            with (
+                tf.control_dependencies(gates),
+                self._guarded(parts, apart.together(sums)),
+            ):
+                apart.apply(sums)
+
+    def _gradients_for(self, update):
+        """Returns the gradients that an optimizer's call takes.
+
+        They are each device's part of each, and those of which home has all, by their
+        places.
+        """
+        parts, whole = [[] for _ in self._plan.replicas], {}
+        for i, gradient in enumerate(update.gradients):
+            of_devices = [None] * len(parts)
+            if gradient is not None and self._is_in_parts(gradient):
+                of_devices = self._parts_of_gradient(gradient)
+            elif gradient is not None:
+                tensors = tf.nest.flatten(gradient, expand_composites=True)
+                with tf.device(self._plan.home):
+                    values = self._at_home(tensors)
+                whole[i] = tf.nest.pack_sequence_as(
+                    gradient, values, expand_composites=True
+                )
+            for of_device, part in zip(parts, of_devices, strict=True):
+                of_device.append(part)
+        return parts, whole
+
+    def _is_in_parts(self, gradient):
+        """Tells whether towers have parts of a gradient, or some of its rows."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return key(gradient) in self._trace.gradients
+        indices = key(gradient.indices) in self._trace.indices
+        return indices and key(gradient.values) in self._trace.gradients
+
+    def _parts_of_gradient(self, gradient):
+        """Returns the towers' parts of a gradient, one for each device."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._parts(gradient)
+        shape = gradient.dense_shape
+        if shape is not None:
+            with tf.device(self._plan.home):
+                (shape,) = self._at_home([shape])
+        of_towers = [
+            tf.IndexedSlices(
+                made[key(gradient.values)], made[key(gradient.indices)], shape
+            )
+            for made in self._towers
+        ]
+        count, of_devices = self._in_turn, []
+        for k, tower in enumerate(self._plan.replicas):
+            with tf.device(tower.device):
+                in_turn = of_towers[k * count : (k + 1) * count]
+                of_devices.append(reduce.add(in_turn))
+        return of_devices
+
+    def _exchange(self, phase):
+        """Has hosts exchange what a phase reads of tables that they divide.
+
+        Rows are those of this host's towers, or what home looks up, as all hosts do.
+        """
+        graph, placement = self._trace.graph, self._placement
+        look_ups, ids_of_look_ups = [], []
+        with tf.device(self._plan.home), tf.name_scope("exchange"):
+            for op in map(graph.get_operation_by_name, phase.operations):
+                if op.type != LOOK_UP:
+                    whole = tf.convert_to_tensor(placement.table_of(op))
+                    self._home[key(op.outputs[0])] = whole
+                    continue
+                ids, towers = op.inputs[1], range(len(self._towers))
+                look_ups.append(op)
+                if phase.place.on_towers:
+                    taken = Taken(ids, False, False)
+                    of_makers = [self._on_tower(k, taken) for k in towers]
+                else:
+                    of_makers = self._at_home([ids])
+                ids_of_look_ups.append(of_makers)
+            tables, rows = [*map(placement.table_of, look_ups)], []
+            if look_ups:
+                look_up = feature("collectives.spread.tables").look_up
+                rows = look_up(self._plan.hosts, tables, ids_of_look_ups)
+        makers = self._towers if phase.place.on_towers else [self._home]
+        for op, of_makers in zip(look_ups, rows, strict=True):
+            for made, value in zip(makers, of_makers, strict=True):
+                made[key(op.outputs[0])] = value
+
+
+def has_known_shapes(phase: Phase) -> bool:
+    """Tells whether the shape of all that a phase takes is known."""
+    return all(taken.tensor.shape.is_fully_defined() for taken in phase.takes)

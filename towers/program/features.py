@@ -1,0 +1,52 @@
+"""Features that stand beside the core: a run imports those alone that it asks for.
+
+No import statement of the core names them. So whoever reads a plain step need not read
+how hosts meet, and whoever changes that changes nothing else.
+"""
+
+import importlib
+from typing import Any
+
+FEATURES = {
+    "builders.asynchronous.strategy": 'variable_update="asynchronous"',
+    "cluster.environment": "what a launcher says of several hosts",
+    "cluster.hosts": "several hosts: what they add, gather and send",
+    "cluster.process_group": "several hosts: how they meet",
+    "collectives.optimizer_shards": 'optimizer state in shards, or "sharded" with Muon',
+    "collectives.spread.tables": "several hosts: tables that they divide",
+    "collectives.spread.variable": "several hosts: variables that they divide",
+    "devices.free": "--gpu_indices=free",
+    "elastic.preemption": "--preemption_notice",
+    "elastic.shares": "--share_gpus",
+    "loop.agreement": "several hosts: what they agree on with each batch",
+    "loop.host_times": "several hosts: which of them holds up the others",
+    "model.generations": "hosts that come and go",
+    "model.rehearsal": "hosts that come and go: a first step before they wait",
+    "model.update.remembered": "choice_file=, and what towers train measures",
+    "monitoring.bottleneck.hosts": "several hosts: a sentence on their times",
+    "monitoring.bottleneck.stages": "several stages: a sentence on their times",
+    "monitoring.stall.hosts": "several hosts: which of them is waited for",
+    "monitoring.profile.callback": "--profile_steps",
+    "numerics.failed_stage": "a stage that has failed",
+    "numerics.not_finite": "check_numerics, once a step is not finite",
+    "stages.measure": "stages that are divided by the time of their layers",
+    "stages.phases": "recompute, without stages",
+    "stages.staged": "several stages",
+    "stages.table": "several stages: what is said of them",
+    "train.parts.devices.auto_count": "--num_gpus=auto",
+}
+"""Modules of towers, each with who asks for it."""
+
+
+def feature(name: str) -> Any:
+    """Imports a feature.
+
+    Args:
+        name: One of `FEATURES`.
+
+    Returns:
+        The module.
+    """
+    if name not in FEATURES:
+        raise KeyError(f"{name} is none of FEATURES in towers/program/features.py.")
+    return importlib.import_module(f"towers.{name}")
