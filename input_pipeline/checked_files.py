@@ -1,4 +1,4 @@
-"""Writes the files of a cache once they are whole, and checks them when opened.
+"""Renames the files of a cache once they are whole, and checks them when opened.
 
 Their checksums are in a file beside them: CRC-32 of each block, as in the local store.
 Threads compute them as fast as a disk reads.
@@ -28,11 +28,11 @@ def written(base: str, ends: Sequence[str]) -> Iterator[str]:
     """Replaces the files of a cache once all of them are written.
 
     Args:
-        base: what their paths begin with.
-        ends: what these end with, such as ".ids".
+        base: the beginning of their paths.
+        ends: the ends of their paths, such as ".ids".
 
     Yields:
-        What the paths begin with until then.
+        The beginning of the paths until then.
 
     Raises:
         OSError: they cannot be written.
@@ -47,7 +47,7 @@ def written(base: str, ends: Sequence[str]) -> Iterator[str]:
             sums = {end: _sums(new + end) for end in ends}
             with open(new + SUMS, "w") as file:
                 json.dump(sums, file)
-            # The checksums last, since they say that all are there.
+            # The checksums come last, as they mark the cache as complete.
             for end in (*ends, SUMS):
                 whole_file.rename(new + end, base + end)
     finally:
@@ -57,12 +57,12 @@ def written(base: str, ends: Sequence[str]) -> Iterator[str]:
 def are_good(base: str, ends: Sequence[str]) -> bool:
     """Tells whether the files of a cache are as they were written.
 
-    A line says what is wrong with files that are there. What processes that were killed
-    have left half written in the folder is removed.
+    A line reports faults of existing files. Half-written files of processes that were
+    killed are removed from the folder.
 
     Args:
-        base: what their paths begin with.
-        ends: what these end with.
+        base: the beginning of their paths.
+        ends: the ends of their paths.
     """
     _remove_abandoned(os.path.dirname(base))
     there = [base + end for end in ends if os.path.exists(base + end)]
@@ -88,7 +88,7 @@ def _fault(base: str, ends: Sequence[str]) -> str:
 
 
 def _sums(path: str) -> list[int]:
-    """Returns the bytes of a file, and the checksum of each block."""
+    """Returns the size of a file in bytes, and the checksum of each block."""
     size = os.path.getsize(path)
     with (
         open(path, "rb") as file,

@@ -1,22 +1,22 @@
-"""Values of flags, for programs that check them before they import TensorFlow."""
+"""Lists values of flags, to check flags before TensorFlow is imported."""
 
-# What becomes of images; recipes.py says how.
+# The preparation of images; see recipes.py.
 RECIPES = ("none", "imagenet", "cifar")
-# Where examples are kept; see cache/.
+# The places where examples are kept; see cache/.
 CACHES = ("auto", "memory", "disk", "none")
 # Whether `convert` writes pixels.
 RAW = ("auto", "true", "false")
-# How rows of numbers are scaled.
+# The scaling of rows of numbers.
 SCALES = ("none", "standard")
-# What becomes of bad records.
+# The treatment of bad records.
 BAD_RECORDS = ("fail", "skip")
-# In a mask: a pixel that has no class, such as the border of an object.
+# In a mask: a pixel without a class, such as the border of an object.
 IGNORED = 255
-# Data sets that are files: KIND:PATH.
+# Data sets in files: KIND:PATH.
 ARRAY_KINDS = ("npz", "npy")
 FILE_KINDS = (
     *("tfrecord", "array_record", "parquet", "csv", "folder", "text", "conll"),
     *ARRAY_KINDS,
 )
-# What stands for a number that is missing in a table.
+# The replacement of missing numbers in a table.
 MISSING = ("mean", "median", "fail")

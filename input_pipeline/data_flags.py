@@ -1,4 +1,4 @@
-"""Flags that say what is in the files of a data set: those of several programs."""
+"""Flags of several programs that describe the files of a data set."""
 
 import functools
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ NAMES = tuple(HELPS)
 def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags, which are named as the arguments of ``open_source``.
 
-    They are shown below the heading that `group` has as ``module_name``.
+    The flags appear below the heading that `group` has as ``module_name``.
     """
     definitions = {
         "num_classes": flags.DEFINE_integer,
@@ -75,6 +75,6 @@ def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> 
 
 
 def given(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
-    """Returns what was given of them, as arguments of ``open_source``."""
-    found = {name: values[name].value for name in NAMES}
-    return {name: value for name, value in found.items() if value is not None}
+    """Returns the flags that were given, as arguments of ``open_source``."""
+    values_by_name = {name: values[name].value for name in NAMES}
+    return {name: value for name, value in values_by_name.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Reads files of JSON that this package has written, here or far away."""
+"""Reads JSON files of this package, from a disk or an object store."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ def read(path: str, kind: type) -> Any:
     """Reads a file of JSON.
 
     Args:
-        path: Its name, or its address.
-        kind: What has to be in it: `dict` or `list`.
+        path: Its name or address.
+        kind: The type of its content: `dict` or `list`.
 
     Raises:
-        FileError: It is not there, or not such as we write.
-        OpError: It is far away, and cannot be read.
+        FileError: The file is missing, or is not one of this package.
+        OpError: The file is far away, and cannot be read.
     """
     if "://" not in path:
         try:

@@ -60,7 +60,7 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    # Whoever starts it has no use for GPUs.
+    # A service has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     role = None
 
@@ -72,7 +72,7 @@ def main() -> int:
     startup.begin(_PROGRAM, read)
     from tensorflow.data.experimental import service
 
-    # Servers run in threads of their own; the main thread waits for a signal. Other
+    # Servers run in their own threads; the main thread waits for a signal. Other
     # threads run already, and one of them may receive the signal.
     ended = threading.Event()
     signals.listen((signal.SIGINT, signal.SIGTERM), lambda number: ended.set())
@@ -115,7 +115,7 @@ def check(argv: Sequence[str]) -> str:
     """Checks the arguments, and returns the role.
 
     Raises:
-        ValueError: They are not as `main` expects.
+        ValueError: the arguments are not a role.
     """
     if len(argv) != 2 or argv[1] not in _ROLES:
         raise ValueError(

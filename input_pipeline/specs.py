@@ -1,4 +1,4 @@
-"""How data sets are named, and which arguments each kind takes; needs no TensorFlow."""
+"""Names of data sets, and the arguments of each kind; needs no TensorFlow."""
 
 import difflib
 import glob
@@ -29,12 +29,12 @@ FORMS = {
 # The sources of Python's standard library.
 PYTHON = "text:python"
 
-# The files of folder:, as messages say them.
+# The files of folder:, as messages call them.
 PICTURES = "JPEG, PNG, GIF, BMP or WebP"
 
 TEXTS = ".txt"
 
-# What each kind understands, of what not all do.
+# The arguments of some kinds of data sets.
 _OF_TFDS = ("data_dir", "train_split", "eval_split", "shard", "read_config")
 _OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad", "findings")
 _OF_TABLES = (
@@ -101,7 +101,7 @@ _TAKES = {
 }
 
 
-# What has columns with names.
+# The kinds with named columns.
 _TABLES = ("parquet", "csv")
 
 
@@ -122,36 +122,36 @@ class SourceOptions(TypedDict, total=False):
         text_column: column of ``parquet:`` and ``csv:`` with text to learn from, in
             place of numbers. Of ``conll:``, the number of the words' column, from 1; by
             default the first one, and the second of CoNLL-U.
-        target: what a model is to give, a ``Target.kind``, where the data may be taken
-            for several: "class", "numbers" or "labels" of ``parquet:`` and ``csv:``,
-            these or "mask" of ``npz:`` and ``npy:``, "class" or "mask" of ``folder:``,
-            and these or "numbers" of ``tfds:``. None: what is clear from the data.
+        target: the kind of target, a ``Target.kind``, if the data allow several:
+            "class", "numbers" or "labels" for ``parquet:`` and ``csv:``, these or
+            "mask" for ``npz:`` and ``npy:``, "class" or "mask" for ``folder:``, and
+            these or "numbers" for ``tfds:``. None: the obvious one.
         feature_columns: columns of ``parquet:`` and ``csv:``, or features of a set of
             columns of ``tfds:``, to learn from: numbers, and text as categories. None:
             all except the label.
-        missing: what stands for a number that is missing in ``parquet:`` and ``csv:``:
-            the "mean" or "median" of its column; "fail" makes its row a bad record.
-            None: the mean.
-        findings: file, without its suffix, for what a pass over all data found, which
-            later runs use: over rows of ``parquet:`` and ``csv:`` that do not fit in
-            memory, and over labels of ``tfrecord:`` and ``array_record:`` and masks of
-            ``folder:`` whose classes are counted. None: each run reads all.
+        missing: the replacement of missing numbers in ``parquet:`` and ``csv:``: the
+            "mean" or "median" of the column; "fail" makes the row a bad record. None:
+            the mean.
+        findings: file, without its suffix, for the findings of a pass over all data,
+            which later runs use: over rows of ``parquet:`` and ``csv:`` that do not fit
+            in memory, and over labels of ``tfrecord:`` and ``array_record:`` and masks
+            of ``folder:`` whose classes are counted. None: each run reads all.
         num_classes: number of classes, if labels are read from files. None: every label
             is read to find the largest.
         class_names: names of the classes 0, 1, ... if the labels of ``parquet:`` and
-            ``csv:`` are names. None: all labels are read, and the names are sorted. Of
+            ``csv:`` are names. None: all labels are read, and the names are sorted. For
             ``folder:`` with masks, by the numbers in these; None: see classes.txt.
         vocabularies: texts of the columns of categories of ``parquet:``, ``csv:`` and
             ``tfds:``, by their names; the first one has id 1. None: those of the
             training data, sorted.
-        column_kinds: what stands in columns of ``parquet:`` and ``csv:``, by their
-            names: "number", "date", "truth" or "text", as the training data have it.
-            None: what the files have, or what their first rows look like.
+        column_kinds: the contents of columns of ``parquet:`` and ``csv:``, by their
+            names: "number", "date", "truth" or "text", as in the training data. None:
+            the types of the files, or of their first rows.
         eval_fraction: fraction of the records of ``parquet:``, ``csv:`` and ``folder:``
             to hold out, unless a file or folder is held out by its name. None: a tenth.
-        tokenizer: what makes tokens of text: a ``Tokenizer``, or ``bytes``,
+        tokenizer: the tokenizer of text: a ``Tokenizer``, or ``bytes``,
             ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``. None: bytes.
-            ``conll:`` takes the last only, by default of its training data.
+            ``conll:`` takes only the last, by default made from its training data.
         sequence_length: tokens in a row of text. None: 128.
         packing: whether rows of ``text:`` go on with the next document, without
             padding; else each has one document, or a part of it. None: True.
@@ -159,10 +159,10 @@ class SourceOptions(TypedDict, total=False):
             well. None: they are kept in memory.
         train_split: split of ``digits`` and ``tfds:`` to train on; see ``TFDSSource``.
         eval_split: split of ``digits`` and ``tfds:`` to evaluate on.
-        shard: (index, count): which part of ``digits`` or ``tfds:`` to read.
-        read_config: how TFDS reads the files of ``digits`` or ``tfds:``.
+        shard: (index, count): the part of ``digits`` or ``tfds:`` to read.
+        read_config: TFDS's configuration of reading, for ``digits`` or ``tfds:``.
         local_store: a ``LocalStore``, through which ``tfrecord:``, ``folder:``,
-            ``csv:`` and ``parquet:`` read files that lie far away. Not for text.
+            ``csv:`` and ``parquet:`` read far files. Not for text.
     """
 
     image_key: str | None
@@ -193,27 +193,27 @@ def takes(spec: str, name: str) -> bool:
     """Tells whether an argument of ``open_source`` applies to a data set.
 
     Args:
-        spec: of the data set.
-        name: of the argument, one of those that not all data sets understand.
+        spec: the spec of the data set.
+        name: the name of the argument, one that not all data sets take.
 
     Returns:
-        Whether it does; True of an unknown data set, which is said elsewhere.
+        Whether it does; True for an unknown data set, which another check reports.
     """
     return name in _TAKES.get(spec.partition(":")[0], (name,))
 
 
 def kinds_with(name: str) -> str:
-    """The kinds of data sets to which an argument of ``open_source`` applies."""
-    found = [kind for kind in FORMS if takes(kind, name)]
-    return ", ".join(kind if kind == "digits" else f"{kind}:" for kind in found)
+    """Lists the kinds of data sets to which an argument of ``open_source`` applies."""
+    kinds = [kind for kind in FORMS if takes(kind, name)]
+    return ", ".join(kind if kind == "digits" else f"{kind}:" for kind in kinds)
 
 
 def check_text(spec: str, given: Collection[str]) -> None:
-    """Checks that what is said of text applies: to a table, only with its column.
+    """Checks that options of text apply: to a table, only with its column.
 
     Args:
-        spec: of the data set.
-        given: names of the arguments that are given.
+        spec: the spec of the data set.
+        given: the names of the given arguments.
 
     Raises:
         ValueError: one does not apply.
@@ -243,7 +243,7 @@ def check_text(spec: str, given: Collection[str]) -> None:
 
 
 def check(spec: str) -> None:
-    """Checks the form of a data set's name, and that local files are there.
+    """Checks the form of a data set's name, and that local files exist.
 
     Raises:
         ValueError: there is no such kind of data set, or no such file or folder.
@@ -268,7 +268,7 @@ def check(spec: str) -> None:
     if kind == "folder":
         if not os.path.isdir(path):
             raise no_folder(rest)
-    # TensorFlow and Python read brackets and backslashes otherwise.
+    # TensorFlow and Python interpret brackets and backslashes in different ways.
     elif (
         not os.path.exists(path)
         and not re.search(r"[\[\]\\]", path)
@@ -278,10 +278,10 @@ def check(spec: str) -> None:
 
 
 def check_arrays(kind: str, rest: str) -> None:
-    """Checks what follows ``npz:`` or ``npy:``.
+    """Checks the files of ``npz:`` or ``npy:``.
 
     Raises:
-        ValueError: there are too few or too many files, or there is no such file.
+        ValueError: there are too few or too many files, or a file does not exist.
     """
     paths = rest.split(",") if kind == "npy" else [rest]
     if kind == "npy" and len(paths) not in (2, 4):
@@ -297,23 +297,23 @@ def check_arrays(kind: str, rest: str) -> None:
 
 
 def _matches(pattern: str) -> bool:
-    found = glob.iglob(pattern, recursive=True, include_hidden=True)
-    return any(itertools.islice(found, 1))
+    matches = glob.iglob(pattern, recursive=True, include_hidden=True)
+    return any(itertools.islice(matches, 1))
 
 
 def _hint(spec: str) -> str:
-    """What may have been meant by an unknown spec: a form, or a name without a kind."""
+    """Suggests a known spec for an unknown one: a form, or a name with a kind."""
     if os.path.isdir(os.path.expanduser(spec)):
         return f"did you mean folder:{spec}? "
     near = difflib.get_close_matches(spec.partition(":")[0], FORMS, n=1)
     if near:
         return f"did you mean {FORMS[near[0]]}? "
-    # Which names TFDS has, it tells itself, once it is imported.
+    # TFDS reports unknown names itself, once it is imported.
     return f"did you mean tfds:{spec}? " if re.fullmatch(r"[a-z]\w*", spec) else ""
 
 
 def no_files(kind: str, pattern: str) -> ValueError:
-    """Says that no file matches."""
+    """Makes an error for a pattern without files."""
     return ValueError(
         f"no file matches {pattern!r}: expected files, such as "
         f"'{kind}:/data/train-*'; check the path, and quote the pattern"
@@ -321,7 +321,7 @@ def no_files(kind: str, pattern: str) -> ValueError:
 
 
 def no_folder(path: str) -> ValueError:
-    """Says that there is no folder of pictures or texts."""
+    """Makes an error for a missing folder of pictures or texts."""
     return ValueError(
         f"{path!r} is not a folder: expected one that holds a folder of {PICTURES} "
         f"files, or of {TEXTS} files, for each class"
@@ -329,7 +329,7 @@ def no_folder(path: str) -> ValueError:
 
 
 def read_synthetic(rest: str) -> list[int | None]:
-    """Reads what follows ``synthetic:``.
+    """Parses a spec after ``synthetic:``.
 
     Returns:
         Height, width, channels and classes; the number of images, None if not given.
@@ -349,7 +349,7 @@ def read_synthetic(rest: str) -> list[int | None]:
 
 
 def read_zipf(rest: str) -> list[int | None]:
-    """Reads what follows ``zipf:``.
+    """Parses a spec after ``zipf:``.
 
     Returns:
         Numbers, tables and ids of a table; the number of examples, None if not given.

@@ -1,4 +1,4 @@
-"""How tokenizers are named; needs no TensorFlow."""
+"""Names of tokenizers; needs no TensorFlow."""
 
 import difflib
 import importlib.util
@@ -15,7 +15,7 @@ FORMS = {
 
 
 def check(spec: str) -> tuple[str, str]:
-    """Checks a tokenizer's name, that its file is there, and its package.
+    """Checks a tokenizer's name, that its file exists, and its package.
 
     Returns:
         Its kind, and the path of its file, or "".

@@ -54,7 +54,7 @@ def towers(rank: int, addresses: list[str], wire: str | None) -> Callable:
 
     from towers.cluster.communicator import Communicator
     from towers.cluster.links import Links
-    from towers.hosts.membership import Membership
+    from towers.hosts.group import Membership
 
     names = tuple(f"host {k}" for k in range(len(addresses)))
     communicator = Communicator(Links(Membership(rank, tuple(addresses), names)))

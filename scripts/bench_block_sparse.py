@@ -10,7 +10,6 @@ run meanwhile.
     python scripts/bench_block_sparse.py
     python scripts/bench_block_sparse.py --contenders=random,butterfly --sparsities=0.9
     python scripts/bench_block_sparse.py --device=GPU:0 --dtype=bfloat16
-    python scripts/bench_block_sparse.py --products
 
 Contenders (--contenders); those of PyTorch need pip install -e '.[bench]':
 
@@ -32,12 +31,10 @@ framework, medians over rounds of ratios in the same round; the part that the la
 of the ideal, 1 / (1 - sparsity); bytes of parameters and of Adam's slots; and what a
 call takes of memory beyond those in use before it, with what it returns. Below the
 table is what frameworks cannot do.
-
-With --products, the forward product and both gradients are timed each for itself, in
-the forms that were tried for given patterns: see `sparse_bench/forms.py`.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -52,15 +49,15 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import report
-from scripts.bench.contenders import check_named
+from scripts.bench.contenders import check_flags
+from scripts.bench.race import take_turns
 from scripts.sparse_bench import race
-from scripts.sparse_bench.contenders import CONTENDERS, FORM_PRODUCTS, by_module
+from scripts.sparse_bench.contenders import CONTENDERS, by_module
 from scripts.sparse_bench.worker import Job
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_list("contenders", list(CONTENDERS), "Who multiplies; see above.")
-flags.DEFINE_bool("products", False, "Whether to time forms of each product instead.")
 flags.DEFINE_integer("inputs", 4096, "Inputs of the matrix.", lower_bound=1)
 flags.DEFINE_integer("outputs", 4096, "Outputs of the matrix.", lower_bound=1)
 flags.DEFINE_integer("batch", 256, "Examples.", lower_bound=1)
@@ -68,9 +65,7 @@ flags.DEFINE_integer("block_size", 32, "Rows and columns of a block.", lower_bou
 flags.DEFINE_list(
     "sparsities", ["0.6", "0.75", "0.9", "0.95"], "Shares of the matrix that are zero."
 )
-flags.DEFINE_string(
-    "pattern", "random", "Pattern of other frameworks, and of --products."
-)
+flags.DEFINE_string("pattern", "random", "Pattern of other frameworks.")
 flags.DEFINE_integer("rounds", 5, "Rounds.", lower_bound=1)
 flags.DEFINE_float(
     "seconds", 0.4, "Least time of the calls of a contender in a round.", lower_bound=0
@@ -91,25 +86,25 @@ flags.DEFINE_string("json", None, "File to append a JSON line for each result to
 def main(argv):
     """Runs the benchmark."""
     try:
-        sparsities = check_flags(argv)
+        check_flags(argv, FLAGS, contenders=CONTENDERS, sparsities=None)
+        sparsities = check_sizes()
         masks = patterns(sparsities)
     except ValueError as error:
         sys.exit(str(error))
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "masks.npz")
         np.savez(path, **masks)
-        results, answers = race.race(
+        times = take_turns(
             jobs(sparsities, path),
-            FLAGS.rounds,
-            lambda module, reason: say(f"{module} is left out: {reason}"),
-            verbose=FLAGS.verbosity > 0,
+            functools.partial(race.start, verbose=FLAGS.verbosity > 0),
+            FLAGS.rounds * len(sparsities),
+            left_out,
         )
-    columns, cells = race.COLUMNS, race.cells
-    if FLAGS.products:
-        columns, cells = race.PRODUCT_COLUMNS, race.product_cells
-        results = [*race.by_form(results)]
-    results = [each | settings() for each in results]
-    found = report.show(results, columns, cells, machine(), FLAGS.json)
+    answers = [each.starts[0] for each in times.values()]
+    facts = [fact for each in answers for fact in each["facts"]]
+    turns = [turn for each in times.values() for turn in each.rounds]
+    results = [each | settings() for each in race.summaries(facts, turns)]
+    found = report.show(results, race.COLUMNS, race.cells, machine(), FLAGS.json)
     notes = [note for each in answers for note in each["notes"]]
     for each in answers:
         notes += [f"{name}: left out: {why}" for name, why in each["left_out"].items()]
@@ -121,13 +116,13 @@ def main(argv):
         sys.exit(f"Wrong results: {', '.join(wrong)}.")
 
 
-def say(line):
-    """Writes a line to standard error."""
-    print(line, file=sys.stderr)
+def left_out(job, reason):
+    """Says why a framework does not multiply."""
+    print(f"{job.module} is left out: {reason}", file=sys.stderr)
 
 
-def check_flags(argv) -> list[float]:
-    """Checks the flags before anything starts.
+def check_sizes() -> list[float]:
+    """Checks the other flags before anything starts.
 
     Returns:
         The sparsities.
@@ -135,16 +130,6 @@ def check_flags(argv) -> list[float]:
     Raises:
         ValueError: If a flag is wrong.
     """
-    if len(argv) > 1:
-        raise ValueError(f"Received {argv[1]!r}; expected only flags, see --help.")
-    for name in FLAGS.contenders:
-        if name not in CONTENDERS:
-            raise ValueError(
-                f"Received --contenders with {name!r}; expected some of "
-                f"{', '.join(CONTENDERS)}."
-            )
-    check_named("contenders", FLAGS.contenders)
-    check_named("sparsities", FLAGS.sparsities)
     for flag in ("inputs", "outputs"):
         if FLAGS[flag].value % FLAGS.block_size:
             raise ValueError(
@@ -195,9 +180,6 @@ def patterns(sparsities) -> dict[str, np.ndarray]:
 
 def jobs(sparsities, masks):
     """Returns the job of each framework's process."""
-    modules = by_module(FLAGS.contenders)
-    if FLAGS.products:
-        modules = {"forms": tuple(FORM_PRODUCTS)}
     return [
         Job(
             module=module,
@@ -206,7 +188,7 @@ def jobs(sparsities, masks):
             masks=masks,
             **settings(),
         )
-        for module, contenders in modules.items()
+        for module, contenders in by_module(FLAGS.contenders).items()
     ]
 
 

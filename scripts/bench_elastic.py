@@ -2,19 +2,16 @@
 
     python -m scripts.bench_elastic --part=in_process
     python -m scripts.bench_elastic --part=hosts --events=20
-    python -m scripts.bench_elastic --part=mixed --events=20
 
 in_process: 20 resizes at random steps, among 1 to 4 logical CPUs. hosts: at random
 instants, one of up to three hosts is killed or asked to leave, and others arrive;
-beside it, two hosts that are started anew. mixed: one run by turns in a process whose
-towers change, and on hosts that come and go, stopped between; nothing is timed. Nothing
-else may run.
+beside it, two hosts that are started anew. Nothing else may run.
 """
 
 import argparse
 import json
 
-PARTS = "in_process", "hosts", "mixed"
+PARTS = "in_process", "hosts"
 
 
 def main() -> None:
@@ -28,10 +25,6 @@ def main() -> None:
         from scripts.elastic import on_hosts
 
         found = on_hosts.measure(options.events, options.seed)
-    elif options.part == "mixed":
-        from scripts.elastic import mixed
-
-        found = mixed.measure(options.events, options.seed)
     else:
         import towers
 

@@ -42,6 +42,7 @@ processes, in which what they share counts more than once.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import pathlib
 import sys
@@ -51,8 +52,8 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import report
-from scripts.bench.contenders import check_named
-from scripts.bench.race import ROOT
+from scripts.bench.contenders import check_flags
+from scripts.bench.race import ROOT, take_turns
 from scripts.input_bench import data, race
 from scripts.input_bench.contenders import CONTENDERS
 from scripts.input_bench.worker import Job
@@ -91,7 +92,9 @@ flags.DEFINE_string("json", None, "File to append a JSON line for each result to
 def main(argv):
     """Runs the benchmark."""
     try:
-        check_flags(argv)
+        check_flags(argv, FLAGS, work=WORKS, contenders=CONTENDERS)
+        if pathlib.Path(FLAGS.data_dir).is_file():
+            raise ValueError(f"--data_dir is {FLAGS.data_dir}, a file; give a folder.")
         folder = data.make(FLAGS.data_dir)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
@@ -99,27 +102,6 @@ def main(argv):
     measured = (result for work in FLAGS.work for result in compare(work, folder))
     if not report.show(measured, COLUMNS, cells, machine, FLAGS.json):
         sys.exit("No contender could read.")
-
-
-def check_flags(argv):
-    """Checks the flags before anything starts.
-
-    Raises:
-        ValueError: If a flag is wrong.
-    """
-    if len(argv) > 1:
-        raise ValueError(f"Received {argv[1]!r}, which is not a flag; see --help.")
-    for flag, known in (("work", WORKS), ("contenders", CONTENDERS)):
-        names = FLAGS[flag].value
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"--{flag} has {name!r}, which is unknown; use {', '.join(known)}."
-                )
-        check_named(flag, names)
-    path = pathlib.Path(FLAGS.data_dir)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--data_dir is {path}, a file; give a folder.")
 
 
 def versions():
@@ -154,7 +136,13 @@ def compare(work, folder):
     def failed(job, reason):
         print(f"{job.contender} is left out of {work}: {reason}", file=sys.stderr)
 
-    return race.race(jobs, FLAGS.rounds, failed, verbose=FLAGS.verbosity > 0)
+    start = functools.partial(race.start, verbose=FLAGS.verbosity > 0)
+    times = take_turns(jobs, start, FLAGS.rounds, failed)
+    reference = times[jobs[0]].rounds if jobs[0] in times else []
+    return [
+        race.summary(job, found.starts[0], found.rounds, reference)
+        for job, found in times.items()
+    ]
 
 
 def cells(result):

@@ -73,7 +73,7 @@ def _host() -> None:
     import numpy as np
 
     import towers
-    from towers.loop import listeners
+    from towers.model import fit_call
 
     towers.configure(hosts="auto")
     layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(10)]
@@ -81,7 +81,7 @@ def _host() -> None:
     model.compile("adam", "mse")
     times = []
 
-    @listeners.changes_no_variable
+    @fit_call.changes_no_variable
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             times.append(time.time())

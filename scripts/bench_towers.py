@@ -35,10 +35,6 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
                                 metrics, not on embedding; parameter_server, replicated
                                 or independent, which never synchronizes (needs
                                 tf_keras and --tf_cnn_dir)
-    tensorpack:MODE             tensorpack on constant input, no metrics, on mlp and
-                                resnet20; parameter_server, replicated or asynchronous
-                                (needs tf_keras, tabulate, msgpack, msgpack-numpy,
-                                pyzmq, tqdm, and --tensorpack_dir)
 
 Behind towers, /auto, /rows or /columns divides embedding tables over the devices, as in
 towers:parameter_server/rows; towers:replicated/state has optimizer state in parts.
@@ -123,13 +119,13 @@ flags.DEFINE_string(
     None,
     "scripts/tf_cnn_benchmarks of a checkout of tensorflow/benchmarks.",
 )
-flags.DEFINE_string("tensorpack_dir", None, "A checkout of tensorpack.")
 
 
 def main(argv):
     """Runs the benchmark."""
     try:
-        counts = check_flags(argv)
+        contenders.check_flags(argv, FLAGS, work=WORKS, contenders=None)
+        counts = check_counts()
     except ValueError as error:
         sys.exit(str(error))
     measured = (
@@ -149,8 +145,8 @@ def main(argv):
             report.plot(rows, FLAGS.plot)
 
 
-def check_flags(argv) -> list[int]:
-    """Checks the flags before anything starts.
+def check_counts() -> list[int]:
+    """Checks the other flags before anything starts.
 
     Returns:
         The numbers of towers to train on.
@@ -158,15 +154,8 @@ def check_flags(argv) -> list[int]:
     Raises:
         ValueError: If a flag is wrong.
     """
-    if len(argv) > 1:
-        raise ValueError(f"Received {argv[1]!r}, which is not a flag; see --help.")
     for name in FLAGS.contenders:
         contenders.parse(name)
-    for name in FLAGS.work:
-        if name not in WORKS:
-            raise ValueError(f"There is no work {name!r}; use {', '.join(WORKS)}.")
-    for flag in ("contenders", "work"):
-        contenders.check_named(flag, FLAGS[flag].value)
     if FLAGS.plot and not FLAGS.scaling:
         raise ValueError("--plot is drawn of --scaling; give both, or neither.")
     if FLAGS.plot and importlib.util.find_spec("matplotlib") is None:
@@ -199,7 +188,7 @@ def compare(work, towers):
             towers=towers,
             warmup=usual.warmup if FLAGS.warmup is None else FLAGS.warmup,
             steps=FLAGS.steps or usual.steps,
-            checkout=checkout(contenders.parse(name).name),
+            checkout=FLAGS.tf_cnn_dir and os.path.abspath(FLAGS.tf_cnn_dir),
             gpu_memory_limit_mb=FLAGS.gpu_memory_limit_mb,
         )
         for name in FLAGS.contenders
@@ -221,13 +210,6 @@ def compare(work, towers):
         limit_s=FLAGS.start_seconds,
         end_s=_BEGUN_S + (FLAGS.max_seconds or math.inf),
     )
-
-
-def checkout(name):
-    """Returns where a contender's own program lies, if it has one."""
-    flag = f"{name}_dir"
-    path = FLAGS[flag].value if flag in FLAGS else None
-    return path and os.path.abspath(path)
 
 
 if __name__ == "__main__":

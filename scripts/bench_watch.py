@@ -26,7 +26,7 @@ from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
-from towers.monitoring.watch import Watch
+from towers.train.callbacks import Watch
 
 TOWERS, BATCH, STEPS = 2, 64, 100
 

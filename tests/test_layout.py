@@ -39,9 +39,10 @@ CLOSURES = {
     "towers/collectives/reduce.py": 5,
     "towers/collectives/batch.py": 2,
     "towers/collectives/packing.py": 3,
-    "towers/builders/steps.py": 87,
-    "towers/model/api.py": 110,
-    "towers/train/__main__.py": 233,
+    "towers/builders/steps.py": 71,
+    "towers/model/api.py": 85,
+    "towers/partition/partitioned.py": 49,
+    "towers/train/__main__.py": 159,
 }
 # These know no feature but by its name; see `towers/program/features.py`.
 CORE = (

@@ -186,6 +186,17 @@ class Plan:
         )
 
     @property
+    def table_devices(self) -> tuple[str, ...]:
+        """The devices over which this host divides the tables that it has whole.
+
+        They are as many on each host as the host with fewest towers has. A look-up is
+        an operation for each shard, and hosts exchange what their steps have in common:
+        with another number of shards, a host would exchange other tensors.
+        """
+        fewest = self.replicas[: min(self.replicas_by_host)]
+        return tuple(dict.fromkeys(device for t in fewest for device in t.devices))
+
+    @property
     def replicas(self) -> tuple[Tower, ...]:
         """The towers with devices of their own: the first micro-batch of each."""
         return self.towers[:: self.pipeline.micro_batches]

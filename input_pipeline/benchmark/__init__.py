@@ -1,1 +1,1 @@
-"""Says how fast the input pipeline is: python -m towers.input_pipeline.benchmark."""
+"""Measures the input pipeline: python -m towers.input_pipeline.benchmark."""

@@ -42,7 +42,7 @@ FLAGS = flags.FLAGS
 
 
 def measure_and_say() -> None:
-    """Measures what the flags describe, which are read and checked.
+    """Measures the pipeline of the flags, which have been read and checked.
 
     Raises:
         ValueError: If any input is bad.
@@ -119,7 +119,7 @@ def set_up() -> tuple[Pipeline, list[str]]:
 
 
 def _local_store() -> dict[str, LocalStore]:
-    """The store through which remote files are read, if there is one."""
+    """Returns the store through which remote files are read, if there is one."""
     if FLAGS.local_store is None:
         return {}
     store = LocalStore(FLAGS.local_store, FLAGS.local_store_gb, tell=voice.warn)
@@ -141,7 +141,7 @@ def configure_devices(towers: int) -> list[str]:
 
 
 def describe(pipeline: Pipeline) -> dict[str, Any]:
-    """Describes what is measured, for the results."""
+    """Describes the measured pipeline, for the results."""
     return {
         "dataset": pipeline.source.name,
         "kept": pipeline.source.note,

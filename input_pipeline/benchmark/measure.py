@@ -1,6 +1,6 @@
-"""How fast a pipeline is, stage by stage, and what each of its tricks is worth.
+"""Measures the speed of a pipeline by stage, and the gain of each optimization.
 
-For `towers.input_pipeline.benchmark`, which has the flags and says what comes out.
+`towers.input_pipeline.benchmark` has the flags, and reports the results.
 """
 
 import collections
@@ -20,19 +20,19 @@ from towers.input_pipeline.images.decode import Tricks, is_jpeg
 from towers.input_pipeline.pipeline import Pipeline
 
 _SECONDS = 2
-# Of what is read for a figure; this much is read before, in each round.
+# The fraction of the examples of a measurement that is read before, in each round.
 _WARM_UP = 0.1
 _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What reading has taken.
+    """The cost of reading some examples.
 
     Attributes:
         examples: Examples read.
-        seconds: Time, in all.
-        waited: Part of it that passed in waiting for batches.
+        seconds: Time in total.
+        waited: The part of that time spent waiting for batches.
         cpu: CPU time of the whole process.
     """
 
@@ -43,12 +43,12 @@ class Reading:
 
     @property
     def rate(self) -> float:
-        """Examples per second."""
+        """The number of examples per second."""
         return self.examples / self.seconds
 
 
 def _nothing(*batch):
-    """What a device that is faster than any pipeline does with a batch."""
+    """Does nothing with a batch, as a device that is faster than any pipeline."""
 
 
 def read(
@@ -61,16 +61,16 @@ def read(
     """Reads a dataset, epoch after epoch, after a warm-up.
 
     Args:
-        dataset: Of tuples; the second of each has as many rows as there are examples.
-        examples: How many to read; None reads for two seconds.
-        share: Part of that to read.
-        use: What to do with each batch.
+        dataset: Of tuples; the second item of each has a row for each example.
+        examples: The number of examples to read; None reads for two seconds.
+        share: The fraction of that to read.
+        use: Is called with each batch.
 
     Returns:
-        What it has taken, without the warm-up.
+        The cost, without the warm-up.
     """
     iterator = iter(dataset.repeat())
-    next(iterator)  # The buffer that is drawn from is full.
+    next(iterator)  # fills the shuffle buffer
     _read(iterator, examples, _WARM_UP, use)
     return _read(iterator, examples, share, use)
 
@@ -88,7 +88,7 @@ def _read(iterator: Iterator, examples, share, use) -> Reading:
         done = (now - begin) / _SECONDS if examples is None else count / examples
         if done >= share:
             break
-    # Copies to GPUs go on behind our back.
+    # Copies to GPUs go on asynchronously.
     tf.test.experimental.sync_devices()
     seconds = time.perf_counter() - begin
     return Reading(count, seconds, waited, time.process_time() - cpu)
@@ -103,11 +103,11 @@ def measure(
     """Measures a pipeline.
 
     Args:
-        pipeline: What to read.
-        examples: How many to read for each figure; None reads for two seconds.
+        pipeline: The pipeline to read.
+        examples: The number of examples for each figure; None reads for two seconds.
         towers: Devices, which share each batch.
-        step_ms: What towers may take for a batch; None tries 1, 2 and 4 times what the
-            pipeline takes.
+        step_ms: The milliseconds that towers take for a batch; None tries 1, 2 and 4
+            times the pipeline's own time.
 
     Returns:
         examples_per_sec, first_batch_s, peak_rss_mb, cpu_cores, stages and waiting, as
@@ -123,7 +123,7 @@ def measure(
     last = "service" if pipeline.data_service else "augment"
     stages = {**_prefixes(pipeline), last: dataset, "copy": dataset}
     rates = _in_rounds(stages, examples, {"copy": copy})
-    stages = {name: statistics.median(found) for name, found in rates.items()}
+    stages = {name: statistics.median(rounds) for name, rounds in rates.items()}
     if step_ms is None:
         own = 1000 * pipeline.batch_size / stages[last]
         step_ms = [float(f"{factor * own:.3g}") for factor in (1, 2, 4)]
@@ -132,7 +132,7 @@ def measure(
 
         def work(*batch, step=step):
             copy(*batch)
-            time.sleep(step / 1000)  # A busy device costs the host nothing.
+            time.sleep(step / 1000)  # a busy device costs the host nothing
 
         reading = read(dataset, examples, use=work)
         waiting[f"{step:g}"] = reading.waited / reading.seconds
@@ -148,11 +148,11 @@ def measure(
 
 
 def added_seconds(stages: dict[str, float]) -> dict[str, float]:
-    """What each stage adds to the time of an example.
+    """Returns the time that each stage adds to an example.
 
-    The stages have the examples per second of all that ends behind each, in order.
+    For each stage, in order, `stages` has the examples per second up to its end.
     """
-    # No part takes longer than the whole; where it was seen to, that was noise.
+    # No part takes longer than the whole; if one seemed to, that was noise.
     times = itertools.accumulate((1 / rate for rate in reversed(stages.values())), min)
     times = [0.0, *reversed([*times])]
     added = [after - before for before, after in itertools.pairwise(times)]
@@ -160,9 +160,9 @@ def added_seconds(stages: dict[str, float]) -> dict[str, float]:
 
 
 def _in_rounds(datasets, examples, uses=None) -> dict[str, list[float]]:
-    """Examples per second of each dataset in each round.
+    """Returns the examples per second of each dataset in each round.
 
-    All are read in turn, so that a drift of the machine's speed meets all of them.
+    All are read in turn, so that a drift of the machine's speed affects all of them.
     """
     rates = collections.defaultdict(list)
     for _, (name, dataset) in itertools.product(range(_ROUNDS), datasets.items()):
@@ -173,14 +173,14 @@ def _in_rounds(datasets, examples, uses=None) -> dict[str, list[float]]:
 
 
 def _prefixes(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
-    """The stages but the last, as fast as the pipeline runs them."""
+    """Returns the stages but the last, as fast as the pipeline runs them."""
     if pipeline.data_service:
-        return {}  # They run on its workers.
+        return {}  # they run on its workers
     size, prefixes = pipeline.batch_size, {}
     for name, dataset in pipeline.stages()[:-1]:
         if name == "decode":
-            # One by one, Python would be slower than the stage is: one of each `size`
-            # comes out, for all of them.
+            # Reading one by one in Python would be slower than the stage: instead, one
+            # of each `size` examples is read, and counts for all.
             dataset = dataset.shard(size, size - 1)
             dataset = dataset.map(lambda *_: (0, tf.zeros([size])))
         prefixes[name] = pipeline.finish(dataset)
@@ -188,7 +188,7 @@ def _prefixes(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
 
 
 def _copy_to(towers: Sequence[str], spec: tuple) -> Callable[..., Any]:
-    """A function that copies each tower's share of a batch to its device."""
+    """Returns a function that copies each tower's part of a batch to its device."""
 
     @tf.function(input_signature=spec, autograph=False)
     def copy(images, labels):
@@ -205,15 +205,15 @@ def _copy_to(towers: Sequence[str], spec: tuple) -> Callable[..., Any]:
 
 
 def ablate(pipeline: Pipeline, examples: int | None) -> dict[str, float]:
-    """Measures what the tricks are worth here, by turning off one at a time.
+    """Measures the gain of the optimizations, by turning off one at a time.
 
     Args:
-        pipeline: With all of its tricks, and without a data service.
+        pipeline: With all optimizations, and without a data service.
         examples: As for `measure`, in all rounds together.
 
     Returns:
-        How many times as fast the pipeline is as with each change: the medians over
-        rounds. Changes that cannot matter to this source are left out.
+        The factors by which the pipeline is faster than with each change: the medians
+        over rounds. Changes that cannot matter to this source are left out.
     """
     whole, variants = "the pipeline", _variants(pipeline)
     rates = _in_rounds({whole: pipeline.dataset(), **variants}, examples)
@@ -227,7 +227,7 @@ def ablate(pipeline: Pipeline, examples: int | None) -> dict[str, float]:
 
 
 def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
-    """The pipeline with one change each."""
+    """Returns the pipeline with one change each."""
 
     def changed(**attributes):
         return dataclasses.replace(pipeline, **attributes).dataset()
@@ -260,12 +260,12 @@ def _variants(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
 
 
 def _tricks(pipeline: Pipeline) -> list[str]:
-    """The tricks of decoding that matter to these images."""
+    """Returns the optimizations of decoding that matter to these images."""
     source, size = pipeline.source, pipeline.image_shape[:2]
     recipe = recipes.find(
         pipeline.recipe, pipeline.training, size, pipeline.randaugment
     )
-    # Where nothing is cropped or resized, none is used.
+    # Without cropping or resizing, none is used.
     if not source.encoded or (source.image_shape[:2] == size and not recipe.window):
         return []
     images, *_ = next(iter(pipeline.stages()[1][1]))

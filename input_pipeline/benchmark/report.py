@@ -1,4 +1,4 @@
-"""What `towers.input_pipeline.benchmark` says: tables, a sentence, a picture."""
+"""Reports results of `towers.input_pipeline.benchmark`: tables, advice, a picture."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _WORTH = "speed before / after"
 
 
 def text(results: dict[str, Any]) -> str:
-    """The results in tables, and what they come to in a sentence."""
+    """Returns the results in tables, and a sentence that sums them up."""
     added = measure.added_seconds(results["stages"])
     rows = [
         (name, f"{rate:,.0f}", f"{1e6 * added[name]:,.1f}")
@@ -71,7 +71,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def bottleneck(added: dict[str, float], kept: bool = False) -> str:
-    """Says which stage adds most to the time of an example, and what can be done."""
+    """Names the stage that adds most to the time of an example, with advice."""
     name = max(added, key=added.get)
     share = added[name] / sum(added.values())
     return (

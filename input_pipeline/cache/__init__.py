@@ -1,6 +1,6 @@
 """Keeps the examples of a source, as pixels or as they are encoded, where they fit.
 
-The first epoch fills the memory; files of pixels on the disk are written before it.
+The first epoch fills the memory; files of pixels on disk are written before it.
 """
 
 from towers.input_pipeline.cache.keep import cached

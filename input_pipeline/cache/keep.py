@@ -1,4 +1,4 @@
-"""Decides whether a source is kept, as what, and where."""
+"""Decides whether a source is kept, in which form, and where."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ def cached(
 ) -> Source:
     """Keeps the examples of a source in memory or on disk, if they fit.
 
-    The memory is filled as the first epoch reads the examples. Later epochs take them
-    by number: in a full shuffle, from any position, without reading or parsing files.
+    The first epoch that reads the examples fills the memory. Later epochs take them by
+    number: in a full shuffle, from any position, without reading or parsing files.
     Images of one size are kept as pixels and are not decoded again. Other images are
     kept as encoded files, unless `image_shape` gives all of them one size. Rows of a
     table are in memory since it was opened, if they fit. Files on disk are written by a
@@ -46,21 +46,21 @@ def cached(
             is a folder. "none" returns the source itself. On disk, only pixels are
             kept.
         folder: folder for the files of "disk", which later runs use as well.
-        deterministic: whether the data alone decide, because their order depends on
+        deterministic: whether only the data decide, because their order depends on
             where they are kept. "auto" then keeps up to 1 GB in memory, and nothing on
             disk.
         image_shape: (H, W, C) to which every image is resized. Images that differ in
             size, or that take more bytes than this, are then kept as pixels of this
             size. If these do not fit into memory, images that differ in size are kept
             as encoded files. None: there is no such size.
-        recipe: what becomes of the images. `image_shape` counts only if the recipe
+        recipe: the preparation of images. `image_shape` counts only if the recipe
             resizes before it does anything random; see ``recipes.takes_whole``.
-        room: as ``space.room``; hosts that train together have to decide alike.
-        agree: tells whether something holds on all of these hosts.
+        room: as ``space.room``; hosts that train together must decide alike.
+        agree: tells whether a value is true on all of these hosts.
 
     Returns:
-        A source of the same examples, or the source itself. A line in the log says
-        which, and why.
+        A source of the same examples, or the source itself. A line in the log names the
+        choice and its reason.
 
     Raises:
         ValueError: the request is impossible, or the disk is full.
@@ -74,7 +74,7 @@ def cached(
     _check(source, cache, folder, image_shape)
     if isinstance(source, IndexedSource) and not source.encoded:
         return source
-    # The source lets go of them, whether they are used or not.
+    # The source releases them, whether they are used or not.
     rows = source.in_memory()
     if cache == "none":
         return source
@@ -95,13 +95,13 @@ def cached(
 
 
 class _Plan(NamedTuple):
-    """A decision: whether examples are kept, as what, and where.
+    """A decision: whether examples are kept, in which form, and where.
 
     Attributes:
-        what: "pixels" or "encoded" images are kept.
-        where: in "memory" or on the "disk"; None where they are not kept.
+        what: "pixels" or "encoded", the form of images.
+        where: in "memory" or on the "disk"; None if they are not kept.
         size: bytes that they take.
-        numbers: those of the records of each split; None where they are not kept.
+        numbers: the numbers of the records of each split; None if they are not kept.
     """
 
     what: str
@@ -147,7 +147,7 @@ def _plan(
     files, pixels, numbers = space.encoded_bytes(source), None, None
     sizes = source.splits.values()
     if shape is not None:
-        # To count may be to read all of it.
+        # Counting may mean reading all of it.
         if None in sizes and (
             cache != "auto" or space.estimate(source, files, shape) <= max(memory, disk)
         ):
@@ -163,7 +163,7 @@ def _plan(
 
 
 def _numbers(source: Source) -> dict[str, np.ndarray]:
-    """Numbers of the records of each split, training first."""
+    """Returns the numbers of the records of each split, training first."""
     return {split: source.numbers(split) for split in read.in_order(source)}
 
 
@@ -179,7 +179,7 @@ def _keep(
     folder: str | None,
     note: str,
 ) -> RowSource | KeptSource:
-    """Returns what is kept of the source, which is read if that is on the disk."""
+    """Returns the kept source; for the disk, reads the source first."""
     if plan.where == "memory":
         shape = None if plan.what == "encoded" else shape
         kept = KeptSource(source, plan.numbers, shape, note)
@@ -200,7 +200,7 @@ def _keep(
 
 
 def _with_names(kept: RowSource | KeptSource, source: Source) -> RowSource | KeptSource:
-    """Gives what is kept all that is known of the source it is of."""
+    """Gives the kept source all that is known of its origin."""
     kept.notes = source.notes
     kept.image_fields, kept.label_field = source.image_fields, source.label_field
     kept.table_sizes, kept.vocabularies = source.table_sizes, source.vocabularies
@@ -213,7 +213,7 @@ def _with_names(kept: RowSource | KeptSource, source: Source) -> RowSource | Kep
 def _pixels_shape(
     source: Source, wanted: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """The shape in which all examples can be kept decoded, the smaller of two."""
+    """Returns the shape in which all examples can be decoded, the smaller of two."""
     own = tuple(source.image_shape)
     if wanted is None or len(own) == 1:
         return None if None in own else own
@@ -229,13 +229,13 @@ def _decide(
 
     Args:
         cache: "auto", "memory" or "disk".
-        pixels: Bytes that all pixels take; None where they cannot be kept.
-        encoded: Bytes that encoded images take; None where pixels are kept instead.
-        memory: Bytes that may be taken there.
-        disk: The same.
+        pixels: Bytes of all pixels; None if they cannot be kept.
+        encoded: Bytes of encoded images; None if pixels are kept instead.
+        memory: Bytes that memory has room for.
+        disk: Bytes that the disk has room for.
 
     Returns:
-        "pixels" or "encoded"; and "memory", "disk", or None where they are not kept.
+        "pixels" or "encoded"; and "memory", "disk", or None if they are not kept.
     """
     if cache == "disk":
         return "pixels", "disk"

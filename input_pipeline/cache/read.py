@@ -1,4 +1,4 @@
-"""Reads all pixels of a source, and keeps them on the disk."""
+"""Reads all pixels of a source, and keeps them on disk."""
 
 import math
 import os
@@ -13,19 +13,19 @@ from towers.input_pipeline.sources.base import Source, fingerprint
 from towers.program import words
 from towers.program.progress import Progress
 
-# Of files of pixels, and of their labels.
+# The ends of the names of pixel files, and of label files.
 _ENDS = (".npy", "-labels.npy")
 
 
 def in_order(source: Source) -> list[str]:
-    """The splits, training first, as ``IndexedSource`` counts."""
+    """Returns the splits, training first, as ``IndexedSource`` counts."""
     return sorted(source.splits, key=["train", "test"].index)
 
 
 def map_pixels(
     source: Source, shape: tuple[int, ...], folder: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of the cache's files, which are written if there are none."""
+    """Returns images and labels of the cache's files, and writes missing files."""
     base = os.path.join(folder, f"decoded-{fingerprint(source)}")
     if shape[1:] != tuple(source.image_shape):
         base += f"-{'x'.join(map(str, shape[1:]))}-{decode.VERSION}"
@@ -41,7 +41,7 @@ def map_pixels(
 
 
 def _labels(source: Source, shape: tuple[int, ...]) -> np.ndarray:
-    """An array for the targets of all examples, which have this shape."""
+    """Returns an array for the targets of all examples, whose images have a shape."""
     target = source.target
     if target.kind == "mask":
         return np.empty(shape[:3], np.uint8)
@@ -49,7 +49,7 @@ def _labels(source: Source, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _new_file(path: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-    """A mapped file that has its place on the disk: later, a full one is a crash."""
+    """Returns a mapped file with reserved disk space: a full disk would crash later."""
     try:
         images = np.lib.format.open_memmap(path, "w+", dtype, shape)
         with open(path, "r+b") as file:

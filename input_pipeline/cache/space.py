@@ -1,4 +1,4 @@
-"""Estimates what examples take in memory or on the disk, and what is free there."""
+"""Estimates the size of examples, and the free memory and disk space."""
 
 import math
 import os
@@ -10,14 +10,14 @@ from towers.input_pipeline.sources.base import Source
 from towers.machine import limits
 from towers.machine.limits import free_memory
 
-# Of the disk.
+# The fraction of the free disk space that may be used.
 _SHARE = 0.25
 _BATCH = 256
 _PART_MB = 8
 
 
 def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
-    """Bytes that may be taken in memory, and in a folder."""
+    """Returns the bytes that may be used in memory, and in a folder."""
     if deterministic:
         return min(limits.SMALL, limits.share_of_container()), 0.0
     if folder is None:
@@ -30,14 +30,14 @@ def room(folder: str | None, deterministic: bool) -> tuple[float, float]:
 
 
 def encoded_bytes(source: Source) -> int:
-    """Size of all files, by a sample where there are many."""
+    """Returns the size of all files, from a sample if there are many."""
     # Two splits may have parts of the same files.
     splits = {tuple(source.files(split)): split for split in source.splits}
     return sum(map(source.bytes_of, splits.values()))
 
 
 def estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:
-    """Bytes that examples take, by the size of their first records in their files."""
+    """Returns the bytes of examples, estimated from the first records of files."""
     split = next(split for split, count in source.splits.items() if count is None)
     for _, records in source.batches(split, _BATCH).take(1):
         if isinstance(records, tf.Tensor) and records.dtype == tf.string:
@@ -49,15 +49,15 @@ def estimate(source: Source, files: int, shape: tuple[int, ...]) -> float:
 
 
 def at_once(shape: tuple[int, ...]) -> int:
-    """Images to read at once, so that what is on its way is little."""
+    """Returns how many images to read at once, to limit the memory in flight."""
     return min(max(_PART_MB * 2**20 // image_bytes(shape), 1), _BATCH)
 
 
 def image_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of an example that is decoded."""
+    """Returns the bytes of a decoded example."""
     return math.prod(shape) * np.dtype(pixel_type(shape)).itemsize
 
 
 def pixel_type(shape: tuple[int, ...]) -> type:
-    """Rows that are no images are of numbers, which are kept as tables have them."""
+    """Returns the type of pixels; rows of numbers keep the type of tables."""
     return np.uint8 if len(shape) == 3 else np.float64

@@ -1,4 +1,4 @@
-"""Rows in memory, which are there once they are put."""
+"""Stores rows in memory, and notes which rows are filled."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from towers.input_pipeline.sources.base import Source
 class Store:
     """Rows of examples and their targets.
 
-    They are variables of TensorFlow, whose rows are written and read in place, by any
-    number of threads. Memory is only taken by what is written.
+    They are variables of TensorFlow. Any number of threads may write and read rows in
+    place. Only written rows take memory.
 
     Args:
-        source: of the examples.
-        image_shape: of decoded images, or of rows; None for encoded images.
+        source: the source of the examples.
+        image_shape: shape of decoded images, or of rows; None for encoded images.
         size: number of rows.
     """
 
     def __init__(self, source: Source, image_shape: tuple[int, ...] | None, size: int):
         specs = _specs(source, image_shape)
-        # On the CPU: that is where tf.data runs.
+        # On the CPU, where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._parts = tf.nest.map_structure(
                 lambda spec: _empty([size, *spec.shape], spec.dtype), specs
@@ -30,31 +30,31 @@ class Store:
         self._is_there = constant(np.zeros(size, bool))
 
     def is_filled(self, rows: tf.Tensor) -> tf.Tensor:
-        """Tells which rows are there."""
+        """Tells which rows are filled."""
         return tf.gather(self._is_there, rows)
 
     def x(self, rows: tf.Tensor) -> Any:
-        """Returns the examples at rows that are there."""
+        """Returns the examples of filled rows."""
         return tf.nest.map_structure(lambda part: tf.gather(part, rows), self._parts[0])
 
     def y(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns the targets at rows that are there."""
+        """Returns the targets of filled rows."""
         return tf.gather(self._parts[1], rows)
 
     def nothing(self) -> tuple[Any, tf.Tensor]:
-        """Returns what stands for an example that is not needed, and its target."""
+        """Returns a placeholder for an unneeded example, and for its target."""
         return tf.nest.map_structure(
             lambda part: tf.zeros(part.shape[1:], part.dtype), self._parts
         )
 
     def as_kept(self, x: Any, y: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """Returns an example and its target, or several, in the types that are kept."""
+        """Casts an example and its target, or several, to the types of the store."""
         return tf.nest.map_structure(
             lambda part, value: tf.cast(value, part.dtype), self._parts, (x, y)
         )
 
     def put(self, rows: tf.Tensor, x: Any, y: tf.Tensor) -> tf.Operation:
-        """Writes examples and targets, and notes then that they are there."""
+        """Writes examples and targets, and then marks their rows as filled."""
         parts, values = map(tf.nest.flatten, (self._parts, self.as_kept(x, y)))
         written = [
             _scatter(part, rows, value)
@@ -65,13 +65,13 @@ class Store:
 
 
 def constant(array: np.ndarray) -> tf.Variable:
-    """A variable, of which graphs have no copy as they would of a tensor."""
+    """Returns a variable, as graphs would have a copy of a tensor."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(array, trainable=False)
 
 
 def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, Any]:
-    """Types and shapes of an example and of its target."""
+    """Returns types and shapes of an example and of its target."""
     split = next(iter(source.splits))
     parsed = source.batches(split, 1).map(lambda _, records: source.parse(records))
     x, y = tf.nest.map_structure(
@@ -89,7 +89,7 @@ def _specs(source: Source, image_shape: tuple[int, ...] | None) -> tuple[Any, An
 
 
 def _empty(shape: list[int], dtype: tf.DType) -> tf.Variable:
-    """A variable of which no page of memory is touched, but for strings."""
+    """Returns a variable that touches no page of memory, except for strings."""
     return tf.Variable(
         lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=dtype == tf.string),
         trainable=False,

@@ -38,7 +38,7 @@ from towers.program.commands import fail, quieten, read_image_size
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts what the command line says; returns the exit code."""
+    """Converts the data set of the command line; returns the exit code."""
     values = None
     try:
         startup.end()
@@ -85,7 +85,7 @@ def _run(spec: str, folder: str, values: flags.FlagValues) -> None:
 
 
 def _done(info: dict[str, Any], folder: str) -> str:
-    """Says that all is done, and how to train on it."""
+    """Returns a sentence: all is done, and how to train on it."""
     splits = info["splits"]
     records, files, size = (
         sum(split[what] for split in splits.values())
@@ -104,7 +104,7 @@ def _done(info: dict[str, Any], folder: str) -> str:
 
 
 if __name__ == "__main__":
-    # They are left to training.
+    # GPUs are left to training.
     tf.config.set_visible_devices([], "GPU")
     quieten()
     tf.get_logger().setLevel("ERROR")

@@ -29,40 +29,40 @@ def convert(
     """Writes all splits of a source as TFRecord files.
 
     Args:
-        source: of images, or of rows of numbers.
-        folder: where the files go; new, empty, or of an earlier call.
-        shards: files for each split.
+        source: a source of images, or of rows of numbers.
+        folder: the folder for the files; new, empty, or of an earlier call.
+        shards: number of files for each split.
         image_size: (H, W) to resize images to; None keeps them as they are.
-        raw: "true" writes pixels, "false" encoded images, "auto" pixels where all
-            images have one size and take no more than 64 KB.
-        overwrite: removes what an earlier call has written there.
+        raw: "true" writes pixels, "false" encoded images, "auto" pixels if all images
+            have one size and take no more than 64 KB.
+        overwrite: removes the files of an earlier call.
         bad_records: "fail" ends at the first one. "skip" looks at all records first,
-            lists the bad ones in bad_records.json, and leaves them out; `source` has
-            to be opened with ``skip_bad``.
-        max_bad_records: more than that are an error in any case.
+            lists the bad ones in bad_records.json, and leaves them out; `source` must
+            be opened with ``skip_bad``.
+        max_bad_records: more bad records than that are an error in any case.
 
     Returns:
-        What stands in dataset_info.json beside the files.
+        The contents of dataset_info.json beside the files.
 
     Raises:
         ValueError: an argument, the folder or a record is bad.
     """
     _check(source, shards, raw, bad_records)
     source.prepare()
-    found = None
+    bad = None
     if bad_records == "skip":
-        found = quarantine.inspect(source, [*source.splits], max_bad_records)
-        source = source.without(found.bad, found.splits)
+        bad = quarantine.inspect(source, [*source.splits], max_bad_records)
+        source = source.without(bad.bad, bad.splits)
     with blame_records(source):
         form = serialize.choose_form(source, image_size, raw)
         manifest = folders.describe(source, shards, form)
         _say_what_is_lost(source)
     with folders.alone(folder):
         folders.prepare(source, folder, manifest, overwrite)
-        if found:
+        if bad:
             path = os.path.join(folder, folders.BAD_RECORDS_FILE)
-            quarantine.write([found], path)
-            left_out = words.count(len(found), "bad record")
+            quarantine.write([bad], path)
+            left_out = words.count(len(bad), "bad record")
             print(f"{left_out} left out; {path} lists them all.")
         splits = [
             folders.SplitFiles(folder, split, size, shards)
@@ -78,7 +78,7 @@ def convert(
 
 
 def _say_what_is_lost(source: Source) -> None:
-    """Says which columns have numbers that are one when they are written."""
+    """Reports columns whose numbers become equal when they are written."""
     if source.input_kind != "row" or not source.splits.get("train"):
         return
     if merged := columns_merged_by_float32(source, scaled=False)[0]:

@@ -1,4 +1,4 @@
-"""The arguments of towers.input_pipeline.convert."""
+"""Defines and reads the arguments of towers.input_pipeline.convert."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def read(argv: Sequence[str], doc: str) -> tuple[str, str, flags.FlagValues]:
     Raises:
         ValueError: If anything is bad.
     """
-    # Of its own: towers.train has flags of the same names.
+    # Separate values, as towers.train has flags with the same names.
     values = _define()
     groups = {"Flags": values.flags_by_module_dict()[__name__]}
     _, *names = command_line.read(argv, doc, groups, values=values)

@@ -1,4 +1,4 @@
-"""The folder of a conversion: its files, and what stands beside them."""
+"""Manages the folder of a conversion: its files, and the notes beside them."""
 
 import contextlib
 import datetime
@@ -30,8 +30,8 @@ class SplitFiles:
     """The files of a split, none of which is empty.
 
     Attributes:
-        split: its name.
-        paths: of the files.
+        split: the name of the split.
+        paths: the paths of the files.
         bounds: the first record of each file, and the end.
     """
 
@@ -44,25 +44,25 @@ class SplitFiles:
         self.bounds = [shard * size // shards for shard in range(shards + 1)]
 
     def count(self, shard: int) -> int:
-        """Records of a file."""
+        """Returns the number of records of a file."""
         return self.bounds[shard + 1] - self.bounds[shard]
 
 
 def until_whole(path: str) -> str:
-    """The path of a file until it is whole."""
+    """Returns the path that a file has until it is whole."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}{_UNFINISHED}")
 
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """Inside, no other conversion writes into a folder, which is made.
+    """A context in which no other conversion writes into a folder, which is created.
 
-    Other file systems than this machine's have no locks.
+    Only this machine's file systems have locks.
 
     Raises:
-        ValueError: Another one does already.
-        OSError: The folder cannot be made or written to.
+        ValueError: Another conversion writes there.
+        OSError: The folder cannot be created or written to.
     """
     with contextlib.ExitStack() as stack:
         if "://" not in folder:
@@ -78,7 +78,7 @@ def alone(folder: str) -> Iterator[None]:
 
 
 def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any]:
-    """Describes what a call must share with the one that it continues."""
+    """Describes the facts that a call must share with the one that it continues."""
     sizes = {}
     digest = hashlib.sha256()
     for split, size in source.splits.items():
@@ -115,7 +115,7 @@ def describe(source: Source, shards: int, form: serialize.Form) -> dict[str, Any
 def prepare(
     source: Source, folder: str, manifest: dict[str, Any], overwrite: bool
 ) -> None:
-    """Makes the folder, or checks that an earlier call was the same."""
+    """Creates the folder, or checks that an earlier call had the same arguments."""
     for path in itertools.chain.from_iterable(map(source.files, source.splits)):
         if os.path.abspath(os.path.dirname(path)) == os.path.abspath(folder):
             raise ValueError(
@@ -155,7 +155,7 @@ def prepare(
 def _check_same(folder: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     for key, value in now.items():
         if before.get(key) != value:
-            # Of the content there is nothing to show.
+            # The content is a digest, so there is nothing to show.
             was = "" if key == "content" else f": {before.get(key)}, now {value}"
             raise ValueError(
                 f"{folder} was begun with another {key}{was}; expected the same "
@@ -195,5 +195,7 @@ def info(
             }
             for split, of_split in files.items()
         },
-        "files": {name: file for each in files.values() for name, file in each.items()},
+        "files": {
+            name: file for of_split in files.values() for name, file in of_split.items()
+        },
     }

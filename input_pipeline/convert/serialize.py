@@ -1,4 +1,4 @@
-"""What `convert` makes of the records of a source: tf.Examples, as they are written."""
+"""Converts the records of a source to serialized tf.Examples, for `convert`."""
 
 import dataclasses
 import math
@@ -14,19 +14,19 @@ from towers.input_pipeline.sources.examples.fields import ROW
 from towers.machine import limits
 
 AT_ONCE = 64
-# Images that take no more than this are kept as pixels.
+# Images of at most this size are kept as pixels.
 _SMALL = 64 * 2**10
 _ACCURATE = Tricks(scaled=False, fast_dct=False, plain_upsampling=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What becomes of the images.
+    """The form in which images are written.
 
     Attributes:
         shape: (H, W, C), None where it varies; (F,) for rows of numbers, which stay as
             they are.
-        resized: whether they are made this large.
+        resized: whether images are resized to this shape.
         raw: whether pixels are written.
     """
 
@@ -35,7 +35,7 @@ class Form:
     raw: bool
 
     def one(self, source: Source, image: tf.Tensor) -> tf.Tensor:
-        """What to write of one image that ``source.parse`` gave."""
+        """Returns the bytes to write for an image from ``source.parse``."""
         if len(self.shape) == 1:
             return image
         if source.encoded:
@@ -51,7 +51,7 @@ class Form:
             elif self.raw:
                 image = decode_image(encoded, self.shape)
             else:
-                # Decoded all the same, as small as can be, to see that it can be.
+                # Decoded all the same, as small as possible, to test it.
                 size = (1, 1, self.shape[-1])
                 tested = decode_window(encoded, None, size)
                 with tf.control_dependencies([tested]):
@@ -62,22 +62,22 @@ class Form:
             # The pixels are the last field of a TensorProto.
             size = math.prod(self.shape)
             return tf.strings.substr(tf.io.serialize_tensor(image), -size, size)
-        # Only what was a photograph can do with a loss.
+        # Only former photographs may be compressed with a loss.
         if source.encoded and self.shape[-1] in (1, 3):
             return tf.io.encode_jpeg(image)
         return tf.io.encode_png(image)
 
 
 def choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> Form:
-    """Decides what becomes of a source's images.
+    """Decides in which form a source's images are written.
 
     Args:
-        source: prepared.
-        size: (H, W) wanted; None for as they are.
+        source: a prepared source.
+        size: the requested (H, W); None keeps the images' own sizes.
         raw: see ``convert``.
 
     Raises:
-        ValueError: that is not possible with these.
+        ValueError: the images cannot have this form.
     """
     if source.input_kind not in ("image", "row") or source.target.kind != "class":
         raise ValueError(
@@ -116,7 +116,7 @@ def choose_form(source: Source, size: tuple[int, int] | None, raw: str) -> Form:
 
 @tf.autograph.experimental.do_not_convert
 def _common_shape(source: Source, limit: float) -> tuple[int | None, int | None, int]:
-    """The shape of all images, if they have one and take no more than ``limit``."""
+    """Returns the shape of all images, if they share one of at most ``limit`` bytes."""
     first = None
     for split in source.splits:
         images = _images(source, split).map(
@@ -133,7 +133,7 @@ def _common_shape(source: Source, limit: float) -> tuple[int | None, int | None,
 
 
 def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
-    """Images and labels as ``source.parse`` gives them, one by one."""
+    """Returns images and labels from ``source.parse``, one by one."""
 
     def parse(_, records):
         images, labels = source.parse(records)
@@ -148,11 +148,11 @@ def _images(source: Source, split: str, start: int = 0) -> tf.data.Dataset:
 def serialized(
     source: Source, split: str, form: Form, start: int, count: int
 ) -> tf.data.Dataset:
-    """Batches of tf.Examples of some records in a row."""
+    """Returns batches of tf.Examples of consecutive records."""
     images = _images(source, split, start).take(count)
     images = images.map(
         lambda image, label: (form.one(source, image), label),
-        # The costly part; to try out what is best would take longer than it brings.
+        # The costly part; autotuning would take longer than it gains.
         num_parallel_calls=limits.cpu_count(),
     )
     shape = form.shape if form.raw else None
@@ -169,10 +169,10 @@ def serialized(
 def _examples(
     images: tf.Tensor, labels: tf.Tensor, shape: Sequence[int] | None
 ) -> tf.Tensor:
-    """Serializes tf.Examples [B]; in TensorFlow, which uses all cores for it."""
+    """Serializes tf.Examples [B], in TensorFlow, which uses all cores."""
 
     def message(name, **fields):
-        """Each field [B, N]."""
+        """Encodes a message with fields [B, N]."""
         sizes = tf.tile([[value.shape[1] for value in fields.values()]], [count, 1])
         return tf.io.encode_proto(
             sizes, [*fields.values()], [*fields], f"tensorflow.{name}"
@@ -190,7 +190,7 @@ def _examples(
     count = tf.size(labels)
     of_rows = images.dtype.is_floating
     entries = [
-        # There is no float64 in a tf.Example.
+        # A tf.Example has no float64.
         entry(ROW, float_list=tf.cast(images, tf.float32))
         if of_rows
         else entry("image/encoded", bytes_list=images),

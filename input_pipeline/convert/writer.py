@@ -21,12 +21,12 @@ from towers.input_pipeline.sources.base import IndexedSource
 from towers.machine import limits
 from towers.program import whole_file, words
 
-# Files at once, each read and prepared by as many threads as there are.
+# Files to write at once, each read and prepared by all threads.
 _WRITERS = min(limits.cpu_count(), 8)
 
 
 class Writer:
-    """Writes the files of one split that are not there yet, several at once."""
+    """Writes the missing files of one split, several at once."""
 
     def __init__(
         self,
@@ -38,28 +38,28 @@ class Writer:
         """Initializes the writer.
 
         Args:
-            source: what to write.
-            files: where to.
-            form: what becomes of images.
-            progress: is told how far it is.
+            source: the source to write.
+            files: the files to write.
+            form: the form of images.
+            progress: shows the progress.
         """
         self._source, self._files, self._form = source, files, form
         self._progress = progress
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Writes them.
+        """Writes the missing files.
 
         Raises:
-            ValueError: a file is not read back as it was written.
+            ValueError: a file does not read back as it was written.
             tf.errors.OpError: a record or a file system is bad.
         """
-        # What is written is finished by others, so that it does not queue up behind
-        # what has yet to be written.
+        # Other threads finish written files, so that these do not queue up behind files
+        # that have yet to be written.
         pools = [concurrent.futures.ThreadPoolExecutor(_WRITERS) for _ in "12"]
         writers, self._finishers = pools
         try:
-            # What was there is read once more: the disk may have been full.
+            # Existing files are read once more: the disk may have been full.
             shards = range(len(self._files.paths))
             kept = [*writers.map(self._is_whole, shards)]
             self._progress.add(
@@ -76,7 +76,7 @@ class Writer:
                 pool.shutdown(cancel_futures=True)
 
     def _runs(self, missing: list[int]) -> list[list[int]]:
-        """Files in a row that are read in one go, which starts somewhere else each."""
+        """Returns runs of consecutive files, each read in one go from its own start."""
         # A stream is read from its beginning each time.
         parts = _WRITERS if isinstance(self._source, IndexedSource) else 1
         size = max(math.ceil(len(missing) / parts), 1)
@@ -84,7 +84,7 @@ class Writer:
         return [run for chunk in chunks for run in _in_a_row(chunk)]
 
     def _write(self, shards: list[int]) -> list[concurrent.futures.Future]:
-        """Writes files in a row."""
+        """Writes files with consecutive records."""
         first, end = self._files.bounds[shards[0]], self._files.bounds[shards[-1] + 1]
         batches = serialize.serialized(
             self._source, self._files.split, self._form, first, end - first
@@ -107,7 +107,7 @@ class Writer:
             yield from batch
 
     def _finish(self, shard: int) -> None:
-        """Has a file kept by the disk, reads it back and gives it its name."""
+        """Flushes a file to the disk, reads it back and gives it its name."""
         path, count = self._files.paths[shard], self._files.count(shard)
         whole_file.flush(until_whole(path))
         if not self._is_whole(shard, until_whole(path)):
@@ -154,17 +154,17 @@ class Progress:
         self._bar.close()
 
     def add(self, examples: int) -> None:
-        """Counts examples that are written, or were before."""
+        """Counts examples that are written, or were written before."""
         self._bar.update(examples)
 
     def say(self, path: str, examples: int) -> None:
-        """Says that a file is whole."""
+        """Reports that a file is whole."""
         if not self._shown:
             size = words.size(tf.io.gfile.stat(path).length)
             print(f"{path}: {words.count(examples, 'example')}, {size}", flush=True)
 
 
 def _in_a_row(shards: list[int]) -> list[list[int]]:
-    """Divides rising numbers where one is left out."""
+    """Divides rising numbers into runs of consecutive ones."""
     groups = itertools.groupby(enumerate(shards), lambda pair: pair[1] - pair[0])
     return [[shard for _, shard in group] for _, group in groups]

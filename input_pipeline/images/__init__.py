@@ -1,1 +1,1 @@
-"""What becomes of an image on its way into a batch."""
+"""Prepares images on their way into a batch."""

@@ -1,15 +1,15 @@
-"""Pure image functions on uint8: no state, no files, randomness comes in as numbers.
+"""Pure image functions on uint8: no state, no files; random numbers are arguments.
 
-What needs floats is left to the towers: uint8 is a quarter of the bytes to make, keep
-and copy.
+Operations on floats are left to the towers: uint8 takes a quarter of the bytes to make,
+keep and copy.
 """
 
 import tensorflow as tf
 
-# Up to this, two pixels are nearly all that there is to be averaged.
+# Up to this factor, mixing two pixels is nearly the same as averaging all.
 MIXED = 2.5
 
-# Numbers in [0, 1) that one record needs.
+# The number of draws in [0, 1) that one record needs.
 WINDOW_DRAWS = 4
 PAD_CROP_FLIP_DRAWS = 3
 
@@ -19,7 +19,7 @@ def convert_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
 
     Args:
         image: [..., H, W, C] with C known.
-        channels: channels wanted; C itself, or 1 and 3 in either direction.
+        channels: number of channels wanted; C itself, or 1 and 3 in either direction.
 
     Returns:
         [..., H, W, channels] of the same dtype.
@@ -53,14 +53,14 @@ def resize(
         image: uint8 [..., H, W, C]; H and W may be unknown until run time.
         height: pixels.
         width: pixels.
-        antialias: what is done about sides that shrink. "none" mixes the nearest two
+        antialias: the treatment of sides that shrink. "none" mixes the nearest two
             pixels, as the customary random crops do. "exact" weighs all pixels by a
             triangle, which takes many times as long. "fast" averages over sides that
             shrink by more than `mixed`, and mixes two pixels of the others.
-        mixed: see there. 1 comes as near to Lanczos' filter as "exact" does.
+        mixed: see `antialias`. 1 comes as near to Lanczos' filter as "exact" does.
 
     Returns:
-        uint8 [..., height, width, C]; the image itself where its static shape fits
+        uint8 [..., height, width, C]; the image itself if its static shape fits
         already.
     """
     if image.shape[-3:-1] == (height, width):
@@ -74,7 +74,7 @@ def resize(
         return tf.image.resize(image, wanted, antialias=antialias == "exact")
 
     def averaged():
-        # The other side is left to what follows.
+        # The next step resizes the other side.
         sides = tf.where(much, wanted, size)
         return bilinear(tf.image.resize(image, sides, tf.image.ResizeMethod.AREA))
 
@@ -89,7 +89,7 @@ def resize(
         much = tf.cast(size, tf.float32) > mixed * tf.cast(wanted, tf.float32)
         any_much = tf.reduce_any(much)
         resized = tf.cond(any_much, averaged, lambda: bilinear(image))
-    # Nothing is negative, so that this rounds.
+    # No value is negative, so this rounds.
     return tf.cast(resized + 0.5, tf.uint8)
 
 
@@ -103,12 +103,12 @@ def random_window(shape: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
 
     For training on ImageNet (Szegedy et al. 2015, "Going deeper with convolutions"),
     with the distribution of TensorFlow's ``sample_distorted_bounding_box``: first the
-    ratio, then a height of those with which the window is large enough and fits in the
-    image. In an image too narrow for both, it fits.
+    ratio, then a height for which the window is large enough and fits in the image. In
+    an image too narrow for both, the window fits.
 
     Args:
         shape: int32 [2 or more], height and width of the image first.
-        u: float32 [WINDOW_DRAWS] in [0, 1): ratio, height, and the place, down and
+        u: float32 [WINDOW_DRAWS] in [0, 1): ratio, height, and the position, down and
             right.
 
     Returns:
@@ -130,13 +130,13 @@ def center_window(
 ) -> tf.Tensor:
     """Chooses the middle of an image, for evaluation.
 
-    Resizing it gives what resizing the whole image and then cropping the middle does.
+    Resizing this window gives the same as resizing the whole image and then cropping.
 
     Args:
         shape: int32 [2 or more], height and width of the image first.
-        height: of what is to become of it, in pixels.
-        width: of the same.
-        fraction: of the largest window of that shape; 0.875 is 224 of 256.
+        height: the height after resizing, in pixels.
+        width: the width after resizing, in pixels.
+        fraction: the fraction of the largest window of that shape; 0.875 is 224 of 256.
 
     Returns:
         int32 [4]: y, x, height, width.
@@ -150,7 +150,7 @@ def center_window(
 
 
 def whole_window(shape: tf.Tensor) -> tf.Tensor:
-    """Chooses all of an image: int32 [4], y, x, height, width."""
+    """Returns the window of a whole image: int32 [4], y, x, height, width."""
     return tf.concat([tf.zeros([2], tf.int32), shape[:2]], axis=0)
 
 
@@ -168,9 +168,9 @@ def flip(image: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
 def pad_crop_flip(images: tf.Tensor, u: tf.Tensor, padding: int = 4) -> tf.Tensor:
     """Moves images by up to `padding` pixels each way, and mirrors half of them.
 
-    What moves in is black. As for CIFAR (He et al. 2015, "Deep residual learning",
-    section 4.2): pad, crop at random, flip. For a whole batch at once, and in one pass:
-    each pixel is fetched from where it comes from.
+    Pixels from outside are black. As for CIFAR (He et al. 2015, "Deep residual
+    learning", section 4.2): pad, crop at random, flip. This takes a whole batch at
+    once, in one pass: each pixel is fetched from its origin.
 
     Args:
         images: [B, H, W, C]; H, W and C known.
@@ -189,7 +189,7 @@ def pad_crop_flip(images: tf.Tensor, u: tf.Tensor, padding: int = 4) -> tf.Tenso
     count = tf.shape(images)[0]
     first = tf.range(count)[:, None, None] * (height * width)
     index = first + (y * width)[:, :, None] + x[:, None]
-    # A black pixel stands behind the last.
+    # A black pixel comes after the last one.
     pixels = tf.reshape(images, [-1, channels])
     pixels = tf.concat([pixels, tf.zeros([1, channels], images.dtype)], axis=0)
     return tf.gather(pixels, tf.where(inside, index, count * (height * width)))

@@ -1,4 +1,4 @@
-"""Encoded images to uint8 pixels, at no more cost than what is asked for."""
+"""Decodes encoded images to uint8 pixels, at no more cost than necessary."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,22 +7,22 @@ import tensorflow as tf
 
 from towers.input_pipeline.images import augment
 
-# Any change to the pixels that `decode_window` makes needs another one.
+# Change this when the pixels of `decode_window` change.
 VERSION = "v1"
 _JPEG = b"\xff\xd8\xff"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tricks:
-    """What makes decoding fast; each can be turned off, to see what it is worth.
+    """Optimizations of decoding; each can be turned off, to measure its gain.
 
     Attributes:
         fused_crop: Decodes the window only, not the whole JPEG.
-        scaled: Decodes a JPEG at a half, a quarter or an eighth of its size where the
-            window stays at least as large as the image wanted. It averages, too.
+        scaled: Decodes a JPEG at a half, a quarter or an eighth of its size if the
+            window stays at least as large as the requested image. This also averages.
         fast_dct: Takes the cheaper of libjpeg's cosine transforms.
         plain_upsampling: Repeats colour, where a JPEG has less of it, instead of
-            interpolating. Of a whole JPEG, interpolating is faster: libjpeg then
+            interpolating. For a whole JPEG, interpolating is faster: libjpeg then
             copies fewer rows.
     """
 
@@ -48,10 +48,10 @@ def decode_window(
     Args:
         encoded: Scalar string: a file of any kind that ``decode_image`` reads.
         window: Chooses y, x, height and width (int32 [4]) by the image's shape (int32
-            [3]); None takes all of it.
+            [3]); None takes the whole image.
         size: (H, W, C) wanted, in pixels.
         antialias: See `augment.resize`.
-        tricks: See there.
+        tricks: The optimizations.
 
     Returns:
         Uint8 [H, W, C].
@@ -67,7 +67,7 @@ def decode_window(
             image = augment.crop(image, window(tf.shape(image)))
         return image, 1.0
 
-    # Where decoding takes longer, more can be averaged for little.
+    # If decoding takes longer, more averaging costs little.
     image, mixed = tf.cond(is_jpeg(encoded), of_jpeg, of_other)
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
@@ -80,7 +80,7 @@ def _decode_jpeg(
     size: tuple[int, int, int],
     tricks: Tricks,
 ) -> tuple[tf.Tensor, float | tf.Tensor]:
-    """The window of a JPEG, at its size or half, ...; how much to average of it."""
+    """Decodes a window of a JPEG, at a fraction of its size; also returns `mixed`."""
     height, width, channels = size
     whole = window is None
     options = {
@@ -122,8 +122,8 @@ def decode_image(
 
     Args:
         encoded: scalar string.
-        shape: (H, W, C) expected, None where it varies. C decides how many channels
-            are made of the file's.
+        shape: (H, W, C) expected, None where it varies. C decides the number of
+            channels of the result.
 
     Returns:
         uint8 image [H, W, C]. Another size than expected is an error at run time.
@@ -133,16 +133,16 @@ def decode_image(
 
 
 def is_jpeg(encoded: tf.Tensor) -> tf.Tensor:
-    """Tells of strings [...] whether they begin as a JPEG does: bool [...]."""
+    """Tells which strings [...] begin as a JPEG does: bool [...]."""
     return tf.strings.substr(encoded, 0, len(_JPEG)) == _JPEG
 
 
 def _scaled(window: tf.Tensor, shape: tf.Tensor, ratio: int) -> tf.Tensor:
-    """The same window of an image that is decoded at 1 / ratio of its size."""
+    """Returns the same window of an image that is decoded at 1 / ratio of its size."""
     if ratio == 1:
         return window
     whole = (shape[:2] + ratio - 1) // ratio  # libjpeg rounds up
-    # Both borders to the nearest pixel: the picture moves by less than half of one.
+    # Both borders go to the nearest pixel: the picture moves by less than half a pixel.
     corner = (window[:2] + ratio // 2) // ratio
     end = (window[:2] + window[2:] + ratio // 2) // ratio
     corner = tf.minimum(corner, whole - 1)

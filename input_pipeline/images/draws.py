@@ -1,14 +1,14 @@
-"""Random numbers that depend on nothing but (seed, epoch, record).
+"""Draws random numbers that depend only on (seed, epoch, record).
 
-A counter-based generator: the record's number goes through a hash, and what comes out
-is random. So a record's augmentation is the same in whatever batch, thread, tower or
-resumed run it comes along, and a whole batch draws at once.
+A counter-based generator: a hash of the record's number is the random number. So a
+record's augmentation is the same in every batch, thread, tower or resumed run, and a
+whole batch draws at once.
 """
 
 import numpy as np
 import tensorflow as tf
 
-# 2^64 over the golden ratio: multiples of it are spread evenly.
+# 2^64 over the golden ratio: its multiples are spread evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -19,14 +19,14 @@ def epoch_seeds(seed: int, epoch: int) -> np.ndarray:
     common, and neither have orders and augmentation.
 
     Args:
-        seed: Of the run, at least 0.
-        epoch: At least 0.
+        seed: The seed of the run, at least 0.
+        epoch: The number of the epoch, at least 0.
 
     Returns:
         Int64 [3]: two for the order, one for the augmentation.
     """
     words = np.random.SeedSequence((seed, epoch)).generate_state(3, np.uint64)
-    # tf.data takes no negative ones.
+    # tf.data accepts no negative ones.
     return (words >> np.uint64(1)).astype(np.int64)
 
 
@@ -39,14 +39,14 @@ def uniform(seed: tf.Tensor, records: tf.Tensor, count: int) -> tf.Tensor:
     Args:
         seed: Int64 scalar.
         records: Int64 [...], the numbers of records.
-        count: How many numbers each gets.
+        count: How many numbers each record gets.
 
     Returns:
         Float32 [..., count], uniform in [0, 1).
     """
     base = tf.bitcast(records, tf.uint64) * _uint64(_GOLDEN)
     state = _mix(base + tf.bitcast(seed, tf.uint64))
-    # An array: of a list, a graph would make doubles on the way.
+    # An array, as a graph would convert a list by way of doubles.
     steps = np.array([_GOLDEN * (draw + 1) % 2**64 for draw in range(count)], np.uint64)
     hashed = _mix(state[..., None] + tf.constant(steps))
     # As many bits as a float32 holds.

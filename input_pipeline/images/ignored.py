@@ -1,24 +1,24 @@
-"""Says by the first bytes of a picture what decoding ignores of it."""
+"""Finds out from the first bytes of a picture what decoding ignores."""
 
 import itertools
 from collections.abc import Iterable, Mapping
 
-# Pictures that are looked at, and bytes of each: a camera writes what it says first.
+# The number of pictures to look at, and the bytes of each: cameras write tags first.
 MOST, HEAD = 20, 4096
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
-# What stands before the EXIF data of a file.
+# The mark before the EXIF data of a file.
 _MARKS = {_JPEG: b"Exif\0\0", _PNG: b"eXIf"}
 _ORIENTATION = 0x112
-# Place in a PNG: bits of a sample.
+# The position in a PNG of the bits of a sample.
 _DEPTH = 24
 
 
 def notes(heads: Iterable[tuple[str, bytes]]) -> list[str]:
-    """Says what reading pictures ignores: a sentence each, with the first example.
+    """Describes what reading pictures ignores: a sentence each, with an example.
 
     Args:
-        heads: names and first bytes of pictures, of which the first ``MOST`` are taken.
+        heads: names and first bytes of pictures, of which the first ``MOST`` are used.
     """
     some = dict(itertools.islice(heads, MOST))
     return [*_of_turned(some), *_of_deep(some)]
@@ -50,8 +50,8 @@ def _is_turned(head: bytes) -> bool:
     exif = head.partition(mark)[2]
     order = "little" if exif.startswith(b"II") else "big"
 
-    def number(place, size):
-        return int.from_bytes(exif[place : place + size], order)
+    def number(offset, size):
+        return int.from_bytes(exif[offset : offset + size], order)
 
     first = number(4, 4)
     entries = (first + 2 + 12 * k for k in range(number(first, 2)))

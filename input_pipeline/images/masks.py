@@ -1,4 +1,4 @@
-"""Masks: PNG files of a class for each pixel."""
+"""Reads masks: PNG files with a class for each pixel."""
 
 import zlib
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from towers.input_pipeline.choices import IGNORED
 
-# Places in a PNG: bits of a sample and kind of colours, and the checksum over both.
+# Positions in a PNG: bits of a sample, kind of colours, and the checksum over both.
 _DEPTH, _KIND, _CHECKSUM = 24, 25, 29
 _GREY, _PALETTE = 0, 3
 _END = _CHECKSUM + 4
@@ -17,9 +17,9 @@ EXPECTED = "a PNG of grey pixels, or with a palette, that are numbers of classes
 
 
 def _change_of_checksum() -> int:
-    """What the header's checksum changes by, if its palette is forgotten.
+    """Returns the change of the header's checksum when its palette is dropped.
 
-    That is the same for all headers, as a CRC is linear.
+    It is the same for all headers, as a CRC is linear.
     """
     header = bytearray(_CHECKSUM - 12)
     before = zlib.crc32(header)
@@ -31,7 +31,7 @@ _CHANGE = np.frombuffer(_change_of_checksum().to_bytes(4, "big"), np.uint8)
 
 
 def fault(encoded: bytes) -> str:
-    """Says why these bytes are no mask, a phrase; empty if their header is good."""
+    """Returns why bytes are no mask, as a phrase; empty if their header is good."""
     if not encoded.startswith(_SIGNATURE) or len(encoded) < _END:
         return f"no PNG, expected {EXPECTED}"
     if encoded[_KIND] not in (_GREY, _PALETTE):
@@ -44,16 +44,16 @@ def fault(encoded: bytes) -> str:
 def decode(encoded: tf.Tensor) -> tf.Tensor:
     """Decodes the numbers of classes of a mask.
 
-    TensorFlow makes colours of a palette, and 255 of a 1 in one bit. So the file is
-    said to be grey, and what few bits stand for is divided out.
+    TensorFlow converts a palette to colours, and 1 in one bit to 255. So the file is
+    declared grey, and the factor for few bits is divided out.
 
     Args:
         encoded: scalar string, a PNG.
 
     Returns:
-        uint8 [H, W]. What is no mask is an error at run time.
+        uint8 [H, W]. Other files are an error at run time.
     """
-    # Bytes behind the end of a file that is too short are 0.
+    # Missing bytes of a short file are 0.
     header = tf.io.decode_raw(encoded, tf.uint8, fixed_length=_END)
     depth, kind = header[_DEPTH], header[_KIND]
     good = tf.reduce_all(header[: len(_SIGNATURE)] == [*_SIGNATURE])
@@ -67,7 +67,7 @@ def decode(encoded: tf.Tensor) -> tf.Tensor:
     header = tf.gather(letters, tf.cast(tf.concat(header, axis=0), tf.int32))
     rest = tf.strings.substr(encoded, _END, tf.strings.length(encoded) - _END)
     grey = tf.io.decode_png(tf.strings.reduce_join(header) + rest, channels=1)
-    depth = tf.maximum(tf.cast(depth, tf.int32), 1)  # of a bad one, it may be 0
+    depth = tf.maximum(tf.cast(depth, tf.int32), 1)  # for a bad file, it may be 0
     largest = tf.bitwise.left_shift(1, depth) - 1
     return grey[..., 0] // tf.cast(255 // largest, tf.uint8)
 
@@ -89,9 +89,10 @@ def with_mask(
     """Moves images and their masks in the same way.
 
     Args:
-        change: moves pixels of images, of any number of channels; what moves in is 0.
+        change: moves pixels of images, of any number of channels; pixels from outside
+            are 0.
         images: uint8 [..., H, W, C].
-        masks: uint8 [..., H, W]; what moves in is ignored.
+        masks: uint8 [..., H, W]; pixels from outside are ignored.
         u: see `change`.
     """
     both = tf.concat([images, IGNORED - masks[..., None]], axis=-1)

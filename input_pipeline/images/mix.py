@@ -1,8 +1,8 @@
 """MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019): a batch with itself.
 
-Each example is mixed with its neighbour in the batch, and its label as much. The
-functions draw nothing: chance comes in as numbers. ``Mix`` makes these of the batch.
-All of it compiles with XLA, and works for batches of any size, also of 0 or 1.
+Each example is mixed with its neighbour in the batch, and so is its label. The
+functions draw nothing: random numbers are arguments. ``Mix`` derives these from the
+batch. All of it compiles with XLA, and works for batches of any size, also of 0 or 1.
 """
 
 import dataclasses
@@ -11,19 +11,19 @@ import tensorflow as tf
 
 
 def symmetric_beta(u: tf.Tensor, alpha: float) -> tf.Tensor:
-    """Beta(alpha, alpha) of two uniform numbers, in closed form.
+    """Returns Beta(alpha, alpha) of two uniform numbers, in closed form.
 
-    By the polar method for Student's t (Bailey 1994), and the relation between that
-    and the symmetric beta distribution (Devroye 1996): exact for any alpha above 0.
+    By the polar method for Student's t (Bailey 1994), and its relation to the symmetric
+    beta distribution (Devroye 1996): exact for any alpha above 0.
 
     Args:
         u: float32 [2, ...], uniform in [0, 1).
-        alpha: of the distribution.
+        alpha: the parameter of the distribution.
 
     Returns:
         float32 [...], in [0, 1].
     """
-    # t / sqrt(2 alpha + t^2), where t is Student's with 2 alpha degrees of freedom;
+    # t / sqrt(2 alpha + t^2), where t is Student's with 2 alpha degrees of freedom,
     # written so that nothing overflows for small alphas.
     power, cos = u[0] ** (1 / alpha), tf.cos(6.2831853 * u[1])
     ratio = tf.sqrt(1 - power) * cos * tf.math.rsqrt(power + (1 - power) * cos**2)
@@ -53,9 +53,9 @@ def cutmix(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Pastes a box of the image before into each image (Yun et al. 2019, CutMix).
 
-    The box is centred anywhere, and has the share of the area that the weight leaves;
-    what lies outside of the image is cut off, as in the authors' code, and labels are
-    averaged by what is left.
+    The box is centred anywhere, and has the fraction of the area that the weight
+    leaves; parts outside of the image are cut off, as in the authors' code, and labels
+    are averaged by the remaining area.
 
     Args:
         images: float [B, H, W, C].
@@ -141,14 +141,14 @@ class Mix:
 
 
 def _average(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Each row of [B, ...] by its weight [B], and the row before by what is left."""
+    """Adds each row of [B, ...] by its weight [B], and the row before by the rest."""
     shape = tf.concat([tf.shape(weight), tf.ones([values.shape.rank - 1], tf.int32)], 0)
     weight = tf.cast(tf.reshape(weight, shape), values.dtype)
     return weight * values + (1 - weight) * tf.roll(values, 1, axis=0)
 
 
 def _interval(size: tf.Tensor, share: tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
-    """Which pixels [B, size] are in a share [B] of the line, around a centre [B]."""
+    """Tells which pixels [B, size] are in a share [B] around a centre [B]."""
     length = tf.cast(size, tf.float32)
     half = tf.cast(length * share, tf.int32)[:, None] // 2
     centre = tf.cast(length * centre, tf.int32)[:, None]
@@ -157,9 +157,9 @@ def _interval(size: tf.Tensor, share: tf.Tensor, centre: tf.Tensor) -> tf.Tensor
 
 
 def _uniform(count: tf.Tensor, seed: list) -> tf.Tensor:
-    """float32 [count] in [0, 1), the same with XLA and without.
+    """Returns float32 [count] in [0, 1), the same with XLA and without.
 
-    That is so for whole numbers only: XLA makes other floats of them than TensorFlow.
+    Only whole numbers are the same: XLA converts them to floats in another way.
     """
     bits = tf.random.stateless_uniform(
         [count], seed, None, None, tf.uint32, alg="philox"
@@ -168,14 +168,14 @@ def _uniform(count: tf.Tensor, seed: list) -> tf.Tensor:
 
 
 def _checksum(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """An int64 of a batch: of its labels and of the middle row of each image.
+    """Returns an int64 from a batch's labels and the middle row of each image.
 
-    That costs nothing, and two batches hardly have them in common.
+    This costs nothing, and two batches hardly have the same number.
     """
     middle = tf.cast(images[:, tf.shape(images)[1] // 2], tf.float32)
     # Bits as whole numbers, which add up the same in any order.
     values = tf.concat(
         [tf.reshape(tf.bitcast(middle, tf.int32), [-1]), tf.cast(labels, tf.int32)], 0
     )
-    places = 2 * tf.range(tf.size(values, tf.int64)) + 1
-    return tf.reduce_sum(places * tf.cast(values, tf.int64))
+    weights = 2 * tf.range(tf.size(values, tf.int64)) + 1
+    return tf.reduce_sum(weights * tf.cast(values, tf.int64))

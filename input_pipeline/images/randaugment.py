@@ -1,18 +1,19 @@
 """RandAugment (Cubuk et al. 2019): a few of fourteen operations, chosen by chance.
 
 Each operation maps a uint8 image [H, W, C], with 1 or 3 channels, to one of the same
-shape, grey level for grey level as Pillow does. None draws: chance comes in as numbers.
+shape, grey level for grey level as Pillow does. None draws: random numbers are
+arguments.
 """
 
 import functools
 
 import tensorflow as tf
 
-FILL = 128  # What comes in from outside the image, as in the authors' code.
+FILL = 128  # pixels from outside the image, as in the authors' code
 
 
 def randaugment_draws(layers: int = 2) -> int:
-    """Uniform numbers that ``randaugment`` takes: two for each layer."""
+    """Returns how many uniform numbers ``randaugment`` takes: two for each layer."""
     return 2 * layers
 
 
@@ -21,17 +22,17 @@ def randaugment(
 ) -> tf.Tensor:
     """Applies operations one after another (Cubuk et al. 2019, RandAugment).
 
-    Magnitude 0 changes nothing but by autocontrast and equalize, 10 is the whole range
-    of AutoAugment (Cubuk et al. 2018), and what lies between is linear. In the authors'
-    code solarize and posterize become weaker with the magnitude; here everything
-    becomes stronger.
+    Magnitude 0 changes nothing except by autocontrast and equalize, 10 is the whole
+    range of AutoAugment (Cubuk et al. 2018), and values between are linear. In the
+    authors' code, solarize and posterize become weaker with the magnitude; here, all
+    operations become stronger.
 
     Args:
         image: uint8 [H, W, C], C 1 or 3; H and W may be unknown until run time.
-        u: float32 [layers, 2] or [2 * layers], uniform in [0, 1): which operation, and
-            in which direction.
-        layers: operations to apply; N in the paper.
-        magnitude: of all of them, from 0 to 10; M in the paper.
+        u: float32 [layers, 2] or [2 * layers], uniform in [0, 1): the operation, and
+            its direction.
+        layers: number of operations to apply; N in the paper.
+        magnitude: the magnitude of all of them, from 0 to 10; M in the paper.
 
     Returns:
         uint8 [H, W, C].
@@ -56,7 +57,7 @@ def randaugment(
 
 
 def identity(image: tf.Tensor) -> tf.Tensor:
-    """The image as it is."""
+    """Returns the image as it is."""
     return tf.identity(image)
 
 
@@ -64,7 +65,7 @@ def autocontrast(image: tf.Tensor) -> tf.Tensor:
     """Stretches each channel to 0..255, as ``ImageOps.autocontrast``."""
     low = tf.cast(tf.reduce_min(image, [0, 1]), tf.float64)
     high = tf.cast(tf.reduce_max(image, [0, 1]), tf.float64)
-    # float64, since Pillow cuts off the fraction of what it computes in that.
+    # float64, as Pillow truncates what it computes in float64.
     scale = 255.0 / tf.maximum(high - low, 1.0)
     stretched = tf.clip_by_value(_levels(tf.float64) * scale - low * scale, 0.0, 255.0)
     return _look_up(tf.where(high > low, stretched, _levels(tf.float64)), image)
@@ -93,12 +94,12 @@ def rotate(image: tf.Tensor, degrees: float | tf.Tensor) -> tf.Tensor:
 
 
 def solarize(image: tf.Tensor, threshold: float | tf.Tensor) -> tf.Tensor:
-    """Inverts what is not below the threshold, as ``ImageOps.solarize``."""
+    """Inverts pixels that are not below the threshold, as ``ImageOps.solarize``."""
     return tf.where(tf.cast(image, tf.float32) < threshold, image, 255 - image)
 
 
 def color(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is grey, 1 the image, as ``ImageEnhance.Color``."""
+    """Blends between grey, at 0, and the image, at 1, as ``ImageEnhance.Color``."""
     return _blend(_luma(image), image, factor)
 
 
@@ -109,8 +110,8 @@ def posterize(image: tf.Tensor, bits: int | tf.Tensor) -> tf.Tensor:
 
 
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is the mean grey everywhere, 1 the image, as ``ImageEnhance.Contrast``."""
-    # Whole numbers, since Pillow rounds the mean; float32 could not add them up.
+    """Blends between mean grey, at 0, and the image, as ``ImageEnhance.Contrast``."""
+    # Whole numbers, as Pillow rounds the mean; float32 could not add them up.
     luma = tf.cast(_luma(image), tf.int64)
     count = tf.maximum(tf.size(luma, tf.int64), 1)
     mean = (2 * tf.reduce_sum(luma) + count) // (2 * count)
@@ -118,18 +119,18 @@ def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
 
 
 def brightness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is black, 1 the image, as ``ImageEnhance.Brightness``."""
+    """Blends between black, at 0, and the image, as ``ImageEnhance.Brightness``."""
     return _blend(0, image, factor)
 
 
 def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is blurred, 1 the image, as ``ImageEnhance.Sharpness``."""
+    """Blends between blurred, at 0, and the image, as ``ImageEnhance.Sharpness``."""
     height, width = tf.unstack(tf.shape(image)[:2])
     pixels = tf.cast(image, tf.int32)
     wide = tf.pad(pixels, [[1, 1], [1, 1], [0, 0]])
     wide = wide[:-2] + wide[1:-1] + wide[2:]
     around = wide[:, :-2] + wide[:, 1:-1] + wide[:, 2:] + 4 * pixels
-    smooth = (2 * around + 13) // 26  # A thirteenth, rounded.
+    smooth = (2 * around + 13) // 26  # a thirteenth, rounded
     # Pillow leaves the outermost pixels alone.
     y, x = tf.range(height)[:, None, None], tf.range(width)[None, :, None]
     inside = (y > 0) & (y < height - 1) & (x > 0) & (x < width - 1)
@@ -137,31 +138,31 @@ def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
 
 
 def shear_x(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Pixel (x, y) comes from (x + slope * y, y), as by ``Image.transform``."""
+    """Takes pixel (x, y) from (x + slope * y, y), as ``Image.transform``."""
     return _affine(image, (1.0, slope, 0.0), (0.0, 1.0, 0.0))
 
 
 def shear_y(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Pixel (x, y) comes from (x, y + slope * x), as by ``Image.transform``."""
+    """Takes pixel (x, y) from (x, y + slope * x), as ``Image.transform``."""
     return _affine(image, (1.0, 0.0, 0.0), (slope, 1.0, 0.0))
 
 
 def translate_x(image: tf.Tensor, pixels: float | tf.Tensor) -> tf.Tensor:
-    """Pixel (x, y) comes from (x + pixels, y), as by ``Image.transform``."""
+    """Takes pixel (x, y) from (x + pixels, y), as ``Image.transform``."""
     return _affine(image, (1.0, 0.0, pixels), (0.0, 1.0, 0.0))
 
 
 def translate_y(image: tf.Tensor, pixels: float | tf.Tensor) -> tf.Tensor:
-    """Pixel (x, y) comes from (x, y + pixels), as by ``Image.transform``."""
+    """Takes pixel (x, y) from (x, y + pixels), as ``Image.transform``."""
     return _affine(image, (1.0, 0.0, 0.0), (0.0, 1.0, pixels))
 
 
 def _part(image: tf.Tensor, axis: int, level: tf.Tensor) -> tf.Tensor:
-    """Pixels, whole ones: AutoAugment's 150 of 331, of the image's own size."""
+    """Returns whole pixels: AutoAugment's 150 of 331, scaled to the image's size."""
     return tf.round(level * (150 / 331) * tf.cast(tf.shape(image)[axis], tf.float32))
 
 
-# Each at a level from -1 to 1: the magnitude / 10, with the direction as its sign.
+# Each takes a level from -1 to 1: the magnitude / 10, with the direction as its sign.
 OPERATIONS = {
     "identity": lambda image, level: identity(image),
     "autocontrast": lambda image, level: autocontrast(image),
@@ -183,12 +184,12 @@ OPERATIONS = {
 
 
 def _levels(dtype: tf.DType) -> tf.Tensor:
-    """The grey levels, [256, 1]."""
+    """Returns the grey levels, [256, 1]."""
     return tf.cast(tf.range(256)[:, None], dtype)
 
 
 def _index(image: tf.Tensor) -> tf.Tensor:
-    """int32 [H, W, C]: where each pixel's level stands in a table [256, C]."""
+    """Returns the position of each pixel's level in a table [256, C], as int32."""
     channels = image.shape[-1]
     return tf.cast(image, tf.int32) * channels + tf.range(channels)
 
@@ -199,7 +200,7 @@ def _look_up(table: tf.Tensor, image: tf.Tensor) -> tf.Tensor:
 
 
 def _luma(image: tf.Tensor) -> tf.Tensor:
-    """The grey image [H, W, 1], in the whole numbers of ``Image.convert("L")``."""
+    """Returns the grey image [H, W, 1], in integers as ``Image.convert("L")``."""
     if image.shape[-1] == 1:
         return image
     red, green, blue = tf.split(tf.cast(image, tf.int32), 3, axis=-1)
@@ -209,14 +210,14 @@ def _luma(image: tf.Tensor) -> tf.Tensor:
 def _blend(
     start: int | tf.Tensor, image: tf.Tensor, factor: float | tf.Tensor
 ) -> tf.Tensor:
-    """From ``start``, at 0, to the image, at 1, and beyond; as ``Image.blend``."""
+    """Blends ``start``, at 0, and the image, at 1, and beyond; as ``Image.blend``."""
     start = tf.cast(start, tf.float32)
     blended = start + factor * (tf.cast(image, tf.float32) - start)
     return tf.cast(tf.clip_by_value(blended, 0.0, 255.0), tf.uint8)
 
 
 def _affine(image: tf.Tensor, row_x: tuple, row_y: tuple) -> tf.Tensor:
-    """Pixel (x, y) comes from the nearest to (a x + b y + c, d x + e y + f).
+    """Takes pixel (x, y) from the nearest one to (a x + b y + c, d x + e y + f).
 
     Args:
         image: uint8 [H, W, C].

@@ -1,7 +1,7 @@
-"""What becomes of an image on its way into a batch, by name.
+"""Prepares images on their way into a batch, by named recipes.
 
-A recipe is a window of the image, and what is done with it: for one image, or, where
-that is faster, for a batch at once. The functions themselves stand in augment.py.
+A recipe is a window of the image, and operations on it: for one image, or, where that
+is faster, for a batch at once. augment.py has the operations.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ class Recipe:
     Attributes:
         draws: Random numbers for each image.
         window: Takes the image's shape and its draws, and chooses y, x, height and
-            width of what is resized; None for all of it.
+            width of the part to resize; None for the whole image.
         antialias: See `augment.resize`.
-        one: Takes an image of the size wanted and its draws, and returns it changed.
-        batch: Takes images of the size wanted, [B, H, W, C], and their draws [B,
+        one: Takes an image of the requested size and its draws, and returns it changed.
+        batch: Takes images of the requested size, [B, H, W, C], and their draws [B,
             draws], and returns them changed.
     """
 
@@ -40,14 +40,15 @@ def find(
     size: tuple[int, int],
     layers_and_magnitude: tuple[int, int] | None = None,
 ) -> Recipe:
-    """Returns a recipe.
+    """Returns the recipe of a name.
 
     Args:
         name: "none" resizes; "imagenet" takes random windows and mirrors half of them,
             or the middle where it is not training; "cifar" moves and mirrors.
-        training: Whether anything is to be random.
-        size: (H, W) of the images wanted.
-        layers_and_magnitude: Of RandAugment, which comes last; None for none.
+        training: Whether anything is random.
+        size: The requested (H, W) of images.
+        layers_and_magnitude: The parameters of RandAugment, which comes last; None for
+            none.
 
     Raises:
         ValueError: There is no such recipe.
@@ -69,7 +70,7 @@ def find(
 def takes_whole(name: str) -> bool:
     """Tells whether a recipe begins by resizing whole images, also in evaluation.
 
-    Nothing random is done before, so that images can be kept as they are then.
+    Nothing random comes before, so images can be kept resized.
     """
     return all(
         find(name, training, (1, 1)).window is None for training in (True, False)
@@ -91,7 +92,7 @@ def _middle(height: int, width: int) -> Recipe:
 
 
 def _with_randaugment(recipe: Recipe, layers: int, magnitude: int) -> Recipe:
-    """Adds RandAugment, behind what is done by the image or by the batch."""
+    """Adds RandAugment after the operations on the image or on the batch."""
     begin, before = recipe.draws, recipe.one
     added = randaugment.randaugment_draws(layers)
 

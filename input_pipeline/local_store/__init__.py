@@ -1,1 +1,1 @@
-"""A local store of parts of files that lie far away."""
+"""Keeps parts of far files in a local store."""

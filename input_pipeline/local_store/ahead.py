@@ -1,4 +1,4 @@
-"""Fetches items ahead of use, many at once, within a bound of memory."""
+"""Fetches items ahead of use, many at once, in bounded memory."""
 
 import collections
 import dataclasses
@@ -12,18 +12,18 @@ EPOCHS_AT_ONCE = 3
 
 
 class Group(NamedTuple):
-    """Items that are used in turn: those of an epoch.
+    """The items of an epoch, which are used in turn.
 
     Attributes:
-        name: of the groups that share memory, such as those of a split.
-        epoch: tells the epochs apart; the one that begins first comes first.
+        name: the name of groups that share memory, such as those of a split.
+        epoch: distinguishes epochs; the one that begins first comes first.
     """
 
     name: str
     epoch: Hashable = None
 
 
-# What is needed before all others.
+# The group of items that are needed before all others.
 _FIRST = Group("")
 
 
@@ -32,10 +32,10 @@ class _Items:
     """The items of a group.
 
     Attributes:
-        waiting: those to fetch, in order.
-        started: those that are at hand or being fetched.
-        sizes: bytes of those at hand, the oldest first.
-        running: how many are being fetched.
+        waiting: the items to fetch, in order.
+        started: the items that are at hand or being fetched.
+        sizes: the bytes of items at hand, the oldest first.
+        running: the number of items being fetched.
     """
 
     waiting: dict[Hashable, None] = dataclasses.field(default_factory=dict)
@@ -45,24 +45,24 @@ class _Items:
     running: int = 0
 
     def drop(self, item: Hashable) -> None:
-        """Forgets an item that is at hand."""
+        """Drops an item that is at hand."""
         del self.started[item]
         self.bytes -= self.sizes.pop(item)
 
 
 class Ahead:
-    """Items that are fetched by threads, in the order in which they were announced.
+    """Fetches items in threads, in the order in which they were announced.
 
-    Epochs overlap, so an item may be announced by several: each has its own copy, and
-    those of an earlier epoch are fetched first. What was announced and is not asked
-    for, as by an iterator that was left, makes room when another item of its group is
-    asked for that is not at hand, or when some epochs more have begun.
+    Epochs overlap, so several may announce an item: each has its own copy, and an
+    earlier epoch's items are fetched first. An announced item that is never requested,
+    as by an iterator that was left, makes room when another item of its group is
+    requested that is not at hand, or when some more epochs have begun.
 
     Args:
-        fetch: fetches the bytes of an item; called by several threads.
-        most_bytes: of items that are at hand or being fetched, of an epoch. Later ones
-            take what it leaves, and a third of this at least.
-        threads: how many items are fetched at once.
+        fetch: fetches the bytes of an item; several threads call it.
+        most_bytes: the most bytes of an epoch's items at hand or being fetched. Later
+            epochs get the rest, and at least a third of this.
+        threads: the number of items to fetch at once.
     """
 
     def __init__(self, fetch: Callable[..., bytes], most_bytes: int, threads: int):
@@ -71,15 +71,16 @@ class Ahead:
         self._threads = ThreadPoolExecutor(threads, "local_store")
         self._groups: dict[Group, _Items] = {_FIRST: _Items()}
         self._closed = self._threads_ended = False
-        # Of all that were fetched, for what one may take.
+        # The bytes and the number of all fetched items, to estimate the size of the
+        # next.
         self._sum = self._count = 0
 
     def announce(self, item: Hashable, group: Group | None) -> None:
-        """Says that an item will be asked for, after those of its group before it.
+        """Announces that an item will be requested, after earlier items of its group.
 
         Args:
-            item: which one.
-            group: of items that are used in turn; None for what is needed first.
+            item: the item.
+            group: the group of the item; None for items that are needed first.
         """
         with self._lock:
             if self._closed:
@@ -92,39 +93,39 @@ class Ahead:
     def get(self, item: Hashable) -> bytes:
         """Returns an item, which stays at hand.
 
-        It is fetched at once, by the caller, unless that has begun.
+        The caller fetches it at once, unless a thread has begun.
 
         Raises:
-            ValueError: it is closed.
-            Exception: what `fetch` raises.
+            ValueError: the store is closed.
+            Exception: any error of `fetch`.
         """
         with self._lock:
             self._check_open()
             items = self._with(item, "started")
-            mine = items is None
-            if mine:
+            fetches_here = items is None
+            if fetches_here:
                 items = self._with(item, "waiting") or self._groups[_FIRST]
                 self._make_room(items)
                 self._start(item, items, Future())
             future = items.started[item]
-        if mine:
+        if fetches_here:
             self._run(item, future, items)
         return future.result()
 
     def drop(self, item: Hashable) -> None:
-        """Says that an item is not needed any more, by the first that had it."""
+        """Releases an item, from the first group that has it."""
         with self._lock:
             if items := self._with(item, "sizes"):
                 items.drop(item)
             self._start_more()
 
     def close(self) -> None:
-        """Fetches no more; waits for what is being fetched."""
+        """Fetches no more; waits for items that are being fetched."""
         with self._lock:
             self._closed = True
             for items in self._groups.values():
                 items.waiting.clear()
-        # What is in their queue fails, as somebody may wait for it.
+        # Queued items fail, as a caller may wait for them.
         self._threads.shutdown()
         with self._lock:
             self._groups = {_FIRST: _Items()}
@@ -135,7 +136,7 @@ class Ahead:
 
     def _items_of(self, group: Group) -> _Items:
         if group not in self._groups:
-            same = [each for each in self._groups if each.name == group.name]
+            same = [other for other in self._groups if other.name == group.name]
             for old in same[: max(len(same) + 1 - EPOCHS_AT_ONCE, 0)]:
                 self._forget(old)
             self._groups[group] = _Items()
@@ -146,14 +147,16 @@ class Ahead:
         items.waiting.clear()
         for item in [*items.sizes]:
             items.drop(item)
-        # What is being fetched takes a thread until it is there.
+        # An item that is being fetched takes a thread until it is there.
         if not items.running:
             del self._groups[group]
 
     def _with(self, item: Hashable, where: str) -> _Items | None:
-        """The first group that has an item there."""
-        found = (each for each in self._groups.values() if item in getattr(each, where))
-        return next(found, None)
+        """Returns the first group that has an item there."""
+        groups = (
+            items for items in self._groups.values() if item in getattr(items, where)
+        )
+        return next(groups, None)
 
     def _start(self, item: Hashable, items: _Items, future: Future) -> None:
         items.waiting.pop(item, None)
@@ -167,7 +170,7 @@ class Ahead:
         except BaseException as error:
             with self._lock:
                 items.running -= 1
-                # Whoever asks next tries again.
+                # The next request tries again.
                 del items.started[item]
                 self._start_more()
             future.set_exception(error)
@@ -183,12 +186,13 @@ class Ahead:
     def _start_more(self) -> None:
         likely = self._sum / self._count if self._count else 0
         running = sum(items.running for items in self._groups.values())
-        # By the groups before, of one name.
+        # The bytes taken by earlier groups of the same name.
         taken: dict[str, float] = collections.defaultdict(float)
         for group, items in self._groups.items():
             while items.waiting and running < self._most and not self._threads_ended:
                 own = items.bytes + (items.running + 1) * likely
-                # A part of it is each epoch's: an earlier one may have been left.
+                # Each epoch has a part of the bytes: an earlier epoch may have been
+                # left.
                 most = self._most_bytes - taken[group.name]
                 if own > max(most, self._most_bytes / EPOCHS_AT_ONCE):
                     break
@@ -196,7 +200,7 @@ class Ahead:
                 future = Future()
                 try:
                     self._threads.submit(self._run, item, future, items)
-                except RuntimeError:  # Python ends: whoever needs it fetches it
+                except RuntimeError:  # Python ends: the caller that needs it fetches it
                     self._threads_ended = True
                     break
                 self._start(item, items, future)
@@ -204,7 +208,7 @@ class Ahead:
             taken[group.name] += items.bytes + items.running * likely
 
     def _make_room(self, items: _Items) -> None:
-        """Forgets the oldest items if what waits cannot be fetched, or all is full."""
+        """Drops the oldest items if waiting ones cannot be fetched, or all is full."""
         most = self._most_bytes / 2 if items.waiting else self._most_bytes
         for item in [*items.sizes]:
             if items.bytes <= most:

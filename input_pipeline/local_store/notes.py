@@ -1,4 +1,4 @@
-"""What a local store says of the data that it keeps, and of those that it does not."""
+"""Describes the data that a local store keeps, and the data that it does not."""
 
 import math
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from towers.input_pipeline.local_store.packs import Taken
 from towers.input_pipeline.local_store.places import is_far
 from towers.program import words
 
-# Of what there is, for tables and for files that grow.
+# The fraction of the space for data; the rest is for tables and growing files.
 FILLED = 0.97
 
 
 def of_data(
     name: str, size: int, fraction: float, folder: str, paths: Sequence[str]
 ) -> str:
-    """Says how much of a data set is kept, before it is read.
+    """Describes how much of a data set is kept, before it is read.
 
     Args:
-        name: of the data set.
+        name: the name of the data set.
         size: its bytes.
-        fraction: the part of it that is kept.
-        folder: where.
+        fraction: the fraction of it that is kept.
+        folder: the folder of the store.
         paths: some of its files.
     """
     kept = "all of it"
@@ -38,13 +38,13 @@ def of_data(
 
 
 def of_limit(folder: str, taken: Taken, size: int, left: int) -> str:
-    """Says what has found no room, once all is read.
+    """Describes the data without room, once all is read.
 
     Args:
-        folder: of the store.
-        taken: what its folder takes now.
-        size: bytes of all data that were read through it.
-        left: those of them that have found no room.
+        folder: the folder of the store.
+        taken: the current use of the folder.
+        size: the bytes of all data that were read through it.
+        left: the bytes of these that have found no room.
     """
     needed = taken.others + size / FILLED
     gb = math.ceil(10 * needed / 2**30) / 10

@@ -1,7 +1,7 @@
-"""Packs: files of a folder that hold entries, each with a checksum.
+"""Stores entries in packs: files of a folder, with a checksum for each entry.
 
 A pack is written under another name, renamed when it is whole, and never changed. So a
-process that is killed leaves whole packs only, and processes of several machines share
+process that is killed leaves only whole packs, and processes of several machines share
 a folder without a lock or a server. A pack ends with the table of its entries.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 _SUFFIX = ".pack"
 _MAGIC = b"TOWPACK1"
-# Behind the table: magic, tag, number of entries, checksum of the table and of these.
+# After the table: magic, tag, number of entries, checksum of the table and of these.
 _FOOTER = struct.Struct("<8sQII")
 _CHECKED = struct.Struct("<QI")
 _ENTRY = np.dtype(
@@ -31,29 +31,29 @@ _ENTRY = np.dtype(
 )
 _ROW = np.dtype([*_ENTRY.descr, ("pack", "<u4")])
 
-# A pack that nobody has used for so long may make room for others.
+# A pack that has not been used for this long may make room for others.
 UNUSED_S = 24 * 3600
-# No writer takes so long for one pack.
+# No writer takes this long for one pack.
 _ABANDONED_S = 600
-# How often others' new packs are looked for.
+# The interval for finding new packs of other processes.
 _LOOK_S = 2.0
 _MOST_OPEN = 128
 
 
 class Key(NamedTuple):
-    """What an entry is of: 16 bytes of a hash, as two numbers."""
+    """The key of an entry: 16 bytes of a hash, as two numbers."""
 
     key: int
     check: int
 
 
 class Entry(NamedTuple):
-    """What is stored, and of which state of the data.
+    """Stored bytes, and the state of the data that they belong to.
 
     Attributes:
-        key: what it is of.
+        key: the key of the entry.
         stamp: changes with the data.
-        data: the bytes.
+        data: the stored bytes.
     """
 
     key: Key
@@ -62,12 +62,12 @@ class Entry(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Bytes of a folder.
+    """The bytes that the files of a folder take.
 
     Attributes:
-        ours: of packs of the data sets that are read.
-        others: of what else has to stay.
-        disk: what all files of the folder could take, without a limit.
+        ours: the packs of the data sets that are read.
+        others: all other files that have to stay.
+        disk: what all files of the folder could take without a limit.
     """
 
     ours: int
@@ -79,15 +79,15 @@ class Packs:
     """The packs of a folder.
 
     Args:
-        folder: it is made.
-        limit_bytes: what all files of the folder may take.
-        tell: is given a sentence about what is damaged.
+        folder: the folder, which is created.
+        limit_bytes: the most bytes of all files of the folder.
+        tell: receives a sentence about damaged files.
 
     Attributes:
         tags: kinds of packs that never make room for others.
 
     Raises:
-        OSError: the folder cannot be made or listed.
+        OSError: the folder cannot be created or listed.
     """
 
     def __init__(self, folder: str, limit_bytes: int, tell: Callable[[str], None]):
@@ -95,7 +95,8 @@ class Packs:
         self.folder, self._limit, self._tell = folder, limit_bytes, tell
         self.tags: set[int] = set()
         self._lock = threading.RLock()
-        # Packs are numbered as they are found; of each, the entries that are good.
+        # Packs are numbered in the order of discovery; each has a number of good
+        # entries.
         self._names: list[str] = []
         self._left: list[int] = []
         self._tag_of: dict[str, int] = {}
@@ -109,21 +110,21 @@ class Packs:
         self.look()
 
     def look(self, now_s: float | None = None) -> None:
-        """Takes over packs that others have written; not again within 2 s."""
+        """Takes packs that other processes have written, at most every 2 s."""
         with self._lock:
             now_s = time.monotonic() if now_s is None else now_s
             if self._looked_s and now_s < self._looked_s + _LOOK_S:
                 return
             self._looked_s = now_s
-            found = (name for name in os.listdir(self.folder) if _is_pack(name))
-            # By their names, the newer ones come later.
-            for name in sorted(set(found) - self._known):
+            packs = (name for name in os.listdir(self.folder) if _is_pack(name))
+            # The names of newer packs sort last.
+            for name in sorted(set(packs) - self._known):
                 self._take_over(name)
 
     def read(self, key: Key, stamp: int) -> bytes | None:
-        """Returns what is stored of this state of the data; None if it is not there.
+        """Returns the entry for this state of the data; None if there is none.
 
-        What is damaged is not there either, and is told.
+        A damaged entry counts as missing, and is reported.
         """
         with self._lock:
             row = self._find(key)
@@ -154,7 +155,7 @@ class Packs:
         return None
 
     def has(self, key: Key, stamp: int) -> bool:
-        """Tells whether there is an entry of this state of the data."""
+        """Tells whether there is an entry for this state of the data."""
         with self._lock:
             row = self._find(key)
             return row is not None and row["stamp"] == stamp
@@ -163,20 +164,20 @@ class Packs:
         """Writes a pack of entries.
 
         Args:
-            entries: at least one.
-            tag: kind of the pack.
+            entries: the entries, at least one.
+            tag: the kind of the pack.
 
         Returns:
-            Whether there was room for it.
+            Whether there was room for the pack.
 
         Raises:
-            OSError: it cannot be written, as where the disk is full.
+            OSError: it cannot be written, for example on a full disk.
         """
-        found, offset = [], 0
+        table, offset = [], 0
         for key, stamp, data in entries:
-            found.append((*key, stamp, offset, len(data), zlib.crc32(data)))
+            table.append((*key, stamp, offset, len(data), zlib.crc32(data)))
             offset += len(data)
-        rows = np.array(found, _ENTRY)
+        rows = np.array(table, _ENTRY)
         end = _end(rows, tag)
         size = offset + len(end)
         if not self._make_room(size):
@@ -188,7 +189,7 @@ class Packs:
             with open(part, "xb") as file:
                 file.writelines(data for _, _, data in entries)
                 file.write(end)
-            # Others may have written at the same time: then neither is kept.
+            # Others may have written at the same time: then neither pack is kept.
             if self._size() > self._limit:
                 return False
             with self._lock:
@@ -201,15 +202,15 @@ class Packs:
         return True
 
     def room(self) -> int:
-        """Bytes that packs of ``tags`` may take, those that are there among them."""
+        """Returns the bytes for packs of ``tags``, including existing ones."""
         taken = self.taken()
         return max(min(self._limit, taken.disk) - taken.others, 0)
 
     def taken(self) -> Taken:
-        """What the folder takes now, and could take.
+        """Returns the bytes that the folder takes now, and could take.
 
         Raises:
-            OSError: it is gone.
+            OSError: the folder is gone.
         """
         with self._lock:
             sizes = self._sizes()
@@ -224,7 +225,7 @@ class Packs:
         return Taken(ours, others, disk.f_bavail * disk.f_frsize + total)
 
     def _make_room(self, size: int) -> bool:
-        """Removes what nobody has used for long, if that makes room."""
+        """Removes packs that have not been used for long, if that makes room."""
         with self._lock:
             sizes = self._sizes()
             over = sum(size for size, _ in sizes.values()) + size - self._limit
@@ -247,14 +248,14 @@ class Packs:
         return self._tag_of.get(name) in self.tags
 
     def _sizes(self) -> dict[str, tuple[int, float]]:
-        """Bytes of each file of the folder, and when it was last used."""
-        found = {}
+        """Returns the bytes of each file in the folder, and when it was last used."""
+        sizes = {}
         with os.scandir(self.folder) as files:
             for file in files:
                 with contextlib.suppress(FileNotFoundError):
                     stat = file.stat()
-                    found[file.name] = stat.st_size, stat.st_mtime
-        return found
+                    sizes[file.name] = stat.st_size, stat.st_mtime
+        return sizes
 
     def _size(self) -> int:
         return sum(size for size, _ in self._sizes().values())
@@ -263,11 +264,11 @@ class Packs:
         row = self._table.find(key)
         if row is None or int(row["pack"]) in self._gone:
             return None
-        place = int(row["pack"]), int(row["offset"])
-        return None if place in self._bad else row
+        position = int(row["pack"]), int(row["offset"])
+        return None if position in self._bad else row
 
     def _open(self, pack: int) -> int | None:
-        """A descriptor of the caller's own; None if somebody has removed the pack."""
+        """Returns a descriptor for the caller; None if the pack is removed."""
         if pack not in self._files:
             path = os.path.join(self.folder, self._names[pack])
             try:
@@ -277,7 +278,7 @@ class Packs:
                 return None
             if pack not in self._used:
                 self._used.add(pack)
-                # Says that it is in use.
+                # Marks the pack as used.
                 with contextlib.suppress(OSError):
                     os.utime(path)
             if len(self._files) > _MOST_OPEN:
@@ -285,7 +286,7 @@ class Packs:
         return os.dup(self._files[pack])
 
     def _leave_out(self, pack: int, offset: int) -> None:
-        """Forgets an entry, and removes a pack of which none is left."""
+        """Leaves out a bad entry, and removes a pack without good entries."""
         with self._lock:
             if (pack, offset) in self._bad:
                 return
@@ -322,7 +323,7 @@ class Packs:
         self._table.add(placed)
 
     def _remove_abandoned(self) -> None:
-        """Removes what a process that was killed has left half written."""
+        """Removes half-written files of processes that were killed."""
         for name, (_, changed_s) in self._sizes().items():
             abandoned = time.time() > changed_s + _ABANDONED_S
             if name.startswith(".") and name.endswith(".part") and abandoned:
@@ -330,16 +331,16 @@ class Packs:
 
 
 class _Table:
-    """Entries by their keys: sorted parts of growing size, of which newer ones count.
+    """Entries by key: sorted parts of growing size, of which newer ones count.
 
-    44 bytes an entry, where a dict takes some 200.
+    An entry takes 44 bytes, where a dict takes some 200.
     """
 
     def __init__(self):
         self._parts: list[np.ndarray] = []
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows; they take the place of those with the same keys."""
+        """Adds rows, which replace rows with the same keys."""
         self._parts.append(_sorted(rows))
         while len(self._parts) > 1 and len(self._parts[-2]) < 2 * len(self._parts[-1]):
             newer, older = self._parts.pop(), self._parts.pop()
@@ -348,15 +349,15 @@ class _Table:
     def find(self, key: Key) -> np.void | None:
         """Returns the newest row of a key."""
         for rows in reversed(self._parts):
-            place = np.searchsorted(rows["key"], np.uint64(key.key))
-            if place < len(rows) and rows["key"][place] == key.key:
-                row = rows[place]
+            index = np.searchsorted(rows["key"], np.uint64(key.key))
+            if index < len(rows) and rows["key"][index] == key.key:
+                row = rows[index]
                 return row if row["check"] == key.check else None
         return None
 
 
 def _sorted(rows: np.ndarray) -> np.ndarray:
-    """Sorts rows by their keys; of equal ones, the first stays."""
+    """Sorts rows by their keys; of equal keys, the first row stays."""
     _, first = np.unique(rows["key"], return_index=True)
     return rows[first]
 
@@ -368,14 +369,14 @@ def _end(rows: np.ndarray, tag: int) -> bytes:
 
 
 def _read_end(path: str) -> tuple[int, np.ndarray]:
-    """Tag and table of a pack.
+    """Returns the tag and the table of a pack.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no pack, or damaged.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        # A pipe would be waited for.
+        # Opening a pipe would wait for a writer.
         raise ValueError("it is no regular file")
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)

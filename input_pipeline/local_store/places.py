@@ -1,12 +1,12 @@
-"""Where files lie, and in which parts they are read; needs no TensorFlow."""
+"""Tells which files are far, and the size of reads; needs no TensorFlow."""
 
 import os
 from collections.abc import MutableMapping
 
 import psutil
 
-# Of Google's object store, TensorFlow reads so much at a time, whatever is asked for.
-# It looks at this when it is imported.
+# TensorFlow reads this much at a time from Google's object store, whatever is
+# requested. It reads the variable when it is imported.
 _READS_AHEAD = "GCS_READAHEAD_BUFFER_SIZE_BYTES"
 _TENSORFLOWS = 64 * 2**20
 _BLOCK_BYTES = 4 * 2**20
@@ -16,21 +16,21 @@ _NETWORK = (*_NETWORK, "gpfs", "lustre", "nfs", "smb", "virtiofs")
 
 
 def read_small_blocks(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has TensorFlow read parts of 4 MB; only before it is imported."""
+    """Makes TensorFlow read parts of 4 MB; call it before TensorFlow is imported."""
     environ.setdefault(_READS_AHEAD, str(_BLOCK_BYTES))
 
 
 def block_bytes(path: str) -> int:
-    """Bytes in which a file is read: as few as its file system can read at a time."""
+    """Returns the block size for a file: the least that its file system can read."""
     if not path.startswith("gs://"):
         return _BLOCK_BYTES
     asked = os.environ.get(_READS_AHEAD, "")
-    # As TensorFlow: what is no number does not count; 0 has it read what is asked for.
+    # As in TensorFlow: a value that is no number is ignored; 0 turns read-ahead off.
     return (int(asked) or _BLOCK_BYTES) if asked.isdecimal() else _TENSORFLOWS
 
 
 def is_far(path: str) -> bool:
-    """Tells whether a file is not on a disk of this machine, as far as is known."""
+    """Tells whether a file is not on a disk of this machine, as far as known."""
     if "://" in path:
         return True
     path = os.path.realpath(os.path.expanduser(path))

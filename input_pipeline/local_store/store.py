@@ -1,9 +1,9 @@
-"""Parts of files that lie far away, kept on a local disk and read ahead of use.
+"""Keeps parts of far files on a local disk, and reads them ahead of use.
 
-A file is taken in blocks of some megabytes. A block is read once from where the file
-lies, by one of many threads, and is then kept in packs. Blocks that do not fit are
-read from where they lie each time. Which ones these are is a matter of a hash, so they
-are spread evenly over an epoch, and processes that share a store agree on them.
+A file is read in blocks of some megabytes. One of many threads reads a block once from
+its origin; the block is then kept in packs. Blocks that do not fit are read from their
+origin each time. A hash decides which ones these are, so they are spread evenly over an
+epoch, and processes that share a store agree on them.
 """
 
 import atexit
@@ -25,18 +25,18 @@ from towers.input_pipeline.local_store.packs import Entry, Key, Packs
 from towers.input_pipeline.local_store.places import block_bytes
 from towers.program import forks
 
-# Enough to hide the time that an object store takes for an answer.
+# Enough to hide the latency of an object store.
 _THREADS = 32
 _AHEAD_BYTES = 192 * 2**20
-# Of files that are read from front to back.
+# For files that are read from front to back.
 _BLOCKS_AHEAD, _FILES_AT_ONCE = 32, 16
 _IN_ORDER = Group("in order")
-# What is lost at most when the process is killed, besides what is on its way.
+# The most that is lost when the process is killed, besides what is being written.
 _PACK_BYTES, _PACK_S = 16 * 2**20, 5.0
 # If the disk is slower than the network, blocks are stored in a later epoch.
 _MOST_UNWRITTEN = 8 * _PACK_BYTES
 _SAMPLE = 256
-# Files of which size and time are known.
+# The most files whose size and time are kept.
 _MOST_KNOWN = 2**18
 
 
@@ -44,9 +44,9 @@ class Block(NamedTuple):
     """A part of a file.
 
     Attributes:
-        path: of the file.
-        begin: byte where it begins, a multiple of the file's ``block_bytes``.
-        tag: tells the data set.
+        path: the path of the file.
+        begin: the byte where it begins, a multiple of the file's ``block_bytes``.
+        tag: identifies the data set.
     """
 
     path: str
@@ -58,9 +58,9 @@ class LocalStore:
     """A folder with parts of remote files, for several runs, also at the same time.
 
     Args:
-        folder: where to keep them; hosts may share it.
-        limit_gb: what the folder may take, in GB.
-        tell: is given sentences about what is damaged or full.
+        folder: the folder to keep them in; hosts may share it.
+        limit_gb: the most that the folder may take, in GB.
+        tell: receives sentences about damage, or a lack of room.
 
     Raises:
         ValueError: the folder cannot be written to, or the limit is not positive.
@@ -86,7 +86,7 @@ class LocalStore:
         self._fraction, self._total = 1.0, 0
         self._known: dict[str, tuple[int, int]] = {}
         self._ahead = Ahead(self._fetch, _AHEAD_BYTES, _THREADS)
-        # What is to be written, by tag; and what is not written yet, by key.
+        # Entries to write, by tag; and entries that are not written yet, by key.
         self._pending: dict[int, list[Entry]] = {}
         self._pending_bytes, self._pending_s = 0, 0.0
         self._unwritten: dict[Key, Entry] = {}
@@ -103,8 +103,8 @@ class LocalStore:
         """Returns a data set's files, to be read through the store.
 
         Args:
-            name: of the data set.
-            paths: of all its files.
+            name: the name of the data set.
+            paths: the paths of all its files.
         """
         some = paths[:: max(len(paths) // _SAMPLE, 1)]
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -122,39 +122,40 @@ class LocalStore:
         return StoredFiles(self, tag, note, ahead)
 
     def size_and_stamp(self, path: str) -> tuple[int, int]:
-        """Bytes of a file, and a number that changes with it; asked for once a run.
+        """Returns the bytes of a file, and a number that changes with it; cached.
 
         Raises:
-            tf.errors.OpError: it is not there.
+            tf.errors.OpError: the file is missing.
         """
-        found = self._known.get(path)
-        if found is None:
+        known = self._known.get(path)
+        if known is None:
             stat = tf.io.gfile.stat(path)
             stamp = _number(f"{stat.length} {stat.mtime_nsec}")
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[path] = stat.length, stamp
-        return found
+            known = self._known[path] = stat.length, stamp
+        return known
 
     def announce(self, block: Block, group: Group | None) -> None:
-        """Says that a block will be read, as one of several that are read in turn.
+        """Announces that a block will be read, as one of several that are read in turn.
 
         Args:
-            block: which one.
-            group: of those several; None for what is read before all others.
+            block: the block.
+            group: the group of the block; None for blocks that are read before all
+                others.
         """
         self._ahead.announce(block, group)
 
     def read(self, block: Block) -> bytes:
-        """Returns a block; it stays at hand until it is dropped."""
+        """Returns a block, which stays at hand until it is dropped."""
         return self._ahead.get(block)
 
     def drop(self, block: Block) -> None:
-        """Says that a block is not needed any more in this epoch."""
+        """Releases a block that is not needed any more in this epoch."""
         self._ahead.drop(block)
 
     def flush(self) -> None:
-        """Writes what is to be written."""
+        """Writes all pending blocks."""
         self._write_pending()
         with self._lock:
             writing, self._writing = self._writing, []
@@ -162,14 +163,14 @@ class LocalStore:
             written.result()
 
     def close(self) -> None:
-        """Writes what is to be written, and ends all threads; happens at exit, too.
+        """Writes all pending blocks, and ends all threads; happens at exit, too.
 
-        Says what has found no room.
+        Reports data that have found no room.
         """
         atexit.unregister(self._at_exit)
         self._ahead.close()
         self.flush()
-        # Else it is closed, or why it takes nothing is said; or nothing was remote.
+        # Otherwise the store is closed or has reported this, or nothing was remote.
         if self._takes_more and self.remote_blocks:
             self._tell_of_limit()
         self._takes_more = False
@@ -183,14 +184,14 @@ class LocalStore:
             return
         size = self._total
         if self._refused_bytes:
-            # Others have filled it meanwhile, or the data are more than was thought.
+            # Others have filled it meanwhile, or the data are larger than estimated.
             left = max(size - taken.ours, self._refused_bytes)
             size = max(size, taken.ours + left)
         if left:
             self._tell(notes.of_limit(self.folder, taken, size, left))
 
     def _fetch(self, block: Block) -> bytes:
-        """A block, from the store if it is there, and else from where it lies."""
+        """Returns a block, from the store if it is there, else from its origin."""
         size, stamp = self.size_and_stamp(block.path)
         length = min(size - block.begin, block_bytes(block.path))
         key = _key(block)
@@ -239,7 +240,7 @@ class LocalStore:
             self._write_pending()
 
     def _write_late(self) -> None:
-        # What it was started for may have been written.
+        # The entries that it was started for may have been written.
         if time.monotonic() >= self._pending_s + _PACK_S:
             self._write_pending()
 
@@ -260,10 +261,10 @@ class LocalStore:
         try:
             # Others may have been faster.
             self._packs.look()
-            missing = [each for each in entries if not self._packs.has(*each[:2])]
+            missing = [entry for entry in entries if not self._packs.has(*entry[:2])]
             if missing and self._takes_more:
                 if not self._packs.write(missing, tag):
-                    size = sum(len(each.data) for each in missing)
+                    size = sum(len(entry.data) for entry in missing)
                     self._refused_bytes = max(self._refused_bytes, size)
         except OSError as error:
             self._takes_more = False
@@ -282,7 +283,7 @@ class StoredFiles:
     """The files of a data set, read through a ``LocalStore``.
 
     Attributes:
-        note: what the store keeps of them, a sentence.
+        note: a sentence about the part that the store keeps.
     """
 
     def __init__(self, store: LocalStore, tag: int, note: str, blocks_ahead: int):
@@ -290,7 +291,7 @@ class StoredFiles:
         self._blocks_ahead = blocks_ahead
 
     def announce(self, paths: Iterable[str], group: Group) -> None:
-        """Says that files will be read from their beginnings, in this order."""
+        """Announces that files will be read from their beginnings, in this order."""
         for path in paths:
             self.store.announce(Block(path, 0, self._tag), group)
 
@@ -299,7 +300,7 @@ class StoredFiles:
 
         Raises:
             tf.errors.OpError: it cannot be read.
-            ValueError: it is changed while it is read.
+            ValueError: it changes while it is read.
         """
         size, _ = self.store.size_and_stamp(path)
         step = block_bytes(path)
@@ -323,13 +324,13 @@ class StoredFiles:
         return data[begin - first : max(end - first, 0)]
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Returns the bytes of a file."""
         return self.store.size_and_stamp(path)[0]
 
     def read_from(self, path: str, begin: int) -> bytes:
-        """Returns what follows a byte that is there, up to the end of its block.
+        """Returns the bytes from a position up to the end of its block.
 
-        The block before it is not needed any more, and the next ones will be.
+        The block before is released, and the next ones are announced.
         """
         size, step = self.size(path), block_bytes(path)
         at = begin // step * step
@@ -346,12 +347,12 @@ class StoredFiles:
 
 
 def read_range(path: str, begin: int, length: int) -> bytes:
-    """Reads a part of a file from where it lies.
+    """Reads a part of a file from its origin.
 
     Raises:
         OSError: it cannot be read.
-        tf.errors.OpError: the same, of a remote file.
-        ValueError: it is shorter.
+        tf.errors.OpError: a remote file cannot be read.
+        ValueError: the file is shorter.
     """
     remote = "://" in path
     with tf.io.gfile.GFile(path, "rb") if remote else open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The flags --local_store and --local_store_gb, and their check, without TensorFlow."""
+"""Defines --local_store and --local_store_gb, and checks them without TensorFlow."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,21 +28,21 @@ HELPS = {
 def define(group: Mapping[str, str]) -> None:
     """Defines the flags, for programs without settings.
 
-    They are shown below the heading that `group` has as ``module_name``.
+    The flags appear below the heading that `group` has as ``module_name``.
     """
     flags.DEFINE_string("local_store", None, HELPS["local_store"], **group)
     flags.DEFINE_float("local_store_gb", LIMIT_GB, HELPS["local_store_gb"], **group)
 
 
 def check(settings: Any, named: Sequence[str]) -> None:
-    """Checks that there is something to store, and a place for it.
+    """Checks that there are data to store, and a place for them.
 
     Args:
-        settings: with the flags as its attributes.
+        settings: has the flags as its attributes.
         named: the data sets, as for ``open_source``.
 
     Raises:
-        ValueError: there is not.
+        ValueError: there are none.
     """
     folder, limit_gb = settings.local_store, settings.local_store_gb
     if not 0 < limit_gb < math.inf:
@@ -67,7 +67,7 @@ def check(settings: Any, named: Sequence[str]) -> None:
             f"Received --local_store={folder} with --data_service, whose workers read "
             "the files themselves; expected one of the two."
         )
-    if not any(specs.takes(each, "local_store") for each in named):
+    if not any(specs.takes(name, "local_store") for name in named):
         data = " and ".join(named) or "data of your own"
         raise ValueError(
             f"Received --local_store={folder} for {data}; expected it only for "
@@ -79,5 +79,5 @@ def check(settings: Any, named: Sequence[str]) -> None:
             "once; expected one of the two."
         )
     check_folder("local_store", folder, "--local_store")
-    if any("gs://" in each for each in named):
+    if any("gs://" in name for name in named):
         places.read_small_blocks()  # while TensorFlow is not imported

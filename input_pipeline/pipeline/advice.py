@@ -1,8 +1,8 @@
-"""What to do about a stage of the pipeline, by the name that `Pipeline` gives it."""
+"""Advises on stages of the pipeline, by the name that `Pipeline` gives them."""
 
 from collections.abc import Mapping
 
-# What brings records up to `parse` is "read".
+# "read" brings records to `parse`.
 _TEXTS = {
     "read": "keep the data in memory ({cache}), on a faster disk ({local_store} for "
     "remote files), or in fewer and larger files ({tfrecord})",
@@ -19,7 +19,7 @@ _TEXTS = {
     "prefetch": "several steps in a call, such as {steps}, or a larger {ram_budget_mb}",
     "copy": "take fewer towers, a larger {batch_size} or a smaller {image_size}",
 }
-# The same of examples that are kept.
+# The same for examples that are kept.
 _OF_KEPT = dict.fromkeys(
     ("read", "parse"),
     "take a larger {batch_size}: after the first epoch, the examples are at hand "
@@ -44,10 +44,10 @@ _ARGUMENTS = {name: name for name in _NAMES} | {
 
 
 def stage_advice(kept: bool = False, flags: bool = False) -> Mapping[str, str]:
-    """What to do about each stage, if it is slow.
+    """Returns advice on each stage, for when it is slow.
 
     Args:
-        kept: whether the examples are kept in memory, or on the disk.
+        kept: whether the examples are kept in memory or on disk.
         flags: whether to name the flags of programs; else, the arguments of `cached`,
             `make_dataset` and Keras.
     """

@@ -1,20 +1,20 @@
-"""Batches of rows of tokens of like length, which need little padding."""
+"""Makes batches of rows of tokens of like length, which need little padding."""
 
 import tensorflow as tf
 
-# As many as Hugging Face's LengthGroupedSampler takes. Of a small set so few that each
-# epoch has other batches.
+# As many as Hugging Face's LengthGroupedSampler takes. For a small set fewer, so that
+# each epoch has other batches.
 _MOST, _LEAST_GROUPS = 50, 4
-# Lengths of batches: what is compiled for a shape is compiled for few.
+# Batches have at most this many lengths, as each shape is compiled.
 _LENGTHS = 8
 
 
 def grouped(rows: int, batch_size: int) -> int:
-    """Returns of how many batches the rows are sorted by length together.
+    """Returns the number of batches whose rows are sorted by length together.
 
     Args:
-        rows: of an epoch.
-        batch_size: of a batch.
+        rows: the number of rows of an epoch.
+        batch_size: the number of rows of a batch.
     """
     return max(min(rows // batch_size // _LEAST_GROUPS, _MOST), 1)
 
@@ -22,11 +22,11 @@ def grouped(rows: int, batch_size: int) -> int:
 def shorten(dataset: tf.data.Dataset, of_each: bool) -> tf.data.Dataset:
     """Cuts padding off that all rows of a batch have at their end.
 
-    What is left is a multiple of an eighth of the rows' length, rounded up.
+    The rest is a multiple of an eighth of the rows' length, rounded up.
 
     Args:
-        dataset: of batches (int32 tokens [B, T], targets, ...).
-        of_each: whether the targets, and their weights, are of tokens.
+        dataset: has batches (int32 tokens [B, T], targets, ...).
+        of_each: whether targets, and their weights, are per token.
     """
     length = dataset.element_spec[0].shape[1]
     step = -(-length // _LENGTHS)

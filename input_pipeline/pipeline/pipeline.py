@@ -6,26 +6,30 @@ copying it to the devices and making floats of it are left to whoever iterates.
 
 import dataclasses
 import functools
+import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from towers.input_pipeline.images import recipes
+from towers.input_pipeline.images import draws, recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
 from towers.input_pipeline.local_store.ahead import EPOCHS_AT_ONCE
-from towers.input_pipeline.pipeline import epochs, facts, lengths, room
+from towers.input_pipeline.pipeline import lengths, room
 from towers.input_pipeline.pipeline.advice import stage_advice
-from towers.input_pipeline.pipeline.checks import check
 from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.rows import Rows, Share
 from towers.input_pipeline.pipeline.scaling import Scaling
 from towers.input_pipeline.pipeline.sizes import unknown_size
 from towers.input_pipeline.pipeline.stages import RecordStages
+from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
+from towers.program.python_calls import until_exit
 
 _TOKENS_AT_ONCE = 2**17
 
@@ -134,7 +138,63 @@ class Pipeline:
             if None in shape:
                 raise ValueError(unknown_size(self.source))
             object.__setattr__(self, "image_shape", shape)
-        check(self)
+        self._check()
+
+    def _check(self):
+        """Checks that options go together, and with the source."""
+        source, shape = self.source, self.image_shape
+        if self.scaling is None:
+            check_image_shape(source, shape)
+        if self.split not in source.splits:
+            known = ", ".join(source.splits) or "none yet: call prepare() first"
+            raise ValueError(f"{source.name} has no split {self.split!r}, only {known}")
+        for name in ("batch_size", "seed", "shuffle_mb", "start_epoch", "start_record"):
+            least = 1 if name == "batch_size" else 0
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, expected at least {least}"
+                )
+        if self.data_service is not None and not source.in_graph:
+            raise ValueError(
+                f"data_service is {self.data_service}, but {source.name} is read "
+                "by Python, which its workers cannot run: expected TFRecord files, to "
+                "which towers.input_pipeline.convert turns any source"
+            )
+        service = self.data_service is not None
+        if service and self.share is not None and not self.deterministic:
+            raise ValueError(
+                f"data_service is {self.data_service} on several hosts, whose workers "
+                "would give each host other batches: expected deterministic=True, or "
+                "no data service, as each host decodes its own rows only"
+            )
+        if self.group_by_length and not source.has_padding:
+            raise ValueError(
+                f"group_by_length is True, but {source.name} has no padded rows "
+                "of tokens: expected texts or sentences of different lengths, so leave "
+                "it out"
+            )
+        if (scaling := self.scaling) is not None and (
+            tuple(source.image_shape) != (len(scaling.names),)
+            or shape != (len(scaling.all_names),)
+        ):
+            raise ValueError(
+                f"scaling makes {len(scaling.all_names)} columns of "
+                f"{len(scaling.names)}, but examples of {source.name} have the shape "
+                f"{tuple(source.image_shape)} and image_shape is {shape}: expected the "
+                "same columns, so measure scaling on this source, or leave it out"
+            )
+        if source.target.kind == "mask" and self.randaugment is not None:
+            raise ValueError(
+                f"randaugment is {self.randaugment}, which changes images without "
+                f"their masks, and {source.name} has masks: expected None"
+            )
+        plain = self.recipe == "none" and self.randaugment is None
+        if len(shape) == 1 and not plain:
+            raise ValueError(
+                f"recipe is {self.recipe!r}, randaugment {self.randaugment}: "
+                f"{source.name} has no images but rows of numbers, so expected "
+                "'none' and None"
+            )
 
     def dataset(self) -> tf.data.Dataset:
         """Builds the dataset.
@@ -170,14 +230,43 @@ class Pipeline:
     def order(self) -> dict[str, Any]:
         """What decides which records a batch has, by its place in an epoch.
 
-        A run that goes on in the middle of an epoch needs the same.
+        A run that goes on in the middle of an epoch needs the same. How much memory is
+        free is none of it: a deterministic run keeps up to 1 GB of examples, by the
+        data alone. The limit of a container counts.
         """
-        return facts.order(self)
+        source, split = self.source, self.split
+        files = source.origin.files_digest(split)
+        has_files = not files.startswith("0 ")
+        buffer_mb, target = room.shuffle_mb(self.shuffle_mb), source.target
+        return {
+            "dataset": source.name.partition(":")[0] if has_files else source.name,
+            "files": files,
+            # Data that were changed have other sizes, mostly; times change with each
+            # copy.
+            "bytes": source.origin.bytes_of(split) if has_files else None,
+            "split": split,
+            "batch size": self.batch_size,
+            # Also those that are passed over: the others keep their places.
+            "examples": source.size_of_all(split),
+            "seed": self.seed,
+            "classes": target.names or target.size,
+            "kept in memory": source.origin is not source,
+            "shuffle_mb": buffer_mb if source.has_buffer else None,
+            "grouped by length": self.group_by_length or None,
+        }
 
     @property
     def makes(self) -> dict[str, Any]:
         """What decides what becomes of a record; hosts have to have the same."""
-        return facts.makes(self)
+        measured = repr((self.scaling, {**self.source.vocabularies}))
+        return {
+            "image_shape": self.image_shape,
+            "recipe": self.recipe,
+            "randaugment": self.randaugment,
+            "what was measured of the data": hashlib.sha256(
+                measured.encode()
+            ).hexdigest()[:8],
+        }
 
     def _all(self):
         if self.data_service is not None:
@@ -346,12 +435,43 @@ class Pipeline:
         return dataset.rebatch(self._rows_given)
 
     def _epochs(self, build: Callable) -> tf.data.Dataset:
-        return epochs.in_turn(
-            build,
-            seed=self.seed,
-            start_epoch=self.start_epoch,
-            start_record=self.start_record,
-            training=self.training,
-            repeat=self.repeat,
-            alone=self.source.epochs_alone,
+        """A dataset that is the next epoch at each iteration.
+
+        Python counts epochs, because tf.data's own ``reshuffle_each_iteration`` begins
+        at epoch 0 in each run. Nothing uses `Dataset.from_generator`: it fixes malloc's
+        threshold for the whole process, and a small model's step becomes 8% slower.
+
+        Args:
+            build: makes an epoch's dataset of its seeds (int64 [4]: two of the order,
+                one of the augmentation, the epoch's number) and of the record to start
+                at.
+        """
+        numbers = itertools.count(self.start_epoch)
+
+        @until_exit
+        def next_epoch():
+            number = next(numbers) if self.training else 0
+            start = self.start_record if number == self.start_epoch else 0
+            seeds = [*draws.epoch_seeds(self.seed, number), number]
+            return np.array(seeds, np.int64), np.int64(start)
+
+        @tf.autograph.experimental.do_not_convert
+        def count(_):
+            seeds, start = tf.numpy_function(next_epoch, [], [tf.int64, tf.int64])
+            return tf.ensure_shape(seeds, [4]), tf.ensure_shape(start, [])
+
+        @tf.autograph.experimental.do_not_convert
+        def epoch(seeds, start):
+            # The seed of this function's graph alone: the program's global seed would
+            # otherwise be mixed into the order (and 0 with a tensor seed fails).
+            tf.random.set_seed(1)
+            return build(seeds, start)
+
+        dataset = tf.data.Dataset.from_tensors(0)
+        dataset = (dataset.repeat() if self.repeat else dataset).map(count)
+        if self.source.epochs_alone or not self.repeat:
+            return dataset.flat_map(epoch)
+        # In parallel, it begins the next epochs while one is still read.
+        return dataset.interleave(
+            epoch, cycle_length=1, num_parallel_calls=1, deterministic=True
         )

@@ -1,4 +1,4 @@
-"""Columns of numbers, scaled by what they are in the training data."""
+"""Scales columns of numbers by their statistics in the training data."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,21 @@ from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.sources.tables.moments import Moments
 
 _AT_ONCE = 4096
-# Below that part of the mean, what differs is how float64 rounds sums.
+# Below this fraction of the mean, differences come from float64's rounding of sums.
 _ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Makes numbers that a model learns from of a table's columns of numbers.
+    """Converts a table's columns of numbers to numbers that a model learns from.
 
     Attributes:
-        names: of the columns.
-        mean: of each; 0 of columns that are not scaled.
-        std: standard deviation of each; 1 of a column that is constant or not scaled.
-        fill: of each, what stands for a number that is missing. Empty: none is.
-        marked: names of the columns of which a further column tells, as 0 or 1, whether
-            the number is missing.
+        names: the names of the columns.
+        mean: the mean of each; 0 for columns that are not scaled.
+        std: standard deviation of each; 1 for a column that is constant or not scaled.
+        fill: the replacement of missing numbers in each. Empty: none is missing.
+        marked: names of columns that get a further column, 0 or 1, which marks missing
+            numbers.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Scaling:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Names of the columns that a model gets."""
+        """The names of the columns that a model gets."""
         return (*self.names, *(f"{name} is missing" for name in self.marked))
 
     def __call__(self, x: Any) -> Any:
@@ -44,57 +44,58 @@ class Scaling:
 
         Args:
             x: numbers [..., F], a tensor or an array, as exact as they are known, NaN
-                where one is missing; or a dict of which that is ``dense``.
+                where one is missing; or a dict with these as ``dense``.
 
         Returns:
-            The same, scaled, and a column for each that is `marked`: float32.
+            The scaled numbers, and a column for each `marked` one: float32.
         """
         if isinstance(x, Mapping):
             return {**x, "dense": self(x["dense"])} if "dense" in x else x
-        # In float32, near numbers far from 0 would be one before the mean is taken off.
+        # In float32, close numbers far from 0 would be equal before the mean is
+        # subtracted.
         x = tf.cast(x, tf.float64)
         marks = []
         if self.fill:
             missing = tf.math.is_nan(x)
             x = tf.where(missing, np.float64(self.fill), x)
-            places = [self.names.index(name) for name in self.marked]
-            marks = [tf.gather(missing, places, axis=-1)] if places else []
+            indices = [self.names.index(name) for name in self.marked]
+            marks = [tf.gather(missing, indices, axis=-1)] if indices else []
         x = tf.cast((x - np.float64(self.mean)) / np.float64(self.std), tf.float32)
         return tf.concat([x, *(tf.cast(m, tf.float32) for m in marks)], axis=-1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what ``from_json`` reads; the numbers are kept exactly."""
+        """Returns a dictionary for ``from_json``; it keeps the numbers exactly."""
         return {
             field.name: [*getattr(self, field.name)]
             for field in dataclasses.fields(self)
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Sequence[Any]]) -> Self:
-        """Makes one of what ``to_json`` returned.
+    def from_json(cls, content: Mapping[str, Sequence[Any]]) -> Self:
+        """Makes a scaling from the result of ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: `content` is something else.
         """
         scaling = cls(
-            tuple(map(str, found["names"])),
-            tuple(map(float, found["mean"])),
-            tuple(map(float, found["std"])),
-            tuple(map(float, found.get("fill", ()))),
-            tuple(map(str, found.get("marked", ()))),
+            tuple(map(str, content["names"])),
+            tuple(map(float, content["mean"])),
+            tuple(map(float, content["std"])),
+            tuple(map(float, content.get("fill", ()))),
+            tuple(map(str, content.get("marked", ()))),
         )
         count = len(scaling.names)
         sizes = len(scaling.mean), len(scaling.std), len(scaling.fill) or count
         if {*sizes} != {count} or not {*scaling.marked} <= {*scaling.names}:
-            raise ValueError(f"received {dict(found)}: expected lists of one length")
+            raise ValueError(f"received {dict(content)}: expected lists of one length")
         return scaling
 
 
 def as_float32(x: Any) -> Any:
-    """Makes float32 of rows of numbers, in which models compute.
+    """Converts rows of numbers to float32, in which models compute.
 
     Args:
-        x: a batch of examples of any kind; only float64 is changed.
+        x: a batch of examples of any kind; only float64 changes.
     """
     if isinstance(x, Mapping):
         return {name: as_float32(column) for name, column in x.items()}
@@ -106,14 +107,14 @@ def measure_scaling(
 ) -> Scaling:
     """Measures mean and standard deviation of columns, in one pass over a split.
 
-    Tables were measured as they were opened, and are not read again. What is no number
-    is left out, and whoever trains on it says so.
+    Tables were measured when they were opened, and are not read again. Values that are
+    no numbers are left out; training on them raises an error.
 
     Args:
-        source: of rows of numbers, prepared.
+        source: a prepared source of rows of numbers.
         split: the training data.
-        standardize: whether columns are to have mean 0 and standard deviation 1; else
-            they stay as they are, and only what is missing is filled in.
+        standardize: whether columns get mean 0 and standard deviation 1; else they stay
+            as they are, and only missing numbers are filled in.
 
     Raises:
         ValueError: the source has no rows of numbers.
@@ -135,7 +136,7 @@ def measure_scaling(
     if not standardize:
         mean, std = np.zeros(len(names)), np.ones(len(names))
     return Scaling(
-        names, *(tuple(map(float, each)) for each in (mean, std, fill)), marked
+        names, *(tuple(map(float, numbers)) for numbers in (mean, std, fill)), marked
     )
 
 
@@ -154,7 +155,7 @@ def _measured(source: Source, split: str) -> Moments:
 
 
 def _names(source: Source) -> tuple[str, ...]:
-    """The columns' names; an array has none, and they are numbered."""
+    """Returns the columns' names; the columns of an array are numbered."""
     (size,) = source.image_shape
     names = tuple(source.image_fields)
     return names if len(names) == size else tuple(map(str, range(size)))
@@ -164,17 +165,17 @@ def _names(source: Source) -> tuple[str, ...]:
 def columns_merged_by_float32(
     source: Source, scaled: bool, split: str = "train"
 ) -> tuple[list[str], list[str]]:
-    """Finds columns most of whose values are one in float32, such as Unix seconds.
+    """Finds columns most of whose values are equal in float32, such as Unix seconds.
 
-    It looks at the first rows.
+    It looks at the first rows only.
 
     Args:
-        source: prepared.
+        source: a prepared source.
         scaled: whether the numbers of an example are scaled before they are float32.
         split: the training data.
 
     Returns:
-        Names of the columns to learn from, and of those to predict.
+        Names of the columns to learn from, and of the columns to predict.
     """
     of_rows = source.input_kind in ("row", "columns") and source.image_shape[0] > 0
     has_rows, has_targets = of_rows and not scaled, source.target.kind == "numbers"
@@ -198,7 +199,7 @@ def _merged(names: Sequence[str], rows: tf.Tensor) -> list[str]:
     return [
         name
         for name, column in zip(names, rows.numpy().T, strict=True)
-        # To round decimals takes seconds in a wide table, so few columns come to it.
+        # Rounding decimals takes seconds in a wide table, so few columns get there.
         if _is_merged(column) and _is_merged(_without_rounding(column))
     ]
 

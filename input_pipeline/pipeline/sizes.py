@@ -1,4 +1,4 @@
-"""Says of images whose size nothing tells beforehand what the first ones have."""
+"""Describes the sizes of the first images if nothing else tells them."""
 
 import tensorflow as tf
 
@@ -10,12 +10,12 @@ _FIRST = 16
 
 
 def unknown_size(source: Source) -> str:
-    """Says why there is no one size of a source's images, and what to do.
+    """Explains why images have no common size, with advice.
 
-    It looks at the first images; all others may have other sizes.
+    It looks at the first images; the others may have other sizes.
 
     Args:
-        source: of images whose size is not known.
+        source: a source of images of unknown size.
 
     Returns:
         A sentence.
@@ -23,7 +23,7 @@ def unknown_size(source: Source) -> str:
     try:
         sizes = _first_sizes(source)
     except (*BAD_RECORD, KeyError, ValueError):
-        sizes = []  # which whoever reads them says
+        sizes = []  # reading them raises the error
     names = sorted({f"{height}x{width}" for height, width in sizes})
     if not names:
         why, advice = f"The size of the images of {source.name} is not known", "224"
@@ -47,7 +47,7 @@ def unknown_size(source: Source) -> str:
 
 @tf.autograph.experimental.do_not_convert
 def _first_sizes(source: Source) -> list[list[int]]:
-    """Height and width of the first images; none where they are not at hand yet."""
+    """Returns height and width of the first images; none if not at hand yet."""
     if not source.splits or not source.encoded:
         return []
     with tf.device("/CPU:0"):

@@ -1,7 +1,7 @@
 """The stages of a pipeline, from batches of raw records to batches of images.
 
-To start an operation takes microseconds. So small records are parsed, and draw, by the
-batch; images are decoded one by one, in parallel.
+Starting an operation takes microseconds. So small records are parsed, and draw, in
+batches; images are decoded one by one, in parallel.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ _FEW_CORES = 8
 
 @dataclasses.dataclass(frozen=True)
 class RecordStages:
-    """What becomes of raw records; see ``Pipeline`` for the attributes.
+    """Prepares raw records; see ``Pipeline`` for the attributes.
 
     Attributes:
-        rows: those that come of each batch, the last one of an epoch excepted.
+        rows: number of rows of each batch, except an epoch's last one.
     """
 
     source: Source
@@ -37,28 +37,28 @@ class RecordStages:
     exact: bool = False
 
     def behind(self, raw: tf.data.Dataset) -> list[tuple[str, tf.data.Dataset]]:
-        """The names of the stages, in order, and the datasets that end behind each.
+        """Returns the names of the stages, and the datasets that end with each.
 
         Args:
-            raw: the first: batches of (augmentation seed, numbers, raw records), and
-                of what is to stand beside the rows, if anything.
+            raw: the first stage: batches of (augmentation seed, numbers, raw records),
+                and of values beside the rows, if any.
         """
         recipe, auto = self.recipe, tf.data.AUTOTUNE
-        # By the batch: to start an operation takes longer than a small record does.
+        # In batches: starting an operation takes longer than parsing a small record.
         dataset = raw.map(self._parse(), num_parallel_calls=auto, name="parse")
         stages = [("read", raw), ("parse", dataset)]
         if self.source.encoded or recipe.window or recipe.one:
             dataset = dataset.unbatch()
             if self.source.is_far:
-                # One by one, in the order in which they arrive: whoever waits for a
-                # later one cannot decode those that are there.
+                # One by one, in order of arrival: a decoder that waited for a later
+                # image could not decode the images that are there.
                 dataset = dataset.map(self._load, name="load")
                 stages.append(("load", dataset))
             # Decoding is the costly stage: image by image, on all cores.
             dataset = dataset.map(self._one(), num_parallel_calls=auto, name="decode")
             stages.append(("decode", dataset))
-            # The short last batch stays: every example is seen once in an epoch. To
-            # copy in parallel costs more than it gains, but for many cores.
+            # The short last batch stays: every example is seen once in an epoch.
+            # Copying in parallel costs more than it gains, except on many cores.
             copies = auto if THREADS > _FEW_CORES else None
             dataset = dataset.batch(self.rows, num_parallel_calls=copies)
             stages.append(("batch", dataset))
@@ -72,12 +72,12 @@ class RecordStages:
         @tf.autograph.experimental.do_not_convert
         def parse(seed, numbers, records, *beside):
             images, labels = self.source.parse(records)
-            if self.source.target.kind != "tokens":  # which are what they are
+            if self.source.target.kind != "tokens":  # which need no check
                 may_be_missing = self.source.missing != "fail"
                 assert_good(images, labels, self.source.target, may_be_missing)
             if not self.source.encoded and len(self.image_shape) == 3:
                 images = augment.convert_channels(images, self.image_shape[-1])
-            # At least one: `unbatch` crashes on rows of nothing.
+            # At least one draw: `unbatch` crashes on empty rows.
             if self.recipe.draws:
                 u = draws.uniform(seed, numbers, self.recipe.draws)
             else:
@@ -143,7 +143,7 @@ class RecordStages:
     def _cut_both(
         self, image: tf.Tensor, mask: tf.Tensor, window: Callable
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """A window of an encoded image, resized, and the same of its mask."""
+        """Returns a window of an encoded image, resized, and the same of its mask."""
         height, width, channels = self.image_shape
         image = decode_image(image, (None, None, channels))
         shape = tf.shape(image)

@@ -1,1 +1,1 @@
-"""Which records of a source are bad, and what becomes of them."""
+"""Finds the bad records of a source, and passes them over."""

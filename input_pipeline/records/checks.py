@@ -1,7 +1,6 @@
-"""Which record is bad: asked before training for labels, after an error for all.
+"""Finds bad records: by labels before training, in all ways after an error.
 
-TensorFlow's errors do not say which record was bad, and `ignore_errors` drops whole
-batches.
+TensorFlow's errors do not name the bad record, and `ignore_errors` drops whole batches.
 """
 
 import concurrent.futures
@@ -29,7 +28,7 @@ from towers.input_pipeline.sources.targets import LARGEST, Target
 from towers.program import progress, voice
 from towers.program.progress import Progress
 
-# What TensorFlow raises where a record is bad.
+# TensorFlow's errors for a bad record.
 BAD_RECORD = (
     tf.errors.DataLossError,
     tf.errors.FailedPreconditionError,
@@ -40,15 +39,15 @@ BAD_RECORD = (
 )
 _CHANGED = re.compile(r"[^\[\]\n]+ " + re.escape(CHANGED))
 
-# It says so of more records, and of fewer, than were counted.
+# TensorFlow's message for more, or fewer, records than were counted.
 ANOTHER_COUNT = "Input dataset was expected to contain"
 
-# To read this much takes no time; of more, some records of some files are looked at.
+# Reading this much takes no time; of more, only a sample is checked.
 _SCAN_ALL_BELOW_MB = 16
-# Of this much, only the lengths of records are read.
+# Below this, the lengths of records are read.
 _CHECK_ENDS_BELOW_MB = 256
 _SAMPLE_PER_FILE, _SAMPLED_FILES = 100, 100
-# Files whose sizes are asked for at once.
+# Files whose sizes are requested at once.
 _AT_ONCE = 16
 
 
@@ -56,45 +55,45 @@ def check_image_shape(source: Source, shape: Sequence[int]) -> None:
     """Checks that a source's examples can be made in a shape.
 
     Raises:
-        ValueError: it is no shape of an image, or not that of the source's rows of
-            numbers, or its channels do not convert.
+        ValueError: the shape is no shape of an image, or not that of the source's rows
+            of numbers, or its channels do not convert.
     """
     own = tuple(source.image_shape)
     try:
-        found = tuple(operator.index(number) for number in shape)
+        wanted = tuple(operator.index(number) for number in shape)
     except TypeError:
-        found = ()
+        wanted = ()
     if len(own) == 1:
-        if found != own:
+        if wanted != own:
             raise ValueError(
                 f"image_shape is {shape}, but {source.name} has rows of {own[0]} "
                 f"numbers, which stay as they are: expected {own}"
             )
         return
-    if len(found) != 3 or min(found) < 1:
+    if len(wanted) != 3 or min(wanted) < 1:
         raise ValueError(
             f"image_shape is {shape}, expected height, width and channels, such as "
             f"(224, 224, {own[-1]})"
         )
-    if own[-1] is not None and {found[-1], own[-1]} not in ({own[-1]}, {1, 3}):
+    if own[-1] is not None and {wanted[-1], own[-1]} not in ({own[-1]}, {1, 3}):
         raise ValueError(
             f"image_shape is {shape}, but the images of {source.name} have {own[-1]} "
             "channels, and only 1 and 3 convert into each other: expected "
-            f"{(*found[:2], own[-1])}"
+            f"{(*wanted[:2], own[-1])}"
         )
 
 
 def scan_labels(source: Source, split: str) -> None:
     """Finds a label outside [0, num_classes) before training starts.
 
-    No image is decoded. All labels are read where the split's files are smaller than
-    16 MB together, and otherwise the first 100 of 100 files: the others are checked as
-    they are trained on, see ``assert_good``. The ends of files are looked at if they
-    are smaller than 256 MB together, also of sources whose labels are right by
-    construction. An empty file is said in the log.
+    No image is decoded. All labels are read if the split's files are smaller than 16 MB
+    together, otherwise the first 100 of 100 files: the others are checked while they
+    are trained on, see ``assert_good``. The ends of files are checked if they are
+    smaller than 256 MB together, also of sources whose labels are right by
+    construction. The log names empty files.
 
     Args:
-        source: prepared.
+        source: a prepared source.
         split: one of ``source.splits``.
 
     Raises:
@@ -126,14 +125,14 @@ def scan_labels(source: Source, split: str) -> None:
 
 @contextlib.contextmanager
 def blame_records(*sources: Source) -> Iterator[None]:
-    """Turns TensorFlow's error for a bad record into one that says which it is.
+    """A context that turns TensorFlow's error for a bad record into one that names it.
 
     Args:
-        *sources: prepared; what may be read inside.
+        *sources: prepared sources that may be read in the context.
 
     Raises:
         BadRecordError: TensorFlow raised an error, and ``find_bad_record`` found the
-            reason in a split of a source. Without one, the error is left as it is.
+            reason in a split of a source. Without a reason, the error is left as it is.
     """
     try:
         yield
@@ -155,7 +154,7 @@ def blame_records(*sources: Source) -> Iterator[None]:
 
 
 def _first_bad(sources: Sequence[Source]) -> BadRecordError | None:
-    """Makes an error of the first bad record of some sources."""
+    """Makes an error from the first bad record of some sources."""
     for source in {id(source.origin): source for source in sources}.values():
         for split in source.splits:
             if record := next(find_bad_records(source, split), None):
@@ -166,9 +165,9 @@ def _first_bad(sources: Sequence[Source]) -> BadRecordError | None:
 def assert_good(
     images: Any, labels: tf.Tensor, target: Target, may_be_missing: bool = False
 ) -> None:
-    """Fails at run time on any device where an example cannot be learnt from.
+    """Fails at run time, on any device, if an example cannot be learnt from.
 
-    Numbers are NaN where they may be missing.
+    Missing numbers are NaN.
 
     On a GPU, or under XLA, a label outside [0, num_classes) would silently give a loss
     of NaN or 0; so would a number that is not finite, anywhere.
@@ -180,7 +179,7 @@ def assert_good(
         )
     numbers = images.get("dense") if isinstance(images, Mapping) else images
     if numbers is not None and numbers.dtype.is_floating:
-        # Of NaN, that is false.
+        # For NaN, this is false.
         good = tf.abs(numbers) <= LARGEST
         if may_be_missing:
             good |= tf.math.is_nan(numbers)
@@ -191,9 +190,9 @@ def assert_good(
 def find_bad_records(source: Source, split: str) -> Iterator[Record]:
     """Yields the records of a split that cannot be read, decoded or learnt from.
 
-    Slow, since it goes over the files one record at a time: to be called after an
-    error in the pipeline, which cannot say where the record came from. Those that are
-    passed over already are left out.
+    It is slow, as it reads the files one record at a time: call it after an error in
+    the pipeline, which cannot name the record. Records that are passed over already are
+    left out.
     """
     source = source.origin
     known = {record.number for record in source.passed_over.get(split, ())}
@@ -208,10 +207,10 @@ def find_bad_records(source: Source, split: str) -> Iterator[Record]:
 
 
 def find_bad_record(source: Source, split: str) -> str | None:
-    """Says of the first bad record of a split where it is, and why it is one.
+    """Describes where the first bad record of a split is, and why it is bad.
 
     Returns:
-        One sentence, or None where every record is good or the source has no files.
+        One sentence, or None if every record is good or the source has no files.
     """
     record = next(find_bad_records(source, split), None)
     return record and str(record)

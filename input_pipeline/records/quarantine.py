@@ -1,4 +1,4 @@
-"""The bad records of a source, which training passes over."""
+"""Finds the bad records of a source, which training passes over."""
 
 import concurrent.futures
 import dataclasses
@@ -22,18 +22,18 @@ _AT_ONCE = 256
 
 
 class Hosts(Protocol):
-    """Those that look at the records together, each at a part of them.
+    """The hosts that look at the records together, each at a part of them.
 
     Attributes:
-        count: how many there are.
-        index: which of them this one is.
+        count: the number of hosts.
+        index: the index of this host.
     """
 
     count: int
     index: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """Returns what each has told: anything that JSON can hold."""
+        """Returns the value of each host, as JSON."""
 
 
 class _Alone:
@@ -45,13 +45,13 @@ class _Alone:
 
 @dataclasses.dataclass(frozen=True)
 class Quarantine:
-    """What was found in a source.
+    """The bad records of a source.
 
     Attributes:
-        source: its name.
-        fingerprint: of it and its files, as they were.
+        source: the name of the source.
+        fingerprint: a digest of the source and its files, as they were.
         bad: the bad records, for each split.
-        splits: how many good ones there are of each.
+        splits: the number of good records of each split.
     """
 
     source: str
@@ -60,7 +60,7 @@ class Quarantine:
     splits: Mapping[str, int]
 
     def __len__(self) -> int:
-        """Records that are passed over, as far as they can be counted."""
+        """Returns the number of records that are passed over, as far as known."""
         return _count(itertools.chain(*self.bad.values()))
 
 
@@ -71,36 +71,37 @@ def inspect(
     known: Sequence[Quarantine] = (),
     hosts: Hosts | None = None,
 ) -> Quarantine:
-    """Reads and decodes all records of a source, and notes which are bad.
+    """Reads and decodes all records of a source, and notes the bad ones.
 
     It takes the time of one epoch of reading, and where there is a bad record, a second
     look at them one by one.
 
     Args:
-        source: prepared.
-        splits: those to look at.
-        most: bad records to accept.
-        known: what was found earlier. If one is of this source, and no file has changed
-            since, nothing is read. Of several hosts, the first one's counts.
-        hosts: those that call this together, and look at a part of the records each.
-            They all get the same. None: there are no others.
+        source: a prepared source.
+        splits: the splits to look at.
+        most: the largest number of bad records to accept.
+        known: earlier results. If one is for this source, and no file has changed
+            since, nothing is read. With several hosts, the first host's results count.
+        hosts: the hosts that call this together, and look at a part of the records
+            each. All get the same result. None: there are no others.
 
     Raises:
-        BadRecordError: there are more bad records than that, or no good one in a split.
+        BadRecordError: there are more bad records than `most`, or a split has no good
+            one.
     """
     hosts, key = hosts or _Alone(), fingerprint(source)
     same = [
-        dataclasses.asdict(found)
-        for found in known
-        if found.fingerprint == key and [*found.splits] == [*splits]
+        dataclasses.asdict(earlier)
+        for earlier in known
+        if earlier.fingerprint == key and [*earlier.splits] == [*splits]
     ]
     if same := hosts.exchange(same[:1])[0]:
-        found = _from_json(same[0])
-        _check_count(source, [*itertools.chain(*found.bad.values())], most)
-        return found
+        quarantine = _from_json(same[0])
+        _check_count(source, [*itertools.chain(*quarantine.bad.values())], most)
+        return quarantine
     bad, good = {}, {}
     for split in splits:
-        # Of pictures, these are faults of their labels only.
+        # For pictures, these are only faults of labels.
         if source.faults is not None and not source.encoded:
             bad[split] = [*source.faults.get(split, ())]
             good[split] = source.good[split]
@@ -118,7 +119,7 @@ def inspect(
 def _look_at(
     source: Source, split: str, most: int, hosts: Hosts
 ) -> tuple[list[Record], int]:
-    """The bad records of a split, and how many good ones, as all hosts find them."""
+    """Returns the bad records of a split, and the number of good ones, on all hosts."""
     for path in source.files(split) if source.labels_need_checking else ():
         if next(source.walk(path), None) is None:
             voice.warn(f"{path} holds no record.")
@@ -128,20 +129,22 @@ def _look_at(
     some, count = _sort(source, split, most, hosts)
     some = [dataclasses.asdict(record) for record in some]
     of_hosts = hosts.exchange([some, count])
-    bad = [_record(each) for some, _ in of_hosts for each in some]
+    bad = [_record(entry) for some, _ in of_hosts for entry in some]
     bad.sort(key=lambda record: record.number)
     return bad, sum(count for _, count in of_hosts)
 
 
-def write(found: Sequence[Quarantine], path: str) -> None:
-    """Writes what was found, for people and for ``read``."""
-    whole_file.write_json(path, [dataclasses.asdict(of_source) for of_source in found])
+def write(quarantines: Sequence[Quarantine], path: str) -> None:
+    """Writes the bad records of sources, for people and for ``read``."""
+    whole_file.write_json(
+        path, [dataclasses.asdict(of_source) for of_source in quarantines]
+    )
 
 
 def read(path: str) -> list[Quarantine]:
-    """Reads what was found earlier; nothing if the file is not there, or not ours."""
+    """Reads the results of `write`; empty if the file is missing, or another kind."""
     try:
-        return [_from_json(found) for found in small_file.read_json(path, list)]
+        return [_from_json(entry) for entry in small_file.read_json(path, list)]
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -149,23 +152,23 @@ def read(path: str) -> list[Quarantine]:
         return []
 
 
-def _from_json(found: dict[str, Any]) -> Quarantine:
-    bad = {split: [*map(_record, some)] for split, some in found.pop("bad").items()}
-    return Quarantine(bad=bad, **found)
+def _from_json(entry: dict[str, Any]) -> Quarantine:
+    bad = {split: [*map(_record, some)] for split, some in entry.pop("bad").items()}
+    return Quarantine(bad=bad, **entry)
 
 
-def _record(each: dict[str, Any]) -> Record:
-    return Record(**{**each, "gap": each["gap"] and tuple(each["gap"])})
+def _record(entry: dict[str, Any]) -> Record:
+    return Record(**{**entry, "gap": entry["gap"] and tuple(entry["gap"])})
 
 
 @tf.autograph.experimental.do_not_convert
 def _count_if_good(source: Source, split: str, hosts: Hosts) -> int | None:
-    """How many records of a split are this host's to look at; None if one is bad."""
+    """Counts the records of this host's part of a split; None if one is bad."""
     try:
         paths = source.files(split)[hosts.index :: hosts.count]
         if not all(map(source.is_whole, paths)):
             return None
-    except (OSError, tf.errors.OpError):  # of a file that is not there
+    except (OSError, tf.errors.OpError):  # a file is missing
         return None
 
     def parse(_, records):
@@ -202,7 +205,7 @@ def _count_if_good(source: Source, split: str, hosts: Hosts) -> int | None:
 def _sort(
     source: Source, split: str, most: int, hosts: Hosts
 ) -> tuple[list[Record], int]:
-    """The bad records of this host's files of a split, and how many good ones.
+    """Returns bad records of this host's files of a split, and the number of good ones.
 
     It looks no further where there are more bad ones than `most`.
     """
@@ -222,8 +225,8 @@ def _sort(
     with concurrent.futures.ThreadPoolExecutor(limits.cpu_count()) as pool:
         paths = source.files(split)[hosts.index :: hosts.count]
         what = f"Looking for bad records in {source.name}"
-        found = progress.over(pool.map(of_file, paths), what, len(paths), "files")
-        for some, good in found:
+        results = progress.over(pool.map(of_file, paths), what, len(paths), "files")
+        for some, good in results:
             bad, count = bad + some, count + good
             if _count(bad) > most:
                 pool.shutdown(cancel_futures=True)
@@ -232,9 +235,9 @@ def _sort(
 
 
 def _count(bad: Iterable[Record]) -> int:
-    # What cannot be read may hold records of two splits.
-    found = {record.where: record.count or 1 for record in bad}
-    return sum(found.values())
+    # An unreadable part of a file may hold records of two splits.
+    counts = {record.where: record.count or 1 for record in bad}
+    return sum(counts.values())
 
 
 def _check_count(source: Source, bad: Sequence[Record], most: int) -> None:

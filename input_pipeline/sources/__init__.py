@@ -1,7 +1,7 @@
-"""Where records come from: one file for each kind of source.
+"""Opens sources of records: one file for each kind of source.
 
 ``open_source`` is the registry: it reads a spec such as ``"tfds:mnist"`` and imports
-only the file it needs.
+only the file that it needs.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from towers.program import words
 
 __all__ = ["Source", "SourceOptions", "open_source"]
 
-# What opens each kind of data set.
+# The module and function that open each kind of data set.
 _OPENERS = {
     "digits": ("tfds.digits", "open_digits"),
     "tfds": ("tfds.tfds_source", "open_tfds"),
@@ -34,12 +34,12 @@ _OPENERS = {
     "npz": ("array_files.array_file_source", "open_npz"),
     "npy": ("array_files.array_file_source", "open_npy"),
     "folder": ("folder", "open_folder"),
-    "text": ("texts.packed", "open_text"),
+    "text": ("texts.text_files", "open_text"),
     "conll": ("texts.conll", "CoNLLSource"),
     "synthetic": ("synthetic", "open_synthetic"),
     "zipf": ("tables.zipf", "open_zipf"),
 }
-# With a column of text.
+# The openers for tables with a column of text.
 _OF_TEXT = {
     "parquet": ("texts.labelled", "open_parquet"),
     "csv": ("texts.labelled", "open_csv"),
@@ -67,12 +67,12 @@ def open_source(
         data_dir: folder where ``digits`` and ``tfds:`` store their files. None: TFDS's
             default folder.
         seed: seed of the examples of ``synthetic:`` and ``zipf:``.
-        skip_bad: whether to look beyond bad records for what must be known of all
-            records. This alone does not leave them out; see ``Source.without``.
-        **options: what only some kinds of data sets take; see ``SourceOptions``.
+        skip_bad: whether to look beyond bad records for facts about all records. This
+            alone does not leave them out; see ``Source.without``.
+        **options: options of some kinds of data sets; see ``SourceOptions``.
 
     Returns:
-        The source. Its ``notes`` say what was decided by default.
+        The source. Its ``notes`` describe the defaults that were chosen.
 
     Raises:
         ValueError: the spec or the data set cannot be read, or an argument does not
@@ -94,7 +94,7 @@ def open_source(
     check_text(spec, given)
     if takes(spec, "label_column"):
         _name_label(given)
-    # These are ignored where they mean nothing.
+    # Kinds of sources without these arguments ignore them.
     others = {"data_dir": data_dir, "seed": seed, "skip_bad": skip_bad}
     given |= {name: value for name, value in others.items() if takes(spec, name)}
     kind, _, rest = spec.partition(":")
@@ -103,14 +103,14 @@ def open_source(
     try:
         module = importlib.import_module(f"{__name__}.{module}")
         return getattr(module, opener)(rest, **given)
-    # Of a file system: not installed, no permission, no network.
+    # Errors of a file system: not installed, no permission, no network.
     except tf.errors.OpError as error:
         reason = words.error_line(error)
         raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
 
 
 def _name_label(given: dict[str, Any]) -> None:
-    """Calls the label's column by one of its two names."""
+    """Renames the old name of the label's column to the new one."""
     if "label_key" in given:
         if "label_column" in given:
             raise ValueError(

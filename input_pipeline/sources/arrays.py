@@ -14,18 +14,18 @@ from towers.program.python_calls import until_exit
 
 
 class RowSource(IndexedSource):
-    """Examples that lie one behind the other, in memory or in a mapped file.
+    """Consecutive examples in memory, or in a mapped file.
 
     Args:
-        name: used in messages.
+        name: the name in messages.
         images: [N, ...]: uint8 images, or float32 rows of numbers; a ``np.memmap``
             stays on disk, another array is copied. Or a dict of columns, arrays
             [N, ...].
-        labels: as the target says; masks may be uint8.
+        labels: as the target requires; masks may be uint8.
         splits: number of examples for each split; training comes first.
-        target: what a model is to give.
-        image_shape: of one image; None in it where they differ.
-        origin: where the examples were read, or None.
+        target: the target of a model.
+        image_shape: the shape of one image; None in it where images differ.
+        origin: the source from which the examples were read, or None.
         note: see ``Source``.
     """
 
@@ -51,16 +51,16 @@ class RowSource(IndexedSource):
 
     @property
     def origin(self) -> Source:
-        """See ``Source.origin``."""
+        """The source that the examples were read from; see ``Source.origin``."""
         return self._origin or self
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the examples take."""
+        """The bytes of the examples."""
         return sum(part.nbytes for part in tf.nest.flatten(self._images))
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Takes examples and labels from the arrays; see ``Source.parse``."""
         images, labels = self._tensors
         if images is None:
             rows = tf.numpy_function(
@@ -68,7 +68,7 @@ class RowSource(IndexedSource):
             )
             rows = tf.ensure_shape(rows, [None, *self.image_shape])
         else:
-            rows = tf.nest.map_structure(lambda each: tf.gather(each, records), images)
+            rows = tf.nest.map_structure(lambda part: tf.gather(part, records), images)
         return rows, tf.gather(labels, records)
 
     def _read(self, records: np.ndarray) -> np.ndarray:
@@ -76,8 +76,8 @@ class RowSource(IndexedSource):
 
     @functools.cached_property
     def _tensors(self) -> tuple[tf.Tensor | None, tf.Tensor]:
-        # Outside the graph that is being traced: a constant in it may not exceed
-        # 2 GiB. On the CPU: that is where tf.data runs.
+        # Outside the graph that is being traced: a constant in a graph is limited to 2
+        # GiB. On the CPU, where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             images = None
             if not isinstance(self._images, np.memmap):
@@ -86,19 +86,18 @@ class RowSource(IndexedSource):
 
 
 class ArraySource(RowSource):
-    """A source of NumPy arrays: of x, and of what a model is to give for it.
+    """A source of NumPy arrays: x, and the targets y.
 
     Args:
         x: uint8 images [N, H, W, C], or rows of numbers, float32 [N, F]. A
             ``np.memmap`` without test examples stays on disk, except for the examples
             that are used.
-        y: integer labels [N] of classes; numbers, floats [N] or [N, K]; labels of which
-            several may hold, 0 or 1 [N, K]; or masks, integers [N, H, W], where 255 is
-            a pixel to ignore.
+        y: integer labels [N] of classes; numbers, floats [N] or [N, K]; several labels,
+            0 or 1 [N, K]; or masks, integers [N, H, W], where 255 is a pixel to ignore.
         x_test: examples for evaluation, in the form of ``x``. None: no test split.
         y_test: targets of these, in the form of ``y``.
-        target: kind of ``y``: "class", "numbers", "labels" or "mask". None: as its type
-            and shape tell.
+        target: kind of ``y``: "class", "numbers", "labels" or "mask". None: inferred
+            from its type and shape.
         num_classes: number of classes. None: the largest label plus one.
         class_names: one name for each class, number or label.
         name: name of the source in messages.
@@ -134,12 +133,12 @@ class ArraySource(RowSource):
                 "expected one"
             )
         images, labels = (_joined(parts) for parts in zip(*pairs.values(), strict=True))
-        found = target_of(kind, labels, num_classes, class_names)
+        checked_target = target_of(kind, labels, num_classes, class_names)
         splits = {split: len(part) for split, (_, part) in pairs.items()}
-        super().__init__(name, images, labels, splits, found, shapes.pop())
+        super().__init__(name, images, labels, splits, checked_target, shapes.pop())
 
 
-# What y may be, for each kind of target: types, dimensions, and how that is said.
+# The forms of y for each kind of target: types, dimensions, and a description.
 _FORMS = {
     "class": ("iu", (1,), "integers of shape ({n},), one for each image"),
     "numbers": ("fiu", (1, 2), "numbers of shape ({n},) or ({n}, K)"),
@@ -149,7 +148,7 @@ _FORMS = {
 
 
 def _kind_of(y: np.ndarray) -> TargetKind:
-    """The kind of target, by its type and shape."""
+    """Infers the kind of target from type and shape."""
     if y.dtype.kind == "f":
         return "numbers"
     if y.ndim == 2:
@@ -168,7 +167,7 @@ def target_of(
     num_classes: int | None,
     names: Sequence[str] | None,
 ) -> Target:
-    """The target of all examples, whose values are checked."""
+    """Returns the target of all examples, after checking their values."""
     names = tuple(names) if names is not None else None
     if kind in ("numbers", "labels"):
         target = Target(kind, y.shape[1], names)
@@ -200,7 +199,7 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _checked(
     images: np.ndarray, labels: np.ndarray, split: str, kind: TargetKind
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images, and targets in the types that are kept."""
+    """Returns images, and targets in the types that are kept."""
     images, labels = np.asanyarray(images), np.asarray(labels)
     if (images.ndim, images.dtype) not in ((4, np.uint8), (2, np.float32)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What every source offers, and what sources that read files share."""
+"""The interface of sources, and what sources that read files share."""
 
 import abc
 import concurrent.futures
@@ -23,14 +23,14 @@ from towers.input_pipeline.sources.targets import Target
 from towers.input_pipeline.text import Tokenizer
 from towers.program.progress import EARLY_S, Progress
 
-# What the shortest record takes in a buffer of shuffling: its place there, which
-# TensorFlow makes before it has a record, two tensors, and their memory.
+# The bytes of the shortest record in a shuffle buffer: its slot, which TensorFlow
+# allocates beforehand, two tensors, and their memory.
 _LEAST_BYTES = 256
-# Files that a thread asks the sizes of in one go.
+# Files whose sizes a thread requests in one go.
 _FILES_AT_ONCE = 256
 
 _NUMBERS_AT_ONCE = 4096
-# Files whose sizes are asked for.
+# The largest number of files whose sizes are requested.
 _SAMPLE = 256
 
 # `columns` is a dict of tensors, by name.
@@ -38,68 +38,68 @@ InputKind = Literal["image", "row", "tokens", "columns"]
 
 
 class Take(Protocol):
-    """Takes the rows that are needed of batches of raw records.
+    """Takes the needed rows from batches of raw records.
 
     Attributes:
-        count: how many of each batch but the last, at least one.
+        count: number of rows of each batch but the last, at least one.
     """
 
     count: int
 
     def __call__(self, numbers: tf.Tensor, records: Any) -> tuple:
-        """Returns numbers and raw records of those rows, and anything else."""
+        """Returns numbers and raw records of those rows, and further values."""
 
 
 class Source(abc.ABC):
-    """A set of labelled images, in named splits.
+    """A data set in splits: images, rows, tokens or columns, with targets.
 
-    Records are handled by the batch. A *raw* record is what costs little to move:
-    bytes as they stand in a file, or a number.
+    Records are handled in batches. A *raw* record costs little to move: bytes from a
+    file, or a number.
 
     Attributes:
-        name: the spec it was opened with.
+        name: the spec that it was opened with.
         num_classes: labels are in [0, num_classes).
         class_names: one name for each label, or None.
         image_shape: (H, W, C) of decoded images; None where it varies.
         encoded: whether `parse` gives images that have yet to be decoded.
-        splits: number of examples for each split, None where unknown; the keys are
-            "train" and, where there is one, "test". Empty until prepared.
-        in_graph: False where records are read by Python, which workers of a tf.data
-            service cannot run.
-        is_far: whether `load` and `load_mask` wait for what lies far away.
-        labels_need_checking: False where labels are right by construction.
-        ends_need_checking: whether reading a file that is cut off may go unnoticed; see
+        splits: number of examples for each split, None if unknown; the keys are "train"
+            and, if there is one, "test". Empty until prepared.
+        in_graph: False if Python reads the records, which workers of a tf.data service
+            cannot run.
+        is_far: whether `load` and `load_mask` wait for far files.
+        labels_need_checking: False if labels are right by construction.
+        ends_need_checking: whether reading a truncated file may go unnoticed; see
             ``is_whole``.
-        reads: what besides its files decides what a source reads, such as the names
+        reads: options besides the files that decide what a source reads, such as names
             of fields.
-        image_fields: what a record calls its image, or each number of its row.
-        label_field: what it calls its label.
-        table_sizes: number of ids of each column of categories, by its name; where
-            there are any, examples are dicts of columns.
-        vocabularies: texts of such columns, where they are of text: the id of one is
-            its place there, from 1, and 0 of any other.
-        column_kinds: what stands in the columns of a table, by their names: "number",
+        image_fields: the name of a record's image, or of each number of its row.
+        label_field: the name of a record's label.
+        table_sizes: number of ids of each column of categories, by its name; with such
+            columns, examples are dicts of columns.
+        vocabularies: the texts of columns of text: the id of a text is its position
+            there, from 1, and 0 is any other text.
+        column_kinds: the contents of a table's columns, by their names: "number",
             "date", "truth" or "text".
         passed_over: bad records that are left out, for each split; see ``without``.
-        note: what else is to be known, a phrase; may be empty.
-        notes: what was decided without being asked for, such as which records are held
-            out: sentences.
-        tokenizer: what has made tokens of text, or None.
-        bytes_per_token: of text, for each split, where that is known.
-        faults: bad records of each split that has some, where opening a source finds
-            all of them; None where it does not look at all records.
-        good: how many other records each split has, where `faults` are known.
-        moments: count, mean and squares of the numbers of the training rows, where they
-            are known without reading.
-        missing: what stands for a number that is missing: the "mean" or "median" of its
-            column; "fail": none may be.
-        missing_columns: columns in which some training row has no number.
+        note: a further fact, as a phrase; may be empty.
+        notes: sentences on defaults that were chosen, such as which records are held
+            out.
+        tokenizer: the tokenizer of texts, or None.
+        bytes_per_token: for text, by split, where known.
+        faults: bad records of each split that has some, if opening a source finds all
+            of them; None if it does not look at all records.
+        good: number of other records of each split, if `faults` are known.
+        moments: count, mean and squares of the numbers of the training rows, if known
+            without reading.
+        missing: the replacement of missing numbers: the "mean" or "median" of the
+            column; "fail": none may be missing.
+        missing_columns: columns with a missing number in some training row.
         has_padding: whether rows of tokens are padded to one length; such a source has
             ``batches_by_length``.
         epochs_alone: whether an epoch begins only once the one before has been read.
-        has_buffer: whether records are shuffled in a buffer, in the first epoch at
-            least.
-        why_whole: what ``reads_whole`` says of all splits.
+        has_buffer: whether records are shuffled in a buffer, at least in the first
+            epoch.
+        why_whole: the result of ``reads_whole`` for all splits.
     """
 
     name: str
@@ -136,21 +136,25 @@ class Source(abc.ABC):
 
     @property
     def target(self) -> Target:
-        """What a model is to give for an example; a class, unless a source says else.
+        """The target of a model for an example: a class, unless a source has another.
 
-        Where it is no class, `num_classes` and `class_names` are those of the target if
-        it has classes, and else 0 and None.
+        For other targets, `num_classes` and `class_names` are those of the target if it
+        has classes, and else 0 and None.
         """
         return self._target or Target("class", self.num_classes, self.class_names)
 
+    def _note(self, *notes: str) -> None:
+        """Adds notes; one that is empty says nothing."""
+        self.notes = (*self.notes, *filter(None, notes))
+
     def _take_target(self, target: Target) -> None:
-        """Says what the target is, where it is no class."""
+        """Sets the target, for other targets than a class."""
         self._target = None if target.kind == "class" else target
         self.num_classes, self.class_names = target.num_classes, target.class_names
 
     @property
     def input_kind(self) -> InputKind:
-        """What an example is: an image, a row of numbers, tokens, or named columns."""
+        """The kind of an example: an image, a row of numbers, tokens, or columns."""
         if self.tokenizer is not None:
             return "tokens"
         if self.table_sizes:
@@ -158,7 +162,7 @@ class Source(abc.ABC):
         return "row" if len(self.image_shape) == 1 else "image"
 
     def prepare(self) -> None:  # noqa: B027 (most sources are ready as they are)
-        """Downloads or writes what is missing; does nothing the second time.
+        """Downloads or writes missing files; does nothing the second time.
 
         Raises:
             ValueError: the files cannot be downloaded or written.
@@ -177,58 +181,60 @@ class Source(abc.ABC):
         take: Take | None = None,
         epoch: int | tf.Tensor = 0,
     ) -> tf.data.Dataset:
-        """Raw records of one epoch, in order, by the batch.
+        """Returns raw records of one epoch, in order, in batches.
 
         Args:
             split: one of `splits`.
             batch_size: records in a batch; the last one may be shorter.
-            seeds: int64 [2] of the order; None for the fixed one.
-            buffer_mb: memory for drawing the next record from, where the source cannot
-                jump to any.
-            start: records of that order to pass over, at the least cost.
-            take: takes the rows that are needed. Other records are not read, unless a
-                stream ``reads_whole``. None: all are needed.
-            epoch: its number. Some sources have another order in the first one.
+            seeds: int64 [2], the seeds of the order; None for the fixed order.
+            buffer_mb: memory of the buffer from which the next record is drawn, if the
+                source cannot jump to records.
+            start: number of records of that order to skip, at the least cost.
+            take: takes the needed rows. Other records are not read, unless a stream
+                ``reads_whole``. None: all rows are needed.
+            epoch: number of the epoch. Some sources have another order in the first
+                one.
 
         Returns:
-            A dataset of (int64 numbers [B], raw records with B rows), or of what `take`
-            returns. A record's number is its own, in whatever order it comes.
+            A dataset of (int64 numbers [B], raw records with B rows), or of the results
+            of `take`. A record has the same number in every order.
         """
         del epoch
         return self._batches(split, batch_size, seeds, buffer_mb, start, take)
 
     @abc.abstractmethod
     def numbers(self, split: str) -> np.ndarray:
-        """Numbers of a split's records, int64 [N], in their fixed order.
+        """Returns the numbers of a split's records, int64 [N], in their fixed order.
 
-        Records are read for that only where it cannot be helped.
+        It reads records only if there is no other way.
         """
 
     @abc.abstractmethod
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
-        """Does what ``batches`` says."""
+        """Makes the dataset of ``batches``."""
 
     @abc.abstractmethod
     def parse(self, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Takes a batch of raw records apart.
+        """Parses a batch of raw records.
 
         Args:
-            records: with B rows.
+            records: raw records with B rows.
 
         Returns:
-            Images: uint8 [B, H, W, C] or, where they are `encoded`, what `load` takes
-            [B]; or rows of numbers [B, F], float64 of tables; or a dict of these as
-            "dense", and int64 ids [B] of each column that has a table. Targets with B
-            rows, as `target` says: int64 labels [B] of classes. Masks are uint8
-            [B, H, W] or, where they are encoded, what `load_mask` takes [B].
+            Images: uint8 [B, H, W, C] or, if they are `encoded`, the inputs of `load`
+                [B]; or rows of numbers [B, F], float64 for tables; or a dict of these
+                as "dense", and int64 ids [B] of each column that has a table. Targets
+                with B rows, as `target` describes: int64 labels [B] of classes. Masks
+                are uint8 [B, H, W] or, if they are encoded, the inputs of `load_mask`
+                [B].
         """
 
     def load(self, image: tf.Tensor) -> tf.Tensor:
-        """Makes encoded bytes, a scalar string, of one of what `parse` gave."""
+        """Returns the encoded bytes, a scalar string, of one image from `parse`."""
         return image
 
     def load_mask(self, mask: tf.Tensor) -> tf.Tensor:
-        """Makes bytes of a PNG, a scalar string, of one mask that `parse` gave."""
+        """Returns the bytes of a PNG, a scalar string, for one mask from `parse`."""
         return mask
 
     def decode(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -244,11 +250,11 @@ class Source(abc.ABC):
         return image, label
 
     def _notes_of_pictures(self, records: Iterable[Record]) -> list[str]:
-        """Says what decoding ignores of the first pictures: a sentence each."""
+        """Describes what decoding ignores in the first pictures: a sentence each."""
 
         def heads():
-            # What is wrong with one is said when it is read. To look behind it may be
-            # to read all of a file.
+            # Reading a bad record reports it. Looking beyond it may mean reading all of
+            # a file.
             good = itertools.takewhile(lambda record: not record.fault, records)
             for record in itertools.islice(good, ignored.MOST):
                 with contextlib.suppress(*FAULTS):
@@ -260,22 +266,22 @@ class Source(abc.ABC):
         return ignored.notes(heads())
 
     def parse_one(self, record: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Takes one raw record apart, as `parse` does with a batch."""
+        """Parses one raw record, as `parse` does with a batch."""
         batch = tf.nest.map_structure(lambda part: tf.expand_dims(part, 0), record)
         return tf.nest.map_structure(lambda part: part[0], self.parse(batch))
 
     @property
     def origin(self) -> "Source":
-        """Where the records were read first; the source itself, mostly."""
+        """The source that the records come from; most often the source itself."""
         return self
 
     def files(self, split: str) -> list[str]:
-        """Paths of one split's files; none where the data is in memory."""
+        """Returns the paths of one split's files; none if the data is in memory."""
         del split
         return []
 
     def bytes_of(self, split: str) -> int:
-        """Size of one split's files, by a sample where there are many."""
+        """Returns the size of one split's files, from a sample if there are many."""
         if split not in self._bytes:
             paths = self.files(split)
             some = paths[:: max(len(paths) // _SAMPLE, 1)]
@@ -285,13 +291,13 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def _bytes(self) -> dict[str, int]:
-        """Results of `bytes_of`, by split: files may lie far away."""
+        """Results of `bytes_of`, by split: files may be far."""
         return {}
 
     def files_digest(self, split: str) -> str:
-        """Says how many files a split has, with a digest of their names.
+        """Returns the number of a split's files, with a digest of their names.
 
-        It is the same wherever they lie, as a run may go on elsewhere.
+        It does not depend on the folder, as a run may go on elsewhere.
         """
         if split not in self._digests:
             paths = self.files(split)
@@ -306,51 +312,51 @@ class Source(abc.ABC):
         return {}
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """Goes over one file's records eagerly, also over bad ones.
+        """Reads one file's records eagerly, including bad ones.
 
         Args:
-            path: of the file.
-            split: to leave out what the file has of others; None for all of it.
+            path: the path of the file.
+            split: leaves out the file's records of other splits; None for all.
         """
         raise NotImplementedError(f"{self.name} has no file {path}")
 
     def is_whole(self, path: str) -> bool:
-        """Tells whether a file's end is there."""
+        """Tells whether a file is complete, by its end."""
         del path
         return True
 
     def explain(self, fault: str) -> str:
-        """Names the field in TensorFlow's message, where it does not."""
+        """Adds the name of a field to TensorFlow's message, where it is missing."""
         return fault
 
     def medians(self) -> Sequence[float]:
         """Returns the medians of the numbers of the training rows.
 
         Raises:
-            ValueError: they are not in memory.
+            ValueError: the rows are not in memory.
         """
         raise ValueError(f"{self.name} has no columns in memory to take medians of")
 
     def in_memory(self) -> "Source | None":
         """Returns the examples as a source in memory, if they are there already.
 
-        To be called once: whoever calls it has them.
+        Call it once: the source releases them.
         """
         return None
 
     def without(
         self, bad: Mapping[str, Sequence[Record]], splits: Mapping[str, int]
     ) -> "Source":
-        """The same source, which passes over some records.
+        """Returns the same source without some records.
 
         All others keep their order, numbers and augmentation.
 
         Args:
             bad: the records, for each split.
-            splits: how many remain of those.
+            splits: the number of remaining records of each.
 
         Raises:
-            ValueError: it cannot be read without them.
+            ValueError: the source cannot be read without them.
         """
         if not any(bad.values()):
             return self
@@ -361,19 +367,19 @@ class Source(abc.ABC):
         return source
 
     def size_of_all(self, split: str) -> int | None:
-        """Examples of a split, those that are passed over among them."""
+        """Returns the number of a split's examples, including those passed over."""
         return getattr(self, "all_splits", self.splits).get(split)
 
     def reads_whole(self, split: str) -> str:
-        """Says in a clause why all records are read where some are taken, or nothing.
+        """Returns a clause why all records are read although some are taken; else "".
 
-        Of a stream of which only some are read, ``places`` tells where these lie.
+        For a stream of which only some are read, ``places`` describes their places.
         """
         del split
         return self.why_whole
 
     def _pass_over(self, dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
-        """Leaves what is bad out of a dataset of numbers and anything else."""
+        """Removes bad records from a dataset of numbers and further values."""
         bad = self.passed_over.get(split, ())
         if not bad:
             return dataset
@@ -397,23 +403,24 @@ class Source(abc.ABC):
         return numbers[~is_bad]
 
     def labels(self, path: str, limit: int | None = None) -> Iterable[tf.Tensor]:
-        """Targets of one file, in batches of B rows, without decoding an image.
+        """Returns targets of one file, in batches of B rows, without decoding an image.
 
         Only for sources with ``labels_need_checking``.
 
         Args:
-            path: of the file.
-            limit: records to read at most; None for all.
+            path: the path of the file.
+            limit: the most records to read; None for all.
         """
         raise NotImplementedError(f"{self.name} has no labels to check in {path}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the records of a split lie.
+    """The places of a split's records in its files.
 
     Attributes:
-        records: as ``StreamSource.records``, with a tensor that says where each is.
+        records: as ``StreamSource.records``, with a tensor for the place of each
+            record.
         read: reads the records at B such places.
     """
 
@@ -424,33 +431,33 @@ class Places:
 class StreamSource(Source):
     """A source that is read from front to back, several files at once.
 
-    Its order is that of the files, shuffled, and of a buffer of records.
+    Its order is the shuffled order of files, and that of a buffer of records.
     """
 
     has_buffer = True
 
     def places(self, split: str) -> Places:
-        """Where the records of a split lie; only if it does not ``reads_whole``."""
+        """Returns the places of a split's records, unless it ``reads_whole``."""
         raise NotImplementedError(f"{self.name}: {self.reads_whole(split)}")
 
     @abc.abstractmethod
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """Pairs of an int64 number and a raw record.
+        """Returns pairs of an int64 number and a raw record.
 
         Args:
             split: one of ``splits``.
-            shuffle_seed: of the order of the files; None for their fixed order. The
-                same seed gives the same order at each iteration.
+            shuffle_seed: the seed of the order of files; None for their fixed order.
+                The same seed gives the same order at each iteration.
         """
 
     @abc.abstractmethod
     def record_bytes(self, split: str) -> float:
-        """What a raw record takes, more or less."""
+        """Returns the approximate bytes of a raw record."""
 
     def numbers(self, split: str) -> np.ndarray:
-        """See ``Source.numbers``."""
+        """Returns the numbers of a split's records; see ``Source.numbers``."""
         numbered = self._numbered(split) or self.records(split)
         numbers = self._pass_over(numbered, split).map(lambda number, *_: number)
         with Progress(f"Counting {self.name}", unit="records") as progress:
@@ -461,18 +468,18 @@ class StreamSource(Source):
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _numbered(self, split: str) -> tf.data.Dataset | None:
-        """Numbers of a split's records, in tuples; `None` if reading alone tells."""
+        """Returns a split's numbers, in tuples; `None` if only reading tells them."""
         del split
 
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
-        # Places of records come in the order of records.
-        places = None
+        # Places come in the order of records.
+        lookup = None
         if take is not None and not self.reads_whole(split):
-            places = self.places(split)
-        draw = places.records if places else functools.partial(self.records, split)
+            lookup = self.places(split)
+        draw = lookup.records if lookup else functools.partial(self.records, split)
         records = draw(None if seeds is None else seeds[0])
         if seeds is not None:
-            # Still encoded: that takes far less memory than pixels.
+            # Still encoded, which takes far less memory than pixels.
             record_bytes = max(self.record_bytes(split), _LEAST_BYTES)
             buffer = int(buffer_mb * 2**20 / record_bytes)
             buffer = min(buffer, self.size_of_all(split) or buffer)
@@ -481,10 +488,10 @@ class StreamSource(Source):
             )
         batches = self._pass_over(records, split).skip(start).batch(batch_size)
         batches = batches if take is None else batches.map(take)
-        if places is None:
+        if lookup is None:
             return batches
         return batches.map(
-            lambda numbers, found, *beside: (numbers, places.read(found), *beside),
+            lambda numbers, place, *beside: (numbers, lookup.read(place), *beside),
             tf.data.AUTOTUNE,
         )
 
@@ -492,33 +499,37 @@ class StreamSource(Source):
 class IndexedSource(Source):
     """A source whose records are numbers, which ``parse`` turns into examples.
 
-    The test examples' numbers follow the training examples'. Any place of any order is
-    computed without those before it.
+    The test examples' numbers follow the training examples'. Any position of any order
+    can be computed without the positions before it.
     """
 
     def _in_order(
         self, split: str, begin: tf.Tensor, size: int, seeds: tf.Tensor | None
     ) -> tf.Tensor:
-        """Numbers of the records at places of a split's order, up to its end."""
+        """Returns the numbers at positions of a split's order, up to its end."""
         count = self.size_of_all(split)
-        places = tf.range(begin, tf.minimum(begin + size, count))
+        positions = tf.range(begin, tf.minimum(begin + size, count))
         if seeds is not None:
-            places = tf.random.experimental.index_shuffle(places, seeds, count - 1)
-        return places + self._first(split)
+            positions = tf.random.experimental.index_shuffle(
+                positions, seeds, count - 1
+            )
+        return positions + self._first(split)
 
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
         del buffer_mb
         count = self.size_of_all(split)
 
         def numbers(begin):
-            found = self._in_order(split, begin, batch_size, seeds)
-            return found, found
+            numbers_there = self._in_order(split, begin, batch_size, seeds)
+            return numbers_there, numbers_there
 
         if not self.passed_over.get(split):
             batches = tf.data.Dataset.range(start, count, batch_size).map(numbers)
         else:
-            each = tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
-            batches = self._pass_over(each, split).skip(start).batch(batch_size)
+            one_by_one = (
+                tf.data.Dataset.range(0, count, batch_size).map(numbers).unbatch()
+            )
+            batches = self._pass_over(one_by_one, split).skip(start).batch(batch_size)
         batches = batches if take is None else batches.map(take)
         return self.announced(batches, split, seeds, batch_size)
 
@@ -529,11 +540,11 @@ class IndexedSource(Source):
         seeds: tf.Tensor | None,
         batch_size: int,
     ) -> tf.data.Dataset:
-        """Has records that lie far away read ahead.
+        """Starts reading far records ahead.
 
         Args:
-            batches: of numbers, and anything else.
-            split: which they are of.
+            batches: has batches of numbers, and further values.
+            split: the split of the records.
             seeds: see ``batches``.
             batch_size: see ``batches``.
         """
@@ -541,7 +552,7 @@ class IndexedSource(Source):
         return batches
 
     def numbers(self, split: str) -> np.ndarray:
-        """See ``Source.numbers``."""
+        """Returns the numbers of a split's records; see ``Source.numbers``."""
         numbers = self._first(split) + np.arange(self.size_of_all(split))
         return self._without_bad(numbers, split)
 
@@ -550,7 +561,7 @@ class IndexedSource(Source):
 
 
 def fingerprint(source: Source) -> str:
-    """Changes with whatever changes a source's examples, and with its files."""
+    """Returns a digest that changes with a source's examples, and with its files."""
     facts = [source.name, source.reads, sorted(source.splits.items())]
     facts.append((tuple(source.image_shape), source.num_classes))
     if source.target.kind != "class":
@@ -564,19 +575,19 @@ def fingerprint(source: Source) -> str:
 
 
 def sizes_and_times(paths: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yields `size_and_time` of each file; several are asked for at once."""
+    """Yields `size_and_time` of each file; requests several at once."""
     some = [paths[i : i + _FILES_AT_ONCE] for i in range(0, len(paths), _FILES_AT_ONCE)]
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
         Progress("Looking for changed files", len(paths), "files", EARLY_S) as shown,
     ):
-        for found in pool.map(lambda part: [*map(size_and_time, part)], some):
-            yield from found
-            shown.add(len(found))
+        for states in pool.map(lambda part: [*map(size_and_time, part)], some):
+            yield from states
+            shown.add(len(states))
 
 
 def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes of a file, and when it was changed; nothing of one that is not there."""
+    """Returns a file's bytes and its time of change; zeros for a missing file."""
     if "://" not in path:
         # TensorFlow knows whole seconds only.
         try:

@@ -1,7 +1,7 @@
-"""Classes and records of files, counted by labels once for all runs on them.
+"""Counts classes and records of files by labels, once for all runs.
 
-Counts of files from which bad records are left out are not kept: an error of the file
-system would leave out a good record for ever.
+Counts of files without their bad records are not kept: an error of the file system
+would leave out a good record for ever.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ class LabelCounts(NamedTuple):
     """The counts of a split's files.
 
     Attributes:
-        classes: those that have a record, sorted: int64 [C].
-        records: how many each file has, or nothing.
+        classes: the classes that have a record, sorted: int64 [C].
+        records: number of records of each file, or empty.
     """
 
     classes: np.ndarray
@@ -33,7 +33,7 @@ def of_labels(labels: Sequence[np.ndarray]) -> LabelCounts:
     """Counts classes and records.
 
     Args:
-        labels: of each file, int64 [N].
+        labels: the labels of each file, int64 [N].
     """
     return LabelCounts(np.unique(np.concatenate(labels)), [*map(len, labels)])
 
@@ -44,16 +44,16 @@ def kept(
     options: object,
     read: Callable[[], dict[str, LabelCounts]],
 ) -> tuple[dict[str, LabelCounts], bool]:
-    """Returns the counts that an earlier run kept, else those that are read now.
+    """Returns the counts that an earlier run has kept, or else counts now.
 
     Args:
-        path: of the file in which they are kept; `None` if they are not.
-        files: whose labels are counted, of each split.
-        options: by which they are read; other options give other counts.
-        read: reads all labels, and returns counts of each split.
+        path: the file that keeps them; `None` to keep nothing.
+        files: the files whose labels are counted, for each split.
+        options: the options of reading; other options give other counts.
+        read: reads all labels, and returns the counts of each split.
 
     Returns:
-        Counts of each split, and whether an earlier run kept them.
+        The counts of each split, and whether an earlier run kept them.
     """
     if path is None:
         return read(), False
@@ -75,7 +75,7 @@ def _stamp(files: Mapping[str, Sequence[str]], options: object) -> str:
 
 
 def _restore(path: str, stamp: str) -> dict[str, LabelCounts] | None:
-    """Reads what an earlier run kept; `None` if that is not there, or of other data."""
+    """Reads the counts of an earlier run; `None` if missing, or for other data."""
     try:
         content = small_file.read_json(path, dict)
         if content["stamp"] != stamp:
@@ -92,7 +92,7 @@ def _restore(path: str, stamp: str) -> dict[str, LabelCounts] | None:
 
 
 def _write(path: str, stamp: str, counts: Mapping[str, LabelCounts]) -> None:
-    """Keeps the counts for later runs, where that is possible."""
+    """Keeps the counts for later runs, if possible."""
     splits = {
         split: [of_split.classes.tolist(), of_split.records]
         for split, of_split in counts.items()

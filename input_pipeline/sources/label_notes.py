@@ -1,4 +1,4 @@
-"""Says what is odd about the labels of a data set, before a model learns them."""
+"""Notes oddities of a data set's labels, before a model learns them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,34 +7,34 @@ import numpy as np
 from towers.input_pipeline.sources.targets import Target
 
 
-def notes(target: Target, found: Mapping[str, np.ndarray]) -> list[str]:
-    """Says what is odd about labels: sentences.
+def notes(target: Target, labels: Mapping[str, np.ndarray]) -> list[str]:
+    """Describes oddities of labels, in sentences.
 
     Args:
-        target: what they are: classes, numbers or labels.
-        found: those of each split: int64 [N] of classes, or float32 [N, size].
+        target: the target: classes, numbers or labels.
+        labels: the labels of each split: int64 [N] of classes, or float32 [N, size].
     """
-    every = np.concatenate([*found.values()])
+    every = np.concatenate([*labels.values()])
     if not len(every):
         return []
     if target.row_shape:
         return _constant(target, every)
-    odd = missing(target.names, found)
+    odd = missing(target.names, labels)
     used = np.unique(every).astype(np.int64)
-    # Of a number of classes that is given, the last ones may be missing here.
+    # If the number of classes is given, the last ones may be missing here.
     if target.names is None and len(used) <= used[-1] == target.size - 1:
         odd.insert(0, _unused(used))
     return odd
 
 
-def missing(names: Sequence[str] | None, found: Mapping[str, np.ndarray]) -> list[str]:
-    """Says which classes only one of the splits has: sentences.
+def missing(names: Sequence[str] | None, labels: Mapping[str, np.ndarray]) -> list[str]:
+    """Names the classes that only one of the splits has, in sentences.
 
     Args:
-        names: of the classes, by their labels; None where they have none.
-        found: labels of the examples of each split.
+        names: the names of the classes, by their labels; None without names.
+        labels: the labels of the examples of each split.
     """
-    train, test = (np.unique(found.get(split, ())) for split in ("train", "test"))
+    train, test = (np.unique(labels.get(split, ())) for split in ("train", "test"))
     if not len(train) or not len(test):
         return []
     return [
@@ -72,10 +72,10 @@ def _constant(target: Target, every: np.ndarray) -> list[str]:
 
 
 def _unused(used: np.ndarray) -> str:
-    """Says which labels never appear.
+    """Notes the labels that never appear.
 
     Args:
-        used: labels that do, sorted.
+        used: the labels that do, sorted.
     """
     count = int(used[-1]) + 1
     missing = np.setdiff1d(np.arange(min(count, 2**20)), used)

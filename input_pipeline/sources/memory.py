@@ -1,4 +1,4 @@
-"""Arrays in pages of their own, which TensorFlow reads where they are."""
+"""Arrays in separate pages, which TensorFlow reads in place."""
 
 import math
 import mmap
@@ -6,25 +6,25 @@ import mmap
 import numpy as np
 import tensorflow as tf
 
-# In bytes; what TensorFlow expects of a tensor's first element.
+# In bytes; TensorFlow expects this of a tensor's first element.
 _ALIGNMENT = 64
-# Below it, an array is one of NumPy's.
+# Smaller arrays are ordinary arrays of NumPy.
 _LEAST_BYTES = 2**20
 
 
 class Pages(np.ndarray):
-    """An array that nobody writes to any more once it is a tensor."""
+    """An array that is not written to any more once it is a tensor."""
 
 
 def zeros(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Makes an array of zeros, in pages of memory of its own if it is large.
+    """Makes an array of zeros, in separate pages of memory if it is large.
 
-    Pages that are not written to take no memory. As soon as nobody has the array, its
-    pages go back to the system, unlike those of an allocator.
+    Unwritten pages take no memory. When the array is released, its pages go back to the
+    system, unlike those of an allocator.
 
     Args:
-        shape: of the array.
-        dtype: of its elements.
+        shape: the shape of the array.
+        dtype: the type of its elements.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < _LEAST_BYTES:
@@ -34,7 +34,7 @@ def zeros(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray | tf.Tensor) -> tf.Tensor:
-    """Makes a tensor of an array: of one that `zeros` made, in its own memory."""
+    """Makes a tensor of an array; shares the memory of an array from `zeros`."""
     if isinstance(array, tf.Tensor):
         return array
     aligned = array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0

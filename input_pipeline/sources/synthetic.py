@@ -9,11 +9,11 @@ from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.specs import read_synthetic
 
 _DEFAULT_COUNT = 1024
-_TEST_FRACTION = 4  # one test image for so many training images
+_TEST_FRACTION = 4  # training images for each test image
 
 
 def open_synthetic(rest: str, seed: int) -> "SyntheticSource":
-    """Parses what follows ``synthetic:``.
+    """Parses a spec after ``synthetic:``.
 
     Raises:
         ValueError: it is not HxWxC:CLASSES or HxWxC:CLASSES:COUNT of positive numbers.
@@ -23,16 +23,16 @@ def open_synthetic(rest: str, seed: int) -> "SyntheticSource":
 
 
 class SyntheticSource(IndexedSource):
-    """Each class is a random pattern; each image is its class's pattern and noise.
+    """Random images: each class is a random pattern, each image adds noise to it.
 
-    An image depends on nothing but the seed and its index, so every run, thread and
-    machine sees the same ones.
+    An image depends only on the seed and its index, so every run, thread and machine
+    sees the same ones.
 
     Args:
         image_shape: (H, W, C).
         num_classes: number of patterns.
-        count: training images; a quarter as many are held out.
-        seed: of patterns and noise.
+        count: number of training images; a quarter as many are held out.
+        seed: the seed of patterns and noise.
     """
 
     encoded = False
@@ -52,14 +52,14 @@ class SyntheticSource(IndexedSource):
         self._seed = seed
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Draws images, and returns their labels; see ``Source.parse``."""
         labels = records % self.num_classes
         # The patterns have the first streams, one for each class.
         images = self._uniform(labels) + self._uniform(self.num_classes + records)
         return tf.cast(images * 128.0, tf.uint8), labels
 
     def _uniform(self, streams: tf.Tensor) -> tf.Tensor:
-        """[B, H, W, C] in [0, 1)."""
+        """Returns [B, H, W, C] in [0, 1)."""
         seed = tf.constant(self._seed, tf.int64)
         values = draws.uniform(seed, streams, math.prod(self.image_shape))
         return tf.reshape(values, [-1, *self.image_shape])

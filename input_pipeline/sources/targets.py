@@ -1,4 +1,4 @@
-"""What a model is to give for an example."""
+"""Describes the targets of models for examples."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from towers.input_pipeline.choices import IGNORED
 
 TargetKind = Literal["class", "numbers", "labels", "mask", "tags", "tokens"]
 
-# Models compute with float32, where anything larger is infinite.
+# Models compute with float32, where larger numbers are infinite.
 LARGEST = float(np.finfo(np.float32).max)
 _OF_CLASSES = ("class", "mask", "tags")
 _OF_FLOATS = ("numbers", "labels")
@@ -19,7 +19,7 @@ _OF_FLOATS = ("numbers", "labels")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a model is to give for an example of a source.
+    """The target of a model for an example of a source.
 
     Attributes:
         kind: ``class``: one of several classes, int64 []. ``numbers``: float32 [size].
@@ -29,7 +29,7 @@ class Target:
             int64 [T], -1 for padding. ``tokens``: the next token at each position,
             int64 [T], 0 for padding.
         size: number of classes, numbers, labels or tokens in the vocabulary.
-        names: one for each of them, or None.
+        names: a name for each of them, or None.
     """
 
     kind: TargetKind
@@ -38,27 +38,27 @@ class Target:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; 0 where the target is no class."""
+        """Number of classes; 0 if the target is no class."""
         return self.size if self.kind in _OF_CLASSES else 0
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes; None where the target is no class."""
+        """Names of the classes; None if the target is no class."""
         return self.names if self.kind in _OF_CLASSES else None
 
     @property
     def dtype(self) -> type:
-        """NumPy's type of its values."""
+        """NumPy's type of the values."""
         return np.float32 if self.kind in _OF_FLOATS else np.int64
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of what rows of a table have: () of a class, (size,) of numbers."""
+        """Shape of a row's value in a table: () for a class, (size,) for numbers."""
         return (self.size,) if self.kind in _OF_FLOATS else ()
 
     @property
     def expected(self) -> str:
-        """What each value is to be, a phrase."""
+        """The expected values, as a phrase."""
         if self.kind == "numbers":
             return "a number"
         if self.kind == "labels":
@@ -68,22 +68,22 @@ class Target:
         return f"0 to {self.size - 1}"
 
     def weights(self, y: tf.Tensor) -> tf.Tensor | None:
-        """Sample weights of a batch: 0 where a token or pixel has no class, else 1.
+        """Returns sample weights of a batch: 0 for a token or pixel without class.
 
-        None where every example has a target.
+        Other weights are 1. Returns None if every example has a target.
         """
         if self.kind == "tags":
             return tf.cast(y >= 0, tf.float32)
         return tf.cast(y != IGNORED, tf.float32) if self.kind == "mask" else None
 
     def is_good(self, y: np.ndarray) -> np.ndarray:
-        """Tells of each value whether it can be learnt from.
+        """Tells which values can be learnt from.
 
         Args:
-            y: values, an array or a tensor; so is what is returned.
+            y: values, an array or a tensor; the result has the same type.
         """
         if self.kind == "numbers":
-            return abs(y) <= LARGEST  # of NaN, that is false
+            return abs(y) <= LARGEST  # False for NaN
         if self.kind == "labels":
             return (y == 0) | (y == 1)
         least = -1 if self.kind == "tags" else 0
@@ -91,11 +91,11 @@ class Target:
         return good | (y == IGNORED) if self.kind == "mask" else good
 
     def fault(self, y: np.ndarray, field: str) -> str:
-        """Says what is wrong with one example's values, a phrase; empty if nothing.
+        """Describes the fault of one example's values in a phrase; empty if none.
 
         Args:
-            y: of the example.
-            field: what its record calls them.
+            y: the values of the example.
+            field: the name of the values in its record.
         """
         bad = np.flatnonzero(~self.is_good(y))
         if not len(bad):
@@ -116,6 +116,6 @@ class Target:
 
 
 def expected_number(value: float) -> str:
-    """Says what is expected in the place of a number that cannot be used, a phrase."""
+    """Describes the expected replacement of an unusable number in a phrase."""
     most = f" of at most {LARGEST:.2g}, which float32 holds"
     return f"a number{most * math.isfinite(value)}"

@@ -1,10 +1,10 @@
-"""Encodes each different word of a batch of texts once, where that changes nothing.
+"""Encodes each different word of a batch of texts once, where results are equal.
 
-Texts repeat their words: of Python's own sources, one in five differs from those before
+Texts repeat their words: in Python's own sources, one in five differs from those before
 it in the same megabyte. SentencePiece's byte pairs are merged in the order of the
-vocabulary, and no piece reaches beyond a word, so a word gives the same pieces wherever
-it stands. Unigrams are left alone: of two ways that cost the same, SentencePiece takes
-one by how the costs of all the text before were rounded.
+vocabulary, and no piece reaches beyond a word, so a word gives the same pieces
+everywhere. Unigrams are left alone: of two equal costs, SentencePiece chooses by the
+rounding of the costs of all the text before.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +21,31 @@ _SPACES = " ", "\t", "\n", "\v", "\f", "\r"
 
 
 def by_words(encode: Encode, model: bytes, pieces: Sequence[bytes]) -> Encode | None:
-    """Makes of a function that encodes texts one that encodes each word once.
+    """Makes a function that encodes each word once, from one that encodes texts.
 
     Args:
-        encode: of strings [B], ids [B, None].
-        model: of SentencePiece, the content of its file.
-        pieces: of that model, by their ids.
+        encode: encodes strings [B] to ids [B, None].
+        model: the content of SentencePiece's file.
+        pieces: the pieces of that model, by their ids.
 
     Returns:
-        A function that returns the same; None where there is none.
+        A function with the same results; None if there is none.
     """
     if _type(model) != _BYTE_PAIRS or _BEGIN not in pieces:
         return None
     if any(_BEGIN in piece[1:] or piece.split() != [piece] for piece in pieces):
         return None
-    found = _spaces(encode)
-    if found is None:
+    spaces = _spaces(encode)
+    if spaces is None:
         return None
-    dropped, between = found
+    dropped, between = spaces
 
     def encode_words(texts):
         if dropped:
             texts = tf.strings.regex_replace(texts, f"[{dropped}]", "")
         words = tf.strings.split(texts, between)
-        different, places = tf.unique(words.values)
-        ids = tf.gather(encode(different), places)
+        different, indices = tf.unique(words.values)
+        ids = tf.gather(encode(different), indices)
         splits = tf.gather(ids.row_splits, words.row_splits)
         return tf.RaggedTensor.from_row_splits(ids.values, splits, validate=False)
 
@@ -57,18 +57,18 @@ def _type(model):
 
 
 def _field(message, number, default):
-    """What the last field of this number has, in the format of protocol buffers."""
+    """Returns the last field of a number, in the format of protocol buffers."""
     fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
-    found = [field.data for field in fields if field.field_number == number]
-    return found[-1] if found else default
+    values = [field.data for field in fields if field.field_number == number]
+    return values[-1] if values else default
 
 
 def _spaces(encode):
-    """Finds out what white space is to a model.
+    """Finds out how a model treats white space.
 
     Returns:
-        Characters that it takes for nothing, and what is between words, as for
-        `tf.strings.split`; None if spaces themselves are kept.
+        Characters that it drops, and the separator of words, as for `tf.strings.split`;
+        None if spaces themselves are kept.
     """
     texts = ["a", "b", "ab", " a", "a ", "a  b", *(f"a{space}b" for space in _SPACES)]
     with tf.init_scope(), tf.device("/CPU:0"):
@@ -76,7 +76,7 @@ def _spaces(encode):
     divided = one + other
     if spaced[:4] != [one, one, divided, divided]:
         return None
-    found = [*zip(_SPACES, spaced[3:], strict=True)]
-    dropped = "".join(space for space, ids in found if ids == joined)
-    all_divide = all(ids in (divided, joined) for _, ids in found)
+    ids_by_space = [*zip(_SPACES, spaced[3:], strict=True)]
+    dropped = "".join(space for space, ids in ids_by_space if ids == joined)
+    all_divide = all(ids in (divided, joined) for _, ids in ids_by_space)
     return dropped, (None if all_divide else " ")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-BYTE_IDS = 257  # What ``byte_ids`` may give: padding and 256 bytes.
+BYTE_IDS = 257  # the number of ids of ``byte_ids``: padding and 256 bytes
 
 
 def byte_ids(text: tf.Tensor, length: int) -> tf.Tensor:
     """Turns text into the ids of its UTF-8 bytes, which needs no vocabulary.
 
-    Text that is too long is cut off after a byte, even within a character.
+    Text that is too long is truncated after a byte, even within a character.
 
     Args:
         text: strings [] or [B].
@@ -23,14 +23,14 @@ def byte_ids(text: tf.Tensor, length: int) -> tf.Tensor:
         int32 [length] or [B, length]: byte b becomes b + 1, and padding is 0.
 
     Raises:
-        ValueError: these are no strings, or there is no length.
+        ValueError: these are no strings, or the length is not positive.
     """
-    _check_at_least("length", length, 1)
+    _check_positive("length", length)
     if text.dtype != tf.string:
         raise ValueError(
             f"text is {text.dtype.name}, expected strings: take pad_ids for tokens"
         )
-    # Zeros of this padding are told from bytes of 0 by the number of bytes.
+    # The number of bytes distinguishes this padding from bytes of 0.
     padded = tf.io.decode_raw(text, tf.uint8, fixed_length=length)
     given = tf.range(length) < tf.strings.length(text)[..., None]
     return tf.where(given, tf.cast(padded, tf.int32) + 1, 0)
@@ -47,9 +47,9 @@ def pad_ids(ids: tf.Tensor | tf.RaggedTensor, length: int) -> tf.Tensor:
         int32 [length] or [B, length], padded with 0 at the end.
 
     Raises:
-        ValueError: these are no whole numbers of this shape, or there is no length.
+        ValueError: these are no whole numbers of this shape, or no positive length.
     """
-    _check_at_least("length", length, 1)
+    _check_positive("length", length)
     ragged = isinstance(ids, tf.RaggedTensor)
     if not ids.dtype.is_integer or ids.shape.rank != 1 + ragged:
         raise ValueError(
@@ -73,9 +73,9 @@ def bucket_batches(
 
     Args:
         dataset: a dataset of (ids [N], label), where N differs.
-        boundaries: the longest length in each bucket, in rising order. Longer texts
-            than the last one are cut off.
-        batch_size: texts in a batch.
+        boundaries: the longest length in each bucket, in rising order. Texts longer
+            than the last one are truncated.
+        batch_size: number of texts in a batch.
 
     Returns:
         A dataset of (ids [B, boundary of the bucket], labels [B]), padded with 0 at the
@@ -91,7 +91,7 @@ def bucket_batches(
             f"boundaries are {boundaries}, expected rising numbers of at least 1: name "
             "the longest length in each bucket"
         )
-    _check_at_least("batch_size", batch_size, 1)
+    _check_positive("batch_size", batch_size)
     spec = dataset.element_spec
     if not (
         isinstance(spec, tuple)
@@ -106,20 +106,20 @@ def bucket_batches(
 
     def cut(ids: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         ids = ids[: boundaries[-1]]
-        # Forgets a known length: tf.data pads only what it does not know.
+        # Forgets a known length, as tf.data pads only unknown lengths.
         return tf.raw_ops.PlaceholderWithDefault(input=ids, shape=[None]), label
 
     dataset = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.bucket_by_sequence_length(
         lambda ids, label: tf.size(ids),
         # TensorFlow's boundaries are the first lengths of the next bucket. Its last
-        # bucket is for what is longer still: nothing.
+        # bucket is for longer texts: there are none.
         bucket_boundaries=[boundary + 1 for boundary in boundaries],
         bucket_batch_sizes=[batch_size] * (len(boundaries) + 1),
         pad_to_bucket_boundary=True,
     )
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}")
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}, expected at least 1")

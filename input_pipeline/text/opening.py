@@ -15,15 +15,18 @@ from towers.input_pipeline.text.tokenizer import (
 from towers.program import small_file, words
 
 
-def open_tokenizer(spec: str) -> Tokenizer:
+def open_tokenizer(spec: str | Tokenizer) -> Tokenizer:
     """Opens the tokenizer that a spec names.
 
     Args:
-        spec: ``bytes``, ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``.
+        spec: ``bytes``, ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``; a
+            tokenizer is returned as it is.
 
     Raises:
         ValueError: there is no such tokenizer, file or package.
     """
+    if isinstance(spec, Tokenizer):
+        return spec
     kind, path = tokenizer_specs.check(spec)
     if kind == "bytes":
         return ByteTokenizer()
@@ -56,7 +59,7 @@ def load(folder: str) -> Tokenizer:
     try:
         saved = json_file.read(path, dict)
         kind, name = str(saved["tokenizer"]), str(saved["file"])
-        # Whoever has made the folder must not have us read what lies elsewhere.
+        # A folder from somebody else must not make us read files elsewhere.
         if name and not small_file.is_name(name):
             raise ValueError(f"it names {name!r}, which is no file beside it")
     except (tf.errors.OpError, ValueError, KeyError) as error:
@@ -68,7 +71,7 @@ def load(folder: str) -> Tokenizer:
 
 
 def _lines(spec: str, content: bytes) -> list[str]:
-    """The words of a vocabulary file, one in each line."""
+    """Returns the words of a vocabulary file, one in each line."""
     try:
         lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""Tokenizers of trained vocabularies, by tensorflow-text; their ids are the file's.
+"""Tokenizers with trained vocabularies, by tensorflow-text; ids are the file's.
 
-Id 0 is padding: where a vocabulary has another piece there, its ids are shifted by 1.
+Id 0 is padding: if a vocabulary has another piece there, its ids are shifted by 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, of unigrams or of byte pairs.
 
     Args:
-        model: content of the file.
+        model: the content of the file.
         name: the spec that opens it.
 
     Raises:
@@ -57,34 +57,34 @@ class SentencePieceTokenizer(Tokenizer):
             self.end, self.size = self.size, self.size + 1
 
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:
-        """See ``Tokenizer.encode``."""
+        """Encodes texts; see ``Tokenizer.encode``."""
         return self._tokenize(texts) + self._shift
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See ``Tokenizer.decode``."""
-        found = np.asarray(ids, np.int32).ravel()
-        found = found[(found != 0) & (found != self.end)] - self._shift
-        found = found[found < self._count]
+        """Decodes the ids of one text; see ``Tokenizer.decode``."""
+        own_ids = np.asarray(ids, np.int32).ravel()
+        own_ids = own_ids[(own_ids != 0) & (own_ids != self.end)] - self._shift
+        own_ids = own_ids[own_ids < self._count]
         with tf.device("/CPU:0"):
-            text = self._pieces.detokenize(tf.constant(found, tf.int32)).numpy()
+            text = self._pieces.detokenize(tf.constant(own_ids, tf.int32)).numpy()
         return text.decode("utf-8", "replace")
 
     def file(self) -> tuple[str, bytes]:
-        """See ``Tokenizer.file``."""
+        """Returns the model's file; see ``Tokenizer.file``."""
         return "tokenizer.model", self._model
 
 
 class WordPieceTokenizer(Tokenizer):
-    """The WordPiece of BERT: words are divided, and then cut into pieces.
+    """The WordPiece of BERT: words are separated, and then cut into pieces.
 
-    Where no piece has a capital letter, text is made lower case, without accents.
+    If no piece has a capital letter, text becomes lower case, without accents.
 
     Args:
         vocabulary: the pieces, by their ids. Those within words begin with ``##``.
         name: the spec that opens it.
 
     Raises:
-        ValueError: the piece for all else is not there.
+        ValueError: the piece for unknown words is missing.
     """
 
     def __init__(self, vocabulary: Sequence[str], name: str):
@@ -111,17 +111,17 @@ class WordPieceTokenizer(Tokenizer):
             )
 
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:
-        """See ``Tokenizer.encode``."""
+        """Encodes texts; see ``Tokenizer.encode``."""
         return self._pieces.tokenize(texts) + self._shift
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See ``Tokenizer.decode``; a space between all words and signs."""
-        places = np.asarray(ids).ravel()
-        places = [int(n) - self._shift for n in places if n not in (0, self.end)]
-        pieces = [self._vocabulary[n] for n in places if n < len(self._vocabulary)]
+        """Decodes ids, with a space between all words and signs; see ``Tokenizer``."""
+        own_ids = np.asarray(ids).ravel()
+        own_ids = [int(n) - self._shift for n in own_ids if n not in (0, self.end)]
+        pieces = [self._vocabulary[n] for n in own_ids if n < len(self._vocabulary)]
         return " ".join(pieces).replace(" ##", "")
 
     def file(self) -> tuple[str, bytes]:
-        """See ``Tokenizer.file``."""
+        """Returns the file of pieces; see ``Tokenizer.file``."""
         content = "".join(f"{piece}\n" for piece in self._vocabulary).encode()
         return "tokenizer.txt", content

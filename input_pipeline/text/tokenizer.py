@@ -1,4 +1,4 @@
-"""What a tokenizer is; bytes, and words. Trained vocabularies are in pieces.py."""
+"""The interface of tokenizers; bytes, and words. pieces.py has trained vocabularies."""
 
 import abc
 import collections
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from towers.program import whole_file
 
-# Says in a folder which tokenizer it has.
+# The file that names a folder's tokenizer.
 FILE = "tokenizer.json"
 
 
@@ -24,7 +24,7 @@ class Tokenizer(abc.ABC):
         name: the spec that opens it, such as ``bytes`` or ``sentencepiece:FILE``.
         size: ids are in [0, size).
         end: id of the end of a document.
-        needs_utf8: whether it reads texts, and not any bytes.
+        needs_utf8: whether it reads only valid text.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tokenizer(abc.ABC):
         """Turns the ids of one text into the text."""
 
     def fault(self, text: bytes) -> str:
-        """Says why a text cannot be read, a phrase; empty if it can."""
+        """Describes why a text cannot be read, in a phrase; empty if it can."""
         try:
             if self.needs_utf8:
                 text.decode("utf-8")
@@ -57,18 +57,18 @@ class Tokenizer(abc.ABC):
         return ""
 
     def file(self) -> tuple[str, bytes] | None:
-        """Name and content of the file that it is made of, if there is one."""
+        """Returns name and content of the tokenizer's file, if there is one."""
         return None
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the ids that it gives."""
+        """Returns a digest that changes with the ids."""
         _, content = self.file() or ("", b"")
         kind = self.name.partition(":")[0]
         return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()[:16]
 
     def save(self, folder: str) -> None:
-        """Writes it into a folder, from where ``load`` reads it; few small files."""
+        """Writes the tokenizer into a folder, for ``load``; a few small files."""
         kind, name = self.name.partition(":")[0], ""
         tf.io.gfile.makedirs(folder)
         if (file := self.file()) is not None:
@@ -88,26 +88,26 @@ class ByteTokenizer(Tokenizer):
     needs_utf8 = False
 
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:
-        """See ``Tokenizer.encode``."""
-        # All at once: to split them takes far longer.
+        """Encodes bytes as ids; see ``Tokenizer.encode``."""
+        # All at once: splitting them takes far longer.
         joined = tf.io.decode_raw(tf.strings.reduce_join(texts), tf.uint8)
         return tf.RaggedTensor.from_row_lengths(
             tf.cast(joined, tf.int32) + 1, tf.strings.length(texts), validate=False
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See ``Tokenizer.decode``; what is no UTF-8 becomes U+FFFD."""
-        found = bytes(number - 1 for number in _numbers(ids) if 0 < number < self.end)
-        return found.decode("utf-8", "replace")
+        """Decodes ids; bytes that are not UTF-8 become U+FFFD; see ``Tokenizer``."""
+        content = bytes(number - 1 for number in _numbers(ids) if 0 < number < self.end)
+        return content.decode("utf-8", "replace")
 
 
 class WordTokenizer(Tokenizer):
-    """Words that white space divides; those that are not known are one id.
+    """Words between white space; all unknown words have one id.
 
     Id 1 is any other word, id 2 the end of a document; `words` follow.
 
     Args:
-        words: different ones, by their ids.
+        words: the different words, by their ids.
         name: the spec that opens it.
 
     Raises:
@@ -126,8 +126,8 @@ class WordTokenizer(Tokenizer):
             )
         self.size = len(self.words) + 3
         self.end = 2
-        # A graph of plain operations: a table would not travel to the workers of a
-        # tf.data service.
+        # Plain operations: a lookup table would not travel to the workers of a tf.data
+        # service.
         with tf.init_scope(), tf.device("/CPU:0"):
             hashes = _hashes(tf.constant(self.words, tf.string)).numpy()
         self._order = np.argsort(hashes, kind="stable").astype(np.int32)
@@ -135,30 +135,30 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, words: Iterable[str], least: int = 1) -> "WordTokenizer":
-        """One of the words that are seen so often at least, the most frequent first."""
+        """Makes a tokenizer of words seen `least` times, the most frequent first."""
         counts = collections.Counter(words)
         known = [word for word, count in counts.items() if count >= least]
         return cls(sorted(known, key=lambda word: (-counts[word], word)))
 
     def look_up(self, words: Iterable[str]) -> list[int]:
-        """The ids of words, in Python."""
+        """Returns the ids of words, in Python."""
         return [self._ids.get(word, 1) for word in words]
 
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:
-        """See ``Tokenizer.encode``."""
+        """Encodes words; see ``Tokenizer.encode``."""
         return tf.ragged.map_flat_values(self._find, tf.strings.split(texts))
 
     def _find(self, words: tf.Tensor) -> tf.Tensor:
         if not self.words:
             return tf.ones_like(words, tf.int32)
-        place = tf.searchsorted(tf.constant(self._hashes), _hashes(words))
-        place = tf.minimum(place, len(self.words) - 1)
-        number = tf.gather(tf.constant(self._order), place)
+        index = tf.searchsorted(tf.constant(self._hashes), _hashes(words))
+        index = tf.minimum(index, len(self.words) - 1)
+        number = tf.gather(tf.constant(self._order), index)
         known = tf.equal(tf.gather(tf.constant(self.words), number), words)
         return tf.where(known, number + 3, 1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See ``Tokenizer.decode``; words that were not known are ``<unk>``."""
+        """Decodes ids, unknown words as ``<unk>``; see ``Tokenizer.decode``."""
         known = dict(enumerate(self.words, 3))
         return " ".join(
             known.get(number, "<unk>")
@@ -167,7 +167,7 @@ class WordTokenizer(Tokenizer):
         )
 
     def file(self) -> tuple[str, bytes]:
-        """See ``Tokenizer.file``."""
+        """Returns the file of words; see ``Tokenizer.file``."""
         return "tokenizer.txt", "".join(f"{word}\n" for word in self.words).encode()
 
 

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from absl import flags
 
 PACKAGES = "pip install -e '.[bench]'"
 
@@ -62,12 +64,6 @@ KINDS = {
         "tf_cnn",
         ways=("parameter_server", "replicated", "independent"),
         works=_IMAGES,
-    ),
-    "tensorpack": Kind(
-        "tensorpack",
-        "tensorpack_towers",
-        ways=("parameter_server", "replicated", "asynchronous"),
-        works=("mlp", "resnet20"),
     ),
 }
 _FORM = re.compile(
@@ -185,14 +181,31 @@ def _option(text):
     return name, int(value) if value.isdecimal() else known.get(value, value)
 
 
-def check_named(flag: str, names: Sequence[str]) -> None:
-    """Checks that a flag names something, and nothing twice.
+def check_flags(
+    argv: Sequence[str], given: flags.FlagValues, **known: Iterable[str] | None
+) -> None:
+    """Checks that there are only flags, and what those say that have lists of names.
+
+    Args:
+        argv: What was no flag, behind the program's name.
+        given: The flags.
+        **known: By the flag, what it may name; None if the program checks that.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If a flag is wrong.
     """
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"--{flag} has to name one or more, and none twice; it is "
-            f"{','.join(names)!r}."
-        )
+    if len(argv) > 1:
+        raise ValueError(f"Received {argv[1]!r}, which is not a flag; see --help.")
+    for flag, names_known in known.items():
+        names = given[flag].value
+        for name in names if names_known is not None else ():
+            if name not in names_known:
+                raise ValueError(
+                    f"--{flag} has {name!r}, which is unknown; use "
+                    f"{', '.join(names_known)}."
+                )
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"--{flag} has to name one or more, and none twice; it is "
+                f"{','.join(names)!r}."
+            )

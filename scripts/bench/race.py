@@ -250,6 +250,17 @@ def race(
     ]
 
 
+def ratio(times: Sequence[float], others: Sequence[float]) -> float | None:
+    """Returns the median over rounds of times over others', of the same rounds.
+
+    It is None if the others have not run as many.
+    """
+    if len(times) != len(others):
+        return None
+    pairs = zip(times, others, strict=True)
+    return statistics.median(own / other for own, other in pairs)
+
+
 def summary(
     job: Job,
     starts: Sequence[dict],
@@ -269,10 +280,6 @@ def summary(
         None if the reference has not run as many.
     """
     step_ms = statistics.median(rounds_ms)
-    ratio = None
-    if len(reference_ms) == len(rounds_ms):
-        pairs = zip(rounds_ms, reference_ms, strict=True)
-        ratio = statistics.median(ms / reference for ms, reference in pairs)
     examples = WORKS[job.work].examples * job.towers
 
     def middle(name):
@@ -285,7 +292,7 @@ def summary(
         "contender": job.contender,
         "step_ms": step_ms,
         "examples_per_sec": examples / step_ms * 1000,
-        "ratio": ratio,
+        "ratio": ratio(rounds_ms, reference_ms),
         "first_step_s": middle("first_step_s"),
         "host_mb": middle("host_mb"),
         "device_mb": middle("device_mb"),

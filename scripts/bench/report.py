@@ -6,9 +6,10 @@ import json
 import os
 import pathlib
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from towers.doctor.gpus import seen
 
 from .contenders import parse
 from .works import WORKS
@@ -188,10 +189,5 @@ def _cpu() -> str:
 
 
 def _gpus() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    names = [name for name in said.stdout.splitlines() if name]
+    names = [card.name for card in seen.look().cards]
     return [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]

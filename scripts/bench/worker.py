@@ -158,20 +158,6 @@ def _said(error: Exception) -> str:
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
-def use_checkout(job: Job, flag: str, file: str) -> None:
-    """Makes a contender's own program importable, and leaves it as it is.
-
-    Raises:
-        ValueError: If it is not there.
-    """
-    if job.checkout is None or not os.path.exists(os.path.join(job.checkout, file)):
-        raise ValueError(
-            f"--{flag} must be a folder with {file}, but is {job.checkout}."
-        )
-    sys.path.insert(0, job.checkout)
-    sys.dont_write_bytecode = True
-
-
 def host_mb() -> float:
     """Returns the most host memory that this process has had, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -11,6 +11,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from towers.doctor.gpus import seen
+from towers.launch.gpus import visible_in
+
 from .parts import Machine, Part
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -24,19 +27,11 @@ _LOOK_S, _WRITE_S = 0.1, 40
 
 def machine() -> Machine:
     """Says what GPUs there are, of which `CUDA_VISIBLE_DEVICES` may hide some."""
-    fields = "name,memory.total,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        gpus = [line.split(", ") for line in said.stdout.splitlines() if line]
-        (name, memory_mb, driver), *_ = gpus
-        count, memory_mb = len(gpus), int(memory_mb)
-    except (OSError, subprocess.CalledProcessError, ValueError):
+    found = seen.look()
+    count = min(len(found.cards), len(visible_in(os.environ)))
+    if not count:
         return Machine()
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
-        count = min(count, len(named))
-    return Machine(count, name, memory_mb, driver) if count else Machine()
+    return Machine(count, found.cards[0].name, found.cards[0].memory_mb, found.driver)
 
 
 def is_done(folder: pathlib.Path, part: Part) -> bool:

@@ -1,10 +1,10 @@
-"""Runs contenders in processes of their own, and lets them read in turn."""
+"""Starts contenders that read, and sums up what they measured."""
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ..bench.race import Failed, Runner, take_turns
+from ..bench.race import Failed, Runner, ratio
 from .contenders import CONTENDERS
 from .worker import Job
 
@@ -23,26 +23,6 @@ def start(job: Job, verbose: bool = False) -> Runner:
     return Runner("scripts.input_bench", job, verbose, environ)
 
 
-def race(
-    jobs: Sequence[Job],
-    rounds: int,
-    failed: Callable[[Job, str], None],
-    verbose: bool = False,
-) -> list[dict]:
-    """Times contenders on the same work, see `take_turns`; they read.
-
-    Returns:
-        What `summary` makes of each contender that got to the end; the first one's
-        speed is what ratios refer to.
-    """
-    times = take_turns(jobs, lambda job: start(job, verbose), rounds, failed)
-    reference = times[jobs[0]].rounds if jobs[0] in times else []
-    return [
-        summary(job, found.starts[0], found.rounds, reference)
-        for job, found in times.items()
-    ]
-
-
 def summary(
     job: Job, start: dict, rounds: Sequence[dict], reference: Sequence[dict]
 ) -> dict:
@@ -58,16 +38,12 @@ def summary(
         Medians over rounds; `ratio` is that of the reference's speed over its own, or
         None if the reference has not run as many.
     """
-    speeds = [_speed(each) for each in rounds]
-    ratio = None
-    if len(reference) == len(rounds):
-        pairs = zip(reference, speeds, strict=True)
-        ratio = statistics.median(_speed(theirs) / speed for theirs, speed in pairs)
+    speeds, references = ([*map(_speed, some)] for some in (rounds, reference))
     return {
         "work": job.work,
         "contender": job.contender,
         "examples_per_sec": statistics.median(speeds),
-        "ratio": ratio,
+        "ratio": ratio(references, speeds),
         "first_batch_s": start["first_batch_s"],
         "peak_mb": max(each["peak_mb"] for each in rounds),
         "cpu_ms": statistics.median(

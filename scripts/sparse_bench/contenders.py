@@ -47,39 +47,12 @@ CONTENDERS = {
     "scipy_bsr": Contender("SciPy BSR", "scipy_bsr", "numpy_dense"),
 }
 
-# Of --products: forms of the three products, in a process of their own.
-PRODUCTS = {
-    "forward": "forward",
-    "inputs": "gradient of input",
-    "blocks": "gradient of blocks",
-}
-FORMS = {
-    "dense": "dense",
-    "gathered": "gathered, batched product (ours)",
-    "per_block": "a product per block, segment sum",
-    "masked": "dense, masked",
-    "csr": "TensorFlow CSR",
-    "batch_major": "gathered, batch-major",
-    "xla": "gathered, XLA",
-    "unlimited": "gathered, all at once",
-}
-FORM_PRODUCTS = {
-    f"{form}:{product}": Contender(label, "forms", f"dense:{product}")
-    for form, label in FORMS.items()
-    for product in PRODUCTS
-    # `forms.notes` tells why.
-    if (form, product) != ("csr", "blocks")
-}
-
-
-def find(name: str) -> Contender:
-    """Returns the contender of a name, or the form and product of "FORM:PRODUCT"."""
-    return CONTENDERS.get(name) or FORM_PRODUCTS[name]
-
 
 def by_module(names: list[str]) -> dict[str, tuple[str, ...]]:
     """Returns the contenders of each module, the dense one first, ours before all."""
-    modules = dict.fromkeys([find(YARDSTICK).module, *(find(n).module for n in names)])
+    modules = dict.fromkeys(
+        [CONTENDERS[YARDSTICK].module, *(CONTENDERS[n].module for n in names)]
+    )
     return {
         module: tuple(
             name

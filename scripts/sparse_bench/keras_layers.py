@@ -84,7 +84,7 @@ def build(name: str, case: cases.Case, job: Job) -> cases.Built:
     """Builds a contender."""
     policy = keras.dtype_policies.DTypePolicy(_POLICIES[job.dtype])
     if name == "tf_csr":
-        check_csr(job)
+        _check_csr(job)
         layer = _Csr(case, policy)
     elif CONTENDERS[name].dense == name:
         layer = keras.layers.Dense(case.outputs, use_bias=False, dtype=policy)
@@ -194,51 +194,33 @@ def _csr_product(x, numbers, places, shape):
 
     @tf.custom_gradient
     def product(x, numbers):
-        matrix = csr(places, numbers, shape)
+        matrix = tf.raw_ops.SparseTensorToCSRSparseMatrix(
+            indices=places, values=numbers, dense_shape=shape
+        )
+
+        def times(rows, transpose=False):
+            return tf.transpose(
+                tf.raw_ops.SparseMatrixMatMul(
+                    a=matrix, b=rows, transpose_a=transpose, transpose_b=True
+                )
+            )
 
         def gradient(upstream):
             of_matrix = tf.matmul(upstream, x, transpose_a=True)
-            of_x = tf.transpose(csr_matmul(matrix, upstream, transpose=True))
+            of_x = times(upstream, transpose=True)
             return of_x, tf.gather_nd(of_matrix, places)
 
-        return tf.transpose(csr_matmul(matrix, x)), gradient
+        return times(x), gradient
 
     return product(x, numbers)
 
 
-def check_csr(job: Job) -> None:
-    """Checks whether TensorFlow has sparse products for a job.
-
-    Raises:
-        ValueError: It has none.
-    """
+def _check_csr(job):
     if job.dtype != "float32" or job.jit_compile:
         raise ValueError(
             f"Received --dtype={job.dtype} and --jit_compile={job.jit_compile}; "
             "expected float32 without XLA: TensorFlow has no other sparse products."
         )
-
-
-def csr(places: tf.Tensor, numbers: tf.Tensor, shape: tuple[int, int]) -> tf.Tensor:
-    """Returns a matrix that has some numbers, in TensorFlow's form.
-
-    Args:
-        places: Their row and column, in order.
-        numbers: Themselves.
-        shape: Of the matrix.
-    """
-    return tf.raw_ops.SparseTensorToCSRSparseMatrix(
-        indices=places, values=numbers, dense_shape=shape
-    )
-
-
-def csr_matmul(
-    matrix: tf.Tensor, rows: tf.Tensor, transpose: bool = False
-) -> tf.Tensor:
-    """Multiplies by transposed rows [examples, ...]; returns [..., examples]."""
-    return tf.raw_ops.SparseMatrixMatMul(
-        a=matrix, b=rows, transpose_a=transpose, transpose_b=True
-    )
 
 
 def _array(tensor):

@@ -1,10 +1,12 @@
 """The ways in which devices share a model and its batches: the columns of the table."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest import mock
 
 import keras
 
@@ -12,6 +14,7 @@ import towers
 from tests.exact import oracle
 from tests.exact.case import Case
 from tests.valued import valued
+from towers.layers import parameters
 from towers.layers.pipeline import balanced, weighted
 
 # Of models that are built by their data: how many layers have weights.
@@ -109,15 +112,22 @@ class Layout:
 
         return wrapped
 
+    def dividing_all(self) -> contextlib.AbstractContextManager:
+        """Inside, no variable is too small to be divided, as those of cases are."""
+        if not self.shard_optimizer_state:
+            return contextlib.nullcontext()
+        return mock.patch.object(parameters, "MIN_BYTES", 1)
+
     def outcome(
         self, case: Case, rank: int = 0, later: Collection[str] = oracle.LATER
     ) -> dict[str, Any]:
         """Runs a case so, and compares it with one device; see `oracle.outcome`."""
         case = self.of(case)
         wrap = self.wrap(case, rank)
-        record = oracle.outcome(
-            case, wrap, later=later, compiled_first=self.compiled_first
-        )
+        with self.dividing_all():
+            record = oracle.outcome(
+                case, wrap, later=later, compiled_first=self.compiled_first
+            )
         return record | {"layout": str(self), "expected": case.verdict}
 
 

@@ -27,7 +27,7 @@ from tests.variants import number_of
 from towers.cluster import process_group
 from towers.collectives import batch
 from towers.collectives.world import this_host
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.plan import Share
 
 
@@ -80,7 +80,7 @@ def run(layout: Layout, rank: int, names: Sequence[str], file: str) -> None:
         else:
             verdict = "equal"
             try:
-                with data:
+                with data, layout.dividing_all():
                     oracle.run(
                         case,
                         layout.wrap(case, rank),

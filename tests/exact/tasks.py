@@ -13,11 +13,11 @@ from tests.exact.cases import UNEVEN
 from towers import models
 from towers.input_pipeline.sources.targets import IGNORED, Target
 from towers.train.parts import setup
+from towers.train.parts import training as training_parts
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.model import make_preprocess
 from towers.train.parts.task import TASKS
-from towers.train.parts.training import objective
-from towers.train.parts.training.optimizer import build_optimizer
+from towers.train.parts.training import build_optimizer
 from towers.train.settings import Settings
 
 TOKENS, VOCABULARY, SIDE = 6, 11, 4
@@ -163,15 +163,15 @@ def task(
         if name == "language_model":
             y = np.pad(x[:, 1:], [(0, 0), (0, 1)])
         given = [] if weights is None else [weights(name, x, y)]
-        one_hot = size if objective.is_one_hot(found) else None
+        one_hot = size if training_parts.is_one_hot(found) else None
         tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, (x, y))
         local = make_preprocess(found, one_hot)(*tensors, True)
         return cases._cut(*keras.tree.map_structure(np.asarray, local), *given)
 
     def compile():
         key = "weighted_metrics" if found.task.weighted else "metrics"
-        made = objective.metrics(found, True)
-        if objective.is_one_hot(found):
+        made = training_parts.metrics(found, True)
+        if training_parts.is_one_hot(found):
             # In a run, metrics get the classes, which `preprocess` has changed here.
             made = [keras.metrics.CategoricalAccuracy("accuracy")]
         return {key: made} | (further or {})
@@ -188,7 +188,7 @@ def task(
         ", ".join(filter(None, [name, model, way])),
         make,
         batches,
-        objective.loss(found, True),
+        training_parts.loss(found, True),
         optimizer=optimizer,
         compile=compile,
         **fields,

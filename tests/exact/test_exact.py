@@ -24,8 +24,7 @@ from tests.exact import (
 )
 from tests.exact.layouts import Layout
 from tests.variants import ALL, number_of, slow
-from towers.keras_adapter import optimizers
-from towers.layers import sharded, tables
+from towers.layers import tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 # For scripts/parity_report.py.
@@ -506,21 +505,12 @@ PARAMETERS_IN_PARTS = [
     PARTS(options=(SMALL,)),
     PARTS(towers=(2,), micro_batches=2, options=(SMALL,)),
     PARTS(towers=(2,), micro_batches=2, recompute="layer", options=(SMALL,)),
+    PARTS(towers=(2,), stages=2, micro_batches=2, options=(SMALL,)),
     PARTS(resized=True, options=(SMALL,)),
     PARTS(options=(SMALL, ("packed", True))),
     PARTS(options=(SMALL, ("check_numerics", True))),
     PARTS(compiled_first=True, options=(SMALL,)),
 ]
-
-
-def in_parts(case):
-    """Returns a case with what is expected of it where parameters are in parts."""
-    optimizer = case.optimizer and optimizers.innermost(case.optimizer())
-    if optimizer is None or not optimizers.is_elementwise(optimizer):
-        return case
-    if sharded.refuse_others(optimizer) is None:
-        return case
-    return dataclasses.replace(case, expect="variable_update='sharded'")
 
 
 def layout_in_parts(case):
@@ -537,7 +527,7 @@ def layout_in_parts(case):
     [row(case, layout_in_parts(case), not is_slow(case)) for case in SHORT],
 )
 def test_parameters_in_parts(case, layout):
-    check(layout.outcome(in_parts(case), later=("evaluate",)))
+    check(layout.outcome(case, later=("evaluate",)))
 
 
 # A gradient of a gradient, and a condition.
@@ -674,6 +664,19 @@ def run_on_hosts(layout, names, folder):
             ),
         ),
         slow(Layout(SERVER, (1, 2)), ("own steps/accumulate",)),
+        # A gradient that is read by itself has an operation for each shard.
+        (
+            Layout(COPIES, (2, 1), shard_embeddings="columns"),
+            ("gradients/Embedding, gathered",),
+        ),
+        *[
+            slow(layout, ("gradients/Embedding, gathered",))
+            for layout in [
+                Layout(SERVER, (3, 2), shard_embeddings="columns"),
+                Layout(SERVER, (2, 1), 1, 2, shard_embeddings="rows"),
+                Layout(COPIES, (1, 2), 2, 2, shard_embeddings="rows"),
+            ]
+        ],
         *parts(
             [Layout(way, towers) for way in (SERVER, COPIES) for towers in HOSTS],
             [*filter(is_for_hosts, table.ALL)],

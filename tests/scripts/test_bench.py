@@ -40,7 +40,6 @@ def _job(contender, work="mlp", towers=2):
         ("tower_loop", "tower_loop", None, False, 1),
         ("loop_by_hand", "loop_by_hand", None, False, 1),
         ("tf_cnn:independent", "tf_cnn", "independent", False, 1),
-        ("tensorpack:asynchronous", "tensorpack", "asynchronous", False, 1),
     ],
 )
 def test_a_contender_is_read(text, name, way, xla, steps):
@@ -64,7 +63,6 @@ def test_a_contender_is_read(text, name, way, xla, steps):
         "jax+xla",
         "tf_cnn",
         "tf_cnn:asynchronous",
-        "tensorpack:independent",
     ],
 )
 def test_what_is_no_contender_is_said_in_a_line(text):
@@ -218,7 +216,7 @@ def test_the_plot_is_a_png(tmp_path):
     [
         ("--contenders=towers,fastest", "There is no contender 'fastest'"),
         ("--contenders=towers,towers", "none twice"),
-        ("--work=vgg", "There is no work 'vgg'"),
+        ("--work=vgg", "--work has 'vgg'"),
         ("--scaling=1,two", "numbers of towers"),
         ("--plot=scaling.png", "--plot is drawn of --scaling"),
     ],

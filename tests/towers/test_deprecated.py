@@ -10,7 +10,7 @@ from absl import flags
 import towers
 from towers import _deprecated, input_pipeline, numerics
 from towers.callbacks import Checkpoint, Stall, Starvation, TensorBoard, Throughput
-from towers.model import moved
+from towers.model import options as model_options
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def test_all_options_are_tried():
 def test_options_become_values(old):
     @functools.partial(
         _deprecated.accepts_old_names,
-        variable_update=moved.update_with,
-        stages=moved.stages_with,
+        variable_update=model_options.update_with,
+        stages=model_options.stages_with,
     )
     def takes_values(**options):
         return options

@@ -1,1 +1,1 @@
-"""Reads in the graph of a traced step how its tensors depend on the examples."""
+"""Finds out from the graph of a traced step how its tensors depend on examples."""

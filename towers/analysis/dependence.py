@@ -6,8 +6,8 @@ of their sums. A value that no example touches is the same on every tower. Anyth
 tell which it is, the graph is read from the value back to the batch. Only what is
 proved counts: an operation that is not listed here makes a value unknown, never wrong.
 
-Keras's own layers are known to treat every example by itself (`trust.py`), but for
-BatchNormalization, which differs by design. All else is read operation by operation.
+Keras's own layers are known to treat every example by itself (`layer_calls.py`), but
+for BatchNormalization, which differs by design. All else is read by operations.
 
 A ratio of sums, such as a mean over what a mask leaves, can be put together if one of
 the sums is that of the whole batch: such a total is added up before towers go on.
@@ -22,13 +22,14 @@ import keras
 import tensorflow as tf
 
 from towers.analysis import effects
-from towers.analysis.axes.blocks import RowBlocks
-from towers.analysis.axes.counts import RowCounts
-from towers.analysis.axes.lists import is_new, is_of_lists, of_list
+from towers.analysis.axes.blocks import Blocks, RowBlocks, RowCounts
 from towers.analysis.axes.own import Decided, OwnRows
+from towers.analysis.axes.position import axis_of, with_examples_at
 from towers.analysis.axes.sizes import DRAWS, STATELESS_DRAWS
 from towers.analysis.kinds import (
+    COLUMNS,
     COUPLED,
+    LAST,
     MEAN,
     NONE,
     PACKED,
@@ -36,6 +37,7 @@ from towers.analysis.kinds import (
     SHAPE,
     SIZE,
     SUM,
+    TURNED,
     UNKNOWN,
     Dependence,
     Edge,
@@ -43,7 +45,6 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import is_zero, of_layer, of_operation, of_target
-from towers.analysis.states import LOST, ValueState, after_a_turn, merged
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.
@@ -64,6 +65,16 @@ _CALLS = {
 }
 _BRANCHES = ("then_branch", "else_branch")
 _LOOP = ("body", "cond")
+_COUNTED = {COLUMNS, LAST, ROWS, SHAPE, SIZE, TURNED}
+# What tensors of a list may be, beside NONE.
+_OF_TENSORS = {COLUMNS, LAST, MEAN, ROWS, SHAPE, SIZE, SUM, TURNED}
+_SIZES = {SHAPE, SIZE, TURNED}
+# By type, the place of what is put into the list that comes first.
+_PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}
+_MAKE = {"TensorListFromTensor", "TensorListScatterV2"}
+_SAME = {"Identity", "TensorListResize", "ZerosLike"}
+_STACK = {"TensorListGather", "TensorListStack"}
+_TAKE = {"TensorListGetItem", "TensorListPopBack"}
 
 
 class Culprit(NamedTuple):
@@ -440,3 +451,159 @@ class Reader:
         known = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
         whole = tensor.dtype.is_integer or not known
         return whole and key(tensor) in self._of_totals
+
+
+# The states of values that go into a function, and of those that come out.
+#
+# A loop is read until a turn changes nothing of what is known: what is known of its
+# values goes into its body, and what comes out is merged with it. Then it is proved for
+# any number of turns. What decides whether there is another turn must depend on no
+# example.
+
+
+class ValueState(NamedTuple):
+    """All that is known of a value.
+
+    Attributes:
+        kind: How it depends on the examples.
+        count: How many rows each example has, as `RowCounts` tells.
+        blocks: In which blocks, as `RowBlocks` tells.
+        empty: Whether it is a list of which no tensor is set.
+        zero: Whether it is zeros.
+        of_totals: Whether it is made of totals, and of nothing else of the examples.
+    """
+
+    kind: Dependence
+    count: int | None = None
+    blocks: Blocks | None = None
+    empty: bool = False
+    zero: bool = False
+    of_totals: bool = False
+
+    @property
+    def is_countless(self) -> bool:
+        """Whether it has rows, and nobody knows how many for each example."""
+        return self.kind in _COUNTED and self.count is None
+
+
+LOST = ValueState(UNKNOWN)
+
+
+def merged(
+    first: Sequence[ValueState], second: Sequence[ValueState]
+) -> list[ValueState]:
+    """Returns what is known of values that are one or the other: of branches, say."""
+    return [_either(*pair) for pair in zip(first, second, strict=True)]
+
+
+def after_a_turn(
+    before: Sequence[ValueState], after: Sequence[ValueState]
+) -> list[ValueState]:
+    """Returns what may be known of a loop's values, of what a turn makes of them.
+
+    They are proved if a turn leaves them as they are.
+
+    Args:
+        before: What is known before the turn.
+        after: Behind it, if the former is right.
+    """
+    states = merged(before, after)
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        # A sum is added to zeros, which only are those of a sum if it is known as one.
+        if old.zero and new.kind is COUPLED:
+            states[i] = ValueState(SUM)
+    return states
+
+
+def _either(first, second):
+    of_totals = first.of_totals or second.of_totals
+    return _known_of_both(first, second)._replace(of_totals=of_totals)
+
+
+def _known_of_both(first, second):
+    # There is no tensor that could be of another kind.
+    if first.empty:
+        return second
+    if second.empty:
+        return first
+    if first.zero and second.kind is SUM:
+        return second
+    if second.zero and first.kind is SUM:
+        return first
+    kinds = {first.kind, second.kind}
+    if kinds == {MEAN, NONE}:
+        return ValueState(MEAN)
+    alike = first.count == second.count and first.blocks == second.blocks
+    if len(kinds) > 1 or not alike:
+        return LOST
+    return first._replace(zero=first.zero and second.zero)
+
+
+# Tells of an operation what it makes of lists of tensors, which loops fill and read.
+#
+# A list depends on the examples as each of its tensors does. How many these are, and
+# what shape the list asks of them, is alike everywhere: what makes a list, or adds to
+# one, is only known where nothing but the tensors depends on the examples.
+
+
+def is_of_lists(op: tf.Operation) -> bool:
+    """Tells whether an operation takes or makes lists."""
+    return any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
+
+
+def is_new(op: tf.Operation) -> bool:
+    """Tells whether an operation makes a list of which no tensor is set."""
+    return op.type in ("EmptyTensorList", "TensorListReserve")
+
+
+def of_list(
+    tensor: tf.Tensor,
+    inputs: Sequence[tf.Tensor],
+    kinds: Sequence[Dependence],
+    empty: bool,
+) -> Dependence:
+    """Tells how what an operation returns depends on the examples.
+
+    Args:
+        tensor: What it returns.
+        inputs: What it takes.
+        kinds: How each input depends on them: one does, none is COUPLED or UNKNOWN.
+        empty: Whether the first input is a list of which no tensor is set.
+    """
+    type_, first, others = tensor.op.type, kinds[0], {*kinds[1:]}
+    if type_ in _PUT:
+        put = kinds[_PUT[type_]]
+        known = put in _OF_TENSORS and [*kinds[1:]].count(NONE) == _PUT[type_] - 1
+        return put if known and (empty or put is first) else UNKNOWN
+    if first not in _OF_TENSORS:
+        return UNKNOWN
+    if type_ == "AddN":
+        return first if {*kinds} == {first} and first not in _SIZES else UNKNOWN
+    if type_ in _TAKE and first is ROWS:
+        # What is not set is zeros, of a shape that is given.
+        others -= {SHAPE}
+    if not others <= {NONE}:
+        return UNKNOWN
+    if type_ in ("TensorListElementShape", "TensorListLength"):
+        return NONE
+    if first in _SIZES and type_ in ("TensorListGetItem", "ZerosLike"):
+        # Zeros, as of what is not set, are no sizes.
+        return UNKNOWN
+    if type_ in _TAKE or type_ in _SAME:
+        return first
+    if type_ in _MAKE:
+        return _moved(first, axis_of(inputs[0], first), -1, inputs[0].shape.rank)
+    if type_ in _STACK:
+        rank = tensor.shape.rank
+        axes = {ROWS: 0, COLUMNS: 1, LAST: None if rank is None else rank - 2}
+        return _moved(first, axes.get(first), 1, rank and rank - 1)
+    return UNKNOWN
+
+
+def _moved(kind, axis, by, rank):
+    """Returns what tensors become that get an axis in front, or lose the first one."""
+    if kind in (MEAN, SUM):
+        return kind
+    if axis is None or axis + by < 0:
+        return UNKNOWN
+    return with_examples_at(axis + by, None if rank is None else rank + by)

@@ -1,10 +1,10 @@
-"""Finds what a traced function does besides computing: operations with a side effect.
+"""Finds the operations of a traced function that have a side effect.
 
-A tower runs once on each device, for its local batch. What it changes behind Keras's
-back is then changed once by each tower, and what it draws is drawn by each. TensorFlow
+A tower runs once on each device, for its local batch. A change behind Keras's back then
+happens once on each tower, and each tower draws its own random numbers. TensorFlow
 marks operations that are more than a function of their inputs as stateful. All of them
-count but those listed here, which only read, check, or keep something for as long as
-the function runs. Branches, loops and calls are looked into.
+count except the ones listed here, which only read, check, or keep a value while the
+function runs. Branches, loops and calls are searched, too.
 """
 
 import functools
@@ -29,7 +29,7 @@ _READS = set(
 _CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 # They are as harmless as the functions that they call.
 _CALLS = {"Case", "If", "StatefulPartitionedCall", "While"}
-# What they keep ends with the call. cuDNN's are functions of their inputs.
+# Their state ends with the call. cuDNN's are functions of their inputs.
 _OF_THE_CALL = set(
     """CudnnRNN CudnnRNNV2 CudnnRNNV3 CudnnRNNBackprop CudnnRNNBackpropV2
     CudnnRNNBackpropV3 DeepCopy Empty StackCloseV2 StackPopV2 StackPushV2 StackV2
@@ -39,7 +39,7 @@ _OF_THE_CALL = set(
 )
 HARMLESS = _READS | _CHECKS | _CALLS | _OF_THE_CALL
 
-# They are done again by each tower, and change no number.
+# Each tower repeats them, and they change no number.
 REPEATED = set(
     """EagerPyFunc Print PrintV2 PyFunc WriteAudioSummary WriteGraphSummary
     WriteHistogramSummary WriteImageSummary WriteRawProtoSummary WriteScalarSummary
@@ -56,7 +56,7 @@ RANDOM = set(
     ThreadUnsafeUnigramCandidateSampler TruncatedNormal
     UniformCandidateSampler""".split()
 )
-# What these draw changes a variable, the state of a `tf.random.Generator`.
+# Their draws change a variable, the state of a `tf.random.Generator`.
 OF_GENERATORS = set(
     """RngReadAndSkip RngSkip StatefulRandomBinomial StatefulStandardNormal
     StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform
@@ -68,8 +68,8 @@ class Effect(NamedTuple):
     """An operation that does more than compute.
 
     Attributes:
-        name: Its name, or that of the operation of the graph that runs it.
-        type: Its type.
+        name: The name of the operation, or of the operation in the graph that runs it.
+        type: The type of the operation.
     """
 
     name: str
@@ -83,14 +83,14 @@ def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
     """Yields the effects of operations, and of all functions that they call.
 
     Args:
-        operations: Those of a graph, or some of them.
+        operations: The operations of a graph, or some of them.
     """
     seen = set()
     for op in operations:
         stateful, calls = _kind(op.type)
         if stateful and op.type not in HARMLESS:
             yield Effect(op.name, op.type)
-        # Most call none, and it takes long to ask for a definition.
+        # Most operations call no function, and looking up a definition takes long.
         for type_ in _of_functions(op.node_def, calls, seen) if calls else ():
             if type_ not in HARMLESS:
                 yield Effect(op.name, type_)
@@ -106,21 +106,22 @@ def changed(graph: tf.Graph) -> set[int]:
 
 
 def checks(operation: tf.Operation) -> bool:
-    """Tells whether an operation stops the program if something is not as expected."""
+    """Tells whether an operation stops the program if a check fails."""
     _, calls = _kind(operation.type)
     types = _of_functions(operation.node_def, calls, set()) if calls else ()
     return operation.type in _CHECKS or any(type_ in _CHECKS for type_ in types)
 
 
 def only_checks(operation: tf.Operation) -> bool:
-    """Tells whether an operation checks, and nobody takes what it returns.
+    """Tells whether an operation only checks, and no operation takes its result.
 
-    `tf.debugging.assert_*` make such branches, which return that they were passed.
+    `tf.debugging.assert_*` make such branches, which return that they have passed.
     """
-    taken = [each for t in operation.outputs for each in t.consumers()]
+    taken = [consumer for t in operation.outputs for consumer in t.consumers()]
     branch = operation.type in ("If", "StatelessIf") and len(operation.outputs) == 1
     passed_on = any(
-        each.type != "Identity" or each.outputs[0].consumers() for each in taken
+        consumer.type != "Identity" or consumer.outputs[0].consumers()
+        for consumer in taken
     )
     return operation.type == "Assert" or (
         branch and checks(operation) and not passed_on

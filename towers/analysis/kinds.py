@@ -1,4 +1,4 @@
-"""How a value can depend on the examples of a batch."""
+"""The ways in which a value can depend on the examples of a batch."""
 
 import enum
 from typing import NamedTuple
@@ -17,16 +17,16 @@ class Dependence(enum.Enum):
         LAST: Like ROWS, with the examples at the last axis of three or more.
         SHAPE: A vector of integers; the first is the number of rows, no other depends
             on it.
-        TURNED: Like SHAPE, of what is COLUMNS: the second is the number of columns.
-        SIZE: The number of examples, times something that does not depend on them.
+        TURNED: Like SHAPE, for COLUMNS: the second is the number of columns.
+        SIZE: The number of examples, times a factor that does not depend on them.
         SUM: A sum over the examples.
-        MEAN: A mean over the examples, perhaps with something added that does not
-            depend on them.
+        MEAN: A mean over the examples, perhaps plus a term that does not depend on
+            them.
         PACKED: Part of a ragged or sparse tensor of examples.
         OWN: On the rows of a tower, which takes them for the batch; see `axes/own.py`.
             It is none of the above, and no value of the whole batch.
         COUPLED: On several examples, in a way that is none of these.
-        UNKNOWN: In a way that cannot be told.
+        UNKNOWN: In an unknown way.
     """
 
     NONE = enum.auto()
@@ -62,11 +62,11 @@ class Dependence(enum.Enum):
 
 
 class Edge(NamedTuple):
-    """An input of an operation that is to be a total of the whole batch.
+    """An input of an operation that must be a total of the whole batch.
 
     Attributes:
         operation: The name of the operation.
-        index: Of its inputs.
+        index: The index of the input.
     """
 
     operation: str
@@ -74,11 +74,11 @@ class Edge(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A total over the local batch, which the whole batch's is to stand in for.
+    """A total over the local batch, to be replaced by the whole batch's.
 
     Attributes:
-        tensor: The local batch's.
-        kind: How those of all towers make the whole batch's: SUM, SIZE or MEAN; or
+        tensor: The local batch's total.
+        kind: How the towers' totals make the whole batch's: SUM, SIZE or MEAN; or
             COUPLED, by the function in `EXTREMES`.
     """
 

@@ -1,11 +1,11 @@
-"""Values that a graph knows before it runs, more of them than TensorFlow tells."""
+"""Finds values that a graph knows before it runs, more than TensorFlow does."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-# They leave the values and their order as they are.
+# They keep the values and their order.
 _KEEP = "ExpandDims", "Identity", "Reshape", "Squeeze"
 _ELEMENTS = {
     "AddV2": np.add,
@@ -58,9 +58,9 @@ def leading(tensor: tf.Tensor, count: int) -> list[int] | None:
 
 
 def _parts(op: tf.Operation) -> Sequence[tf.Tensor]:
-    """What an operation makes its elements of, each of one or one behind the other."""
+    """Returns the tensors that an operation combines, in pairs or in a row."""
     if op.type in _ELEMENTS and op.outputs[0].dtype.is_integer:
-        # Of vectors, there is one way to pair elements.
+        # There is only one way to pair the elements of vectors.
         return op.inputs if op.outputs[0].shape.rank in (0, 1) else ()
     vector = op.outputs and op.outputs[0].shape.rank == 1
     if op.type == "Pack":

@@ -106,20 +106,20 @@ class Builder:
 
     def mark_copies_stale(self) -> None:
         """Has copies renewed, as variables may have been changed from outside."""
-        self.pieces.copies.stale = True
+        self.pieces.store.stale = True
 
     def broadcast_variables(self) -> None:
         """Gives copies of the variables, on any host, the first host's values."""
         self.follow_first_host()
-        self.pieces.copies.broadcast()
+        self.pieces.store.broadcast()
 
     def follow_first_host(self) -> None:
         """Gives the model the values of the first host's variables."""
-        self.pieces.copies.follow_first_host()
+        self.pieces.store.follow_first_host()
 
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of the variables, if there are any."""
-        return self.pieces.copies.variables()
+        return self.pieces.store.copies()
 
     @property
     def loss_placed(self) -> str | None:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import keras
 
 from towers.keras_adapter.layers import layers_of
-from towers.layers import overwritten
+from towers.partition import trace
 from towers.tower.errors import ModelError
 
 
 def check_variables(model: keras.Model) -> None:
     """Refuses variables whose gradients on several towers cannot be combined."""
-    others = overwritten.others(model)
+    others = trace.overwritten_unlike_float8(model)
     if others:
         raise ModelError(
             f"Model '{model.name}' has a variable '{others[0].path}' that is "

@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.builders.guard import Guard
 from towers.devices.names import is_gpu
 from towers.hosts import group
-from towers.loop.last_batch import LastBatch
+from towers.loop.loop import LastBatch
 from towers.loop.timers import StepTimers
 from towers.partition.call import Execution
 from towers.plan import Plan
@@ -62,8 +62,6 @@ class Context:
         prefetch: Batches that are fetched and placed ahead of a call of one step.
         guard: Stops a step of training that is not finite, if anything does.
         shard_embeddings: How embedding tables are cut; see `tables.py`.
-        shard_from_bytes: How large variables are that are sharded; `None` if none are.
-            See `parameters.py`.
         agreement: Keeps hosts at the same batch, if there are several: an `Agreement`.
         timers: Measure what the time of the steps of training goes to.
         callbacks_may_write: Whether a callback that may change variables runs between
@@ -85,7 +83,6 @@ class Context:
     guard: Guard | None = None
     agreement: Any = None
     shard_embeddings: str = "none"
-    shard_from_bytes: int | None = None
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None

@@ -13,19 +13,16 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.builders.pieces.copies import Copies
+from towers.builders.stores.store import Store
 from towers.collectives import batch
-from towers.devices.names import HOST, is_gpu
+from towers.devices.names import HOST
 from towers.hosts import group
-from towers.keras_adapter import optimizers
-from towers.keras_adapter.layers import call_model
 from towers.keras_adapter.runtime import is_deterministic
-from towers.layers import parameters, sharded, tables, variables
+from towers.layers import sharded, variables
 from towers.layers.pipeline import LayerPlacement, Pipeline, weighted
 from towers.program import words
 from towers.program.features import feature
-from towers.tower import build, eager
-from towers.tower.errors import ModelError
+from towers.tower import eager
 
 # Of a batch, and of other dimensions, whose size is not known.
 _FEW_ROWS = 8
@@ -36,8 +33,7 @@ class VariableCreator:
     """Creates variables at home, places tables and layers, and creates copies."""
 
     context: Context
-    copies: Copies
-    _looked_up: dict[int, int] | None = None
+    store: Store
 
     def build_all(self, data: Any) -> None:
         """Creates the variables of layers, losses, metrics and the optimizer.
@@ -48,7 +44,7 @@ class VariableCreator:
         # What is not known when the graph is built, it checks where the batch is cut.
         batch.check_rows(batch.specs(data))
         rows = batch.rows_given(data)
-        with self._tables_placed(data), self.copies.creating():
+        with self._parts_placed(data):
             self._create(rows)
 
     def build_apart(self, data: Any, trains: bool = True) -> None:
@@ -61,26 +57,9 @@ class VariableCreator:
         model = self.context.model
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         self.build_layers(x)
-        with self._tables_placed(data):
+        with self._parts_placed(data):
             if trains and model.compiled and model.optimizer is not None:
                 self.build_optimizer()
-
-    def place(self, data: Any, divided: bool) -> None:
-        """Moves variables to where they belong, and creates their copies.
-
-        Args:
-            data: A batch, or its `tf.TypeSpec`s.
-            divided: Whether layers have just been divided among stages.
-        """
-        plan = self.context.plan
-        if divided and self.context.shard_embeddings != "none":
-            self._put_tables(data)
-        if is_gpu(plan.home) or plan.pipeline.stages > 1:
-            # Not all that was created there belongs there.
-            with tf.init_scope():
-                variables.move(self.context.model, self.copies.home_of)
-        self.copies.create()
-        self._say_where_tables_lie()
 
     def divide_layers(self, tower: Callable[[Pipeline], Sequence[Any]]) -> bool:
         """Divides layers among stages by the time that each takes, once.
@@ -134,29 +113,6 @@ class VariableCreator:
         context.say([line])
         return True
 
-    def local_spec(self, data: Any) -> Any:
-        """Returns the specs of (x, y, sample_weight), as the loss sees a micro-batch.
-
-        All sizes are known.
-
-        Args:
-            data: A batch, or its `tf.TypeSpec`s.
-        """
-        data = batch.specs(keras.utils.unpack_x_y_sample_weight(data))
-        if self.context.preprocess is not None:
-            data = self.context.preprocess.spec(data, training=True)
-        return sized(data, self.usual_rows(data))
-
-    def usual_rows(self, data: Any) -> int:
-        """Returns how many examples a micro-batch has, or may have.
-
-        Args:
-            data: A nest of batches, or of their `tf.TypeSpec`s.
-        """
-        plan, first = self.context.plan, tf.nest.flatten(batch.specs(data))[0]
-        total = self.context.usual_rows or first.shape[0] or _FEW_ROWS * plan.count
-        return max(1, plan.sizes(int(total))[0])
-
     def _create(self, rows):
         """Creates the variables that Keras creates for a batch of such rows."""
         model, home = self.context.model, self.context.plan.home
@@ -164,22 +120,22 @@ class VariableCreator:
             # It would stop the tapes of layers that take gradients.
             lifted = contextlib.nullcontext if tf.executing_eagerly() else tf.init_scope
             with lifted(), tf.device(home):
-                build.from_symbols(model, rows, self.context.preprocess)
+                eager.from_symbols(model, rows, self.context.preprocess)
         else:
             # A run goes on in an epoch, of which metrics are to be restored.
             with eager.aside(model, builds=True), tf.init_scope(), tf.device(home):
-                build.from_symbols(model, rows, self.context.preprocess)
+                eager.from_symbols(model, rows, self.context.preprocess)
 
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
         home = self.context.plan.home
         if group.member() is None:
-            placed = self._tables_placed(None)
+            placed = self._parts_placed(None)
         else:
             # Hosts that have trained have built it before. All hosts divide it later.
             placed = sharded.slots_like_variables()
-        with placed, self.copies.creating(), tf.device(home):
+        with placed, tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
     def build_layers(self, x: Any) -> None:
@@ -189,8 +145,7 @@ class VariableCreator:
             x: The inputs of a batch, or their `tf.TypeSpec`s.
         """
         # A table may be larger than the device that is home.
-        divided = self.context.shard_embeddings != "none"
-        device = HOST if divided else self.context.plan.home
+        device = HOST if self.store.divides else self.context.plan.home
         model, preprocess = self.context.model, self.context.preprocess
         if model.built:
             return
@@ -198,165 +153,34 @@ class VariableCreator:
         if preprocess is not None:
             x, *_ = preprocess.spec((x, None, None), training=False)
         with tf.init_scope(), tf.device(device):
-            model(build.symbols(x))
+            model(eager.symbols(x))
 
     @contextlib.contextmanager
-    def _tables_placed(self, data):
-        """Inside, tables lie where they are to, and slots are created beside them."""
-        context = self.context
-        model = context.model
-        if context.shard_embeddings == "none":
+    def _parts_placed(self, data):
+        """Inside, parts lie where they are to, and slots are created beside them."""
+        model, store = self.context.model, self.store
+        if not store.divides:
             yield
             return
         if not (model.built or model.run_eagerly):
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-            if all(isinstance(each, tf.TensorSpec) for each in _specs(x)):
+            if all(isinstance(spec, tf.TensorSpec) for spec in _specs(x)):
                 self.build_layers(x)
         elastic = group.member() is not None
         if elastic and model.built and model.compiled and not model.optimizer.built:
             with tf.init_scope():
                 self.build_optimizer()
         if model.built:
-            self._put_tables(data)
+            with variables.replacing(model):
+                store.cut(data)
         # Else it is built of ragged or sparse tensors, and then cut.
         with sharded.slots_like_variables():
             yield
-        self._put_tables(data)  # of what was built by now
+        with variables.replacing(model):
+            store.cut(data)  # of what was built by now
         with tf.init_scope():
-            variables.move(model, self.copies.home_of)
-
-    def _say_where_tables_lie(self):
-        context = self.context
-        if context.shard_embeddings != "none":
-            # Slices are empty between steps.
-            copies = self.copies.variables()
-            copies = [copy for copy in copies if copy.shape.is_fully_defined()]
-            lines = tables.lines(context.model, context.plan.home_of, copies)
-            context.say([*lines])
-
-    def _look_ups(self, data):
-        """Counts the rows that a step looks up in each table, once, by its `id`."""
-        context, model = self.context, self.context.model
-        known = data is not None and not model.run_eagerly
-        if self._looked_up is None and known and len(tables.of(model)) > 1:
-            call = tf.function(call_model, autograph=False)
-            try:
-                x, *_ = self.local_spec(data)
-                with keras.StatelessScope():
-                    self._looked_up = tables.look_ups(
-                        lambda: call.get_concrete_function(model, x, training=False)
-                    )
-            except Exception as error:
-                # It is the user's model that is called.
-                self._looked_up = {}
-                line = (
-                    f"The tables of model '{model.name}' are placed by their bytes "
-                    "alone, as the rows that it looks up cannot be counted: "
-                    f"{words.error_sentence(error)}"
-                )
-                context.say([line])
-        return self._looked_up or {}
-
-    def _put_tables(self, data):
-        context = self.context
-        model, way, plan = context.model, context.shard_embeddings, context.plan
-        optimizer = model.optimizer if model.compiled else None
-        why = optimizer and sharded.refuse_others(optimizer)
-        if why and context.shard_from_bytes is not None:
-            self._distribute_parameters(optimizer, why)
-            return
-        if why and way != "auto":
-            raise ModelError(
-                f"Received shard_embeddings='{way}' with {why}; expected an optimizer "
-                "that updates each number by itself, such as Adagrad or Adam, or "
-                "shard_embeddings='none'."
-            )
-        if why:
-            line = (
-                f"The embedding tables are where all variables are, because of {why}."
-            )
-            context.say([line])
-        with tf.init_scope():
-            if why:
-                plan.pipeline.placement.keeps_tables()
-                tables.bring_home(model, plan.home_of)
-            else:
-                places_of = plan.places_of(bool(self.copies.towers))
-                looked_up = self._look_ups(data) if way == "auto" else {}
-                self._say_what_each_host_has()
-                divided = ()
-                if plan.hosts.count > 1:
-                    spread = feature("collectives.spread.tables")
-                    divided = spread.divide(model, plan, way, optimizer)
-                placed = tables.layout(
-                    *(model, plan.all_devices, way, places_of, looked_up, divided)
-                )
-                tables.put(placed, optimizer)
-                self._put_parameters(optimizer, placed)
-
-    def _put_parameters(self, optimizer, tables_placed):
-        """Divides parameters among the towers' devices, if they are to be sharded."""
-        context = self.context
-        if context.shard_from_bytes is not None:
-            chosen = self._large_parameters({id(p.variable) for p in tables_placed})
-            parameters.cut(chosen, context.plan.all_devices, optimizer)
-
-    def _large_parameters(self, apart=frozenset()):
-        """Returns the variables to be sharded, but for those with the `id`s `apart`."""
-        context = self.context
-        chosen = parameters.choose(context.model, context.shard_from_bytes)
-        apart = apart | context.facts.kept_whole
-        return [variable for variable in chosen if id(variable) not in apart]
-
-    def _distribute_parameters(self, optimizer, why):
-        """Puts whole parameters on the towers' devices, as nothing may be cut."""
-        context = self.context
-        of_whole = not optimizers.is_elementwise(optimizers.innermost(optimizer))
-        refusal = feature("collectives.optimizer_shards").refusal(optimizer)
-        if not of_whole or refusal is not None:
-            raise ModelError(
-                f"Received variable_update='sharded' with {why}; expected an optimizer "
-                "that updates each number, or each variable, by itself, such as Adam "
-                "or Muon, or variable_update='replicated'."
-            )
-        line = (
-            "Each large variable is whole on one device, and not cut over all, because "
-            f"of {why}."
-        )
-        context.say([line])
-        with tf.init_scope():
-            devices = context.plan.all_devices
-            parameters.distribute(self._large_parameters(), devices, optimizer)
-
-    def _say_what_each_host_has(self):
-        plan, way = self.context.plan, self.context.shard_embeddings
-        if plan.hosts.count == 1:
-            return
-        why = feature("collectives.spread.tables").refusal(plan, way)
-        if why is not None:
-            line = (
-                f"Each of the {plan.hosts.count} hosts has whole tables, divided over "
-                f"its own devices: {why}."
-            )
-            self.context.say([line])
+            variables.move(model, self.context.plan.home_of)
 
 
 def _specs(data):
     return tf.nest.flatten(batch.specs(data))
-
-
-def sized(data: Any, rows: int | None) -> Any:
-    """Returns the specs of a batch of so many rows, of which no other size is unknown.
-
-    Args:
-        data: A nest of batches, or of their `tf.TypeSpec`s.
-        rows: The number of rows; `None` if that is unknown.
-    """
-
-    def local(spec):
-        if spec is None:
-            return None
-        sizes = [_FEW_ROWS if n is None else n for n in spec.shape[1:]]
-        return tf.TensorSpec([rows, *sizes], spec.dtype)
-
-    return tf.nest.map_structure(local, batch.specs(data))

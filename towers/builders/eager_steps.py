@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from towers.builders.common import Pieces
 from towers.builders.guarded_step import guarded_step, state_before, steps_done
-from towers.builders.step_function import step_function
+from towers.builders.train_function import step_function
 from towers.collectives import batch
 from towers.collectives.world import World
 from towers.keras_adapter import optimizers
@@ -32,7 +32,7 @@ def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
         line += f" Each of {hosts.count} hosts does so, and has the first's numbers."
     context.say([line])
     # A tape knows whole variables only, as graphs before may have left none.
-    tables.bring_home(model, pieces.copies.home_of)
+    tables.bring_home(model, plan.home_of)
     with context.agreeing_on(step, data):
         if batch.part_of(data) is not None:
             rows, size = batch.rows_given(data), batch.batch_size(data)
@@ -41,7 +41,7 @@ def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
             results = compute_eagerly(pieces, step, data)
     if hosts.count > 1:
         # Other hosts may have drawn or rounded otherwise.
-        pieces.copies.follow_first_host()
+        pieces.store.follow_first_host()
         results = _of_first_host(hosts, results)
     return results
 

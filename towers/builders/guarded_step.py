@@ -17,7 +17,7 @@ from towers.analysis import effects
 from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.builders.guard import Guard
-from towers.builders.step_function import has_own_steps
+from towers.builders.train_function import has_own_steps
 from towers.keras_adapter import optimizers
 from towers.layers import sharded, variables
 from towers.partition.call import Gradients

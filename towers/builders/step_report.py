@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.analysis import effects
+from towers.builders import specs
 from towers.builders.common import Pieces
 from towers.builders.context import Context
 from towers.collectives import batch
@@ -115,6 +116,6 @@ def describe_stages(pieces: Pieces, partitioned: Partitioned, data: Any) -> None
     placement, size = pipeline.placement, context.usual_rows or first.shape[0]
     if pipeline.stages == 1 or placement.kept is not None or not size:
         return
-    rows, table = pieces.creator.usual_rows(data), feature("stages.table")
+    rows, table = specs.usual_rows(context, data), feature("stages.table")
     placement.kept = table.activation_bytes(partitioned.staged(rows), pipeline, rows)
     context.say(table.lines(pipeline, placement.kept, rows))

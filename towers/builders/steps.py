@@ -9,25 +9,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builders import checks
+from towers.builders import checks, specs
 from towers.builders.common import Pieces
-from towers.builders.creator import sized
 from towers.builders.eager_steps import run_eagerly
 from towers.builders.guarded_step import guarded_step, state_before, steps_done
-from towers.builders.pieces.apart import ApartUpdate
-from towers.builders.pieces.reducer import AllReduce, Reducer, ReduceScatter
-from towers.builders.step_function import step_function
 from towers.builders.step_report import StepReport, describe_stages, step_name
-from towers.builders.train_function import Scope, train_function
-from towers.collectives import batch, reduce
-from towers.keras_adapter import optimizers
+from towers.builders.train_function import Scope, step_function, train_function
+from towers.collectives import batch
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.models import overrides
-from towers.keras_adapter.variables import value_behind
-from towers.layers import parameters, sharded, variables
-from towers.partition.call import Copied
+from towers.layers import sharded, variables
 from towers.partition.partitioned import Partitioned, judge
-from towers.partition.placement.copies import together
 from towers.tower.errors import explained_trace
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
@@ -40,12 +32,10 @@ class Steps:
     """The steps of a model, each traced as on one device, and cut.
 
     Attributes:
-        pieces: Cut and place batches, create variables, and keep copies of them.
-        reducer: Adds gradients for the owners of variables.
+        pieces: Cut and place batches, create variables; the store says where they live.
     """
 
     pieces: Pieces
-    reducer: Reducer
 
     def __post_init__(self):
         self._partitioned: dict[Any, Partitioned] = {}
@@ -94,7 +84,7 @@ class Steps:
             guard = guarded_step(self.pieces, data, done, state)
         with context.agreeing_on(step, data):
             if partitioned.copied is not None:
-                self.pieces.copies.follow_learning_rates()
+                self.pieces.store.follow_learning_rates()
             whole = data if batch.part_of(data) is None else None
             size = batch.batch_size(data)
             execution = context.execution(step)
@@ -125,11 +115,11 @@ class Steps:
         checks.refuse_stateful(context.model)
         if step == "train_step":
             self._create_for_training(data)
-        elif self._cuts or self._has_stages:
+        elif self._places_first:
             # What is traced here reads variables where they stay.
             with tf.init_scope():
                 self.pieces.creator.build_apart(data, trains=False)
-                variables.move(context.model, self.pieces.copies.home_of)
+                variables.move(context.model, context.plan.home_of)
         # Not in an `init_scope`, where no tape records.
         with tf.device(context.plan.home):
             partitioned = self._partition(step, _local_spec(data))
@@ -145,7 +135,7 @@ class Steps:
         if not overrides(context.model, "train_step"):
             # What Keras's step creates is known, and need not be traced for.
             creator.build_all(data)
-        elif self._cuts or self._has_stages:
+        elif self._places_first:
             # They are placed as they are created, which a graph cannot do.
             with tf.init_scope():
                 creator.build_apart(data)
@@ -159,62 +149,33 @@ class Steps:
             return
         divided = creator.divide_layers(functools.partial(self._stages_of_tower, data))
         with tf.init_scope():
-            creator.place(data, divided)
+            self.pieces.store.settle(data, divided)
 
     def _stages_of_tower(self, data, pipeline):
         """Cuts what a tower computes of a micro-batch of known size into stages."""
         context = self.pieces.context
         verdict = judge(
             self._reading_stand_ins(step_function(context, "train_step")),
-            sized(data, None),
+            specs.sized(data, None),
             updates_apart=True,
             home=context.plan.home,
             pipeline=pipeline,
-            divided=self._divided,
+            stand_ins=self.pieces.store.stand_ins(),
         )
-        return Partitioned(verdict).staged(self.pieces.creator.usual_rows(data))
+        return Partitioned(verdict).staged(specs.usual_rows(context, data))
 
     @property
-    def _cuts(self):
-        """Whether variables, or their slots, lie in parts on several devices."""
-        shards = self.pieces.copies.shards is not None or self._shards_parameters
-        return shards or self.pieces.context.shard_embeddings != "none"
-
-    @property
-    def _shards_parameters(self):
-        """Whether each device keeps a part of every large variable."""
-        return self.pieces.context.shard_from_bytes is not None
-
-    @property
-    def _has_stages(self):
-        """Whether the devices of a tower share the model's layers."""
-        return self.pieces.context.plan.pipeline.stages > 1
-
-    @property
-    def _updates_apart(self):
-        """Whether optimizers do more than to update each copy of the variables."""
-        each_tower = isinstance(self.reducer, AllReduce | ReduceScatter)
-        apart = self._cuts and (each_tower or bool(self._divided))
-        return self._has_stages or self._shards_parameters or apart
-
-    @property
-    def _divided(self):
-        """The tables that hosts divide, by the `id` of the handles of stand-ins."""
-        tables = sharded.tables_across_hosts(self.pieces.context.model.variables)
-        return {id(table.stand_in.handle): table for table in tables.values()}
-
-    @property
-    def _parameters(self):
-        """The sharded parameters, by the `id` of the handles of stand-ins."""
-        in_parts = parameters.of(self.pieces.context.model.variables)
-        return {id(parameter.stand_in.handle): parameter for parameter in in_parts}
+    def _places_first(self):
+        """Whether variables are placed before a step is traced."""
+        several = self.pieces.context.plan.pipeline.stages > 1
+        return several or self.pieces.store.divides
 
     def _partition(self, step, spec):
         """Returns a step of the model, partitioned for batches of a kind."""
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
-            copied = self._copied if step == "train_step" else lambda trace: None
             trains, pipeline = step == "train_step", context.plan.pipeline
+            store = self.pieces.store
             if not trains:
                 # Nothing is kept for a gradient.
                 pipeline = dataclasses.replace(pipeline, recompute="none")
@@ -222,13 +183,12 @@ class Steps:
                 verdict = judge(
                     self._reading_stand_ins(step_function(context, step)),
                     spec,
-                    copied,
+                    store.copied if trains else lambda trace: None,
                     loss_placement=context.loss_placement,
-                    updates_apart=trains and self._updates_apart,
+                    updates_apart=trains and store.updates_apart,
                     home=context.plan.home,
                     pipeline=pipeline,
-                    divided=self._divided,
-                    parameters=self._parameters,
+                    stand_ins=store.stand_ins(),
                 )
             if verdict.placement.assigned:
                 self._keep_whole(step, verdict.placement.assigned)
@@ -246,14 +206,7 @@ class Steps:
         """Puts parameters that a step assigns itself at home, as whole variables."""
         context, model = self.pieces.context, self.pieces.context.model
         chosen = [v for v in model.trainable_variables if sharded.of(v) in assigned]
-        context.facts.kept_whole |= {*map(id, chosen)}
-        with tf.init_scope():
-            for variable in chosen:
-                slots = []
-                if getattr(model, "optimizer", None) is not None:
-                    slots = optimizers.slots_of(model.optimizer, variable)
-                for whole in [variable, *slots]:
-                    sharded.join(whole, context.plan.home)
+        self.pieces.store.keep_whole(chosen)
         # What was traced refers to the parts.
         self._partitioned.clear()
         names = ", ".join(variable.path for variable in chosen)
@@ -272,7 +225,7 @@ class Steps:
             lines: What is to be said before all else.
         """
         context = self.pieces.context
-        stand_ins = self._divided.keys() | self._parameters.keys()
+        stand_ins = self.pieces.store.stand_ins()
         report = StepReport(context, step, partitioned, stand_ins)
         if step == "train_step":
             report.note()
@@ -282,38 +235,10 @@ class Steps:
         """Makes a function read stand-ins in place of variables in parts."""
 
         def reading(data):
-            variables = self.pieces.context.model.variables
-            with (
-                sharded.standing_in(variables),
-                parameters.standing_in(variables),
-            ):
+            with sharded.standing_in(self.pieces.context.model.variables):
                 return function(data)
 
         return reading
-
-    def _copied(self, trace):
-        """Finds the variables of which each tower has a copy.
-
-        Optimizers update them, or they are the state of an optimizer.
-        """
-        copies, model = self.pieces.copies, self.pieces.context.model
-        if self._updates_apart:
-            algorithm = reduce.algorithm_for("auto", self.pieces.context.plan.home)
-            apart = ApartUpdate(self.pieces, self.reducer)
-            return Copied(copies.handles(), algorithm, apart)
-        if not isinstance(self.reducer, AllReduce):
-            return None
-        # Also for a single tower: other hosts have more, and the same phases.
-        wanted = [*model.trainable_variables]
-        for optimizer in variables.optimizers(model).values():
-            wanted += optimizers.all_variables(optimizer)
-            for leaf in optimizers.updating(optimizer):
-                wanted += optimizers.known_variables(leaf)
-        known = {id(value_behind(v).handle): v for v in variables.of(model)}
-        handles = {id(value_behind(v).handle) for v in wanted}
-        handles = together(trace.graph, handles, known.keys())
-        copies.add([*wanted, *(known[handle] for handle in handles & known.keys())])
-        return Copied(copies.handles(), self.reducer.algorithm)
 
     @property
     def _towers_stay(self):

@@ -1,17 +1,20 @@
-"""The ways to update variables, each a list of pieces.
+"""The ways to update variables: each is a store with the steps that all have.
 
-A new way is a function here that lists its pieces, and an entry in `STRATEGIES`.
+A new way is a store (`stores/store.py`), a function here that names it, and an entry in
+`STRATEGIES`. Users ask for it by a value in `model/options.py`, whose options
+`_make_builder` in `model/update/variable_update.py` hands to the function. The table of
+CONTRIBUTING.md has all places.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 from towers.builders.builder import Builder, Composed
 from towers.builders.common import Pieces
 from towers.builders.context import Context
-from towers.builders.pieces.copies import Copies
-from towers.builders.pieces.reducer import AllReduce, ReduceScatter, SumAtHome
 from towers.builders.steps import Steps
+from towers.builders.stores.copies import Copies
+from towers.builders.stores.shards import Shards
+from towers.builders.stores.store import Store
 from towers.layers import parameters
 from towers.program.features import feature
 
@@ -24,12 +27,7 @@ def parameter_server(context: Context) -> Builder:
     The recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
     `variable_update=parameter_server`.
     """
-
-    def compose():
-        own = Steps(Pieces(context), SumAtHome(context))
-        return Composed(own.pieces, own, own)
-
-    return Builder("parameter_server", context, compose)
+    return _with_store("parameter_server", context, lambda: Store(context))
 
 
 def replicated(
@@ -49,20 +47,17 @@ def replicated(
         all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`, or
             "auto".
         shard_optimizer_state: Whether each tower updates a part of the parameters
-            instead, and has the optimizer's state of that part alone; then gradients
-            are reduce-scattered, and parameters gathered.
+            instead, and has the optimizer's state of that part alone. Then gradients go
+            to those that update, and towers gather the parameters once in a step, as in
+            the second stage of ZeRO (Rajbhandari et al. 2020).
     """
 
-    def compose():
-        copies = Copies(context, context.plan.replicas[1:], shard_optimizer_state)
-        pieces = Pieces(context, copies)
-        reducer = AllReduce(context, all_reduce_alg)
-        if copies.shards is not None:
-            reducer = ReduceScatter(context, copies.shards)
-        own = Steps(pieces, reducer)
-        return Composed(pieces, own, own)
+    def store():
+        if shard_optimizer_state:
+            return Shards(context, gathered_by_use=False)
+        return Copies(context, all_reduce_alg)
 
-    return Builder("replicated", context, compose)
+    return _with_store("replicated", context, store)
 
 
 def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
@@ -70,19 +65,17 @@ def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
 
     Each step, every tower gathers a parameter when an operation needs it, and lets go
     of it afterwards; the parts of gradients are added where those of the parameters
-    are, and the optimizer is applied to them there. See `layers/parameters.py`.
+    are, and the optimizer is applied to them there. See `layers/parameters.py`. With
+    stages, towers gather the parameters of each stage once in a step.
 
     Args:
         context: Its plan has the first tower's device as home.
         min_bytes: How large variables are that are sharded.
     """
-    context = dataclasses.replace(context, shard_from_bytes=min_bytes)
-
-    def compose():
-        own = Steps(Pieces(context), SumAtHome(context))
-        return Composed(own.pieces, own, own)
-
-    return Builder("sharded", context, compose)
+    by_use = context.plan.pipeline.stages == 1
+    return _with_store(
+        "sharded", context, lambda: Shards(context, min_bytes, by_use, True)
+    )
 
 
 def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
@@ -96,6 +89,16 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
     return feature("builders.asynchronous.strategy").asynchronous(
         context, max_staleness
     )
+
+
+def _with_store(name: str, context: Context, store: Callable[[], Store]) -> Builder:
+    """Makes a builder of the steps that all synchronous ways have, with a store."""
+
+    def compose():
+        steps = Steps(Pieces(context, store()))
+        return Composed(steps.pieces, steps, steps)
+
+    return Builder(name, context, compose)
 
 
 STRATEGIES: dict[str, Callable[..., Builder]] = {

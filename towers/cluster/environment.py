@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
-from towers.hosts.group import ELASTIC
-from towers.hosts.membership import JOIN_SECONDS, ElasticPlace, ProcessPlace
+from towers.hosts.group import ELASTIC, JOIN_SECONDS, ElasticPlace, ProcessPlace
 from towers.program.voice import warn
 
 _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"

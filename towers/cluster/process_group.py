@@ -16,7 +16,7 @@ from towers.cluster.elastic import Member
 from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError, Links
 from towers.hosts import group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.program import forks
 
 # How long a program that is at its end waits for those of the other hosts.

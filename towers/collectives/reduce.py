@@ -2,8 +2,10 @@
 
 Each tower takes the gradient of its part of the batch's loss (see `trace.py`), so
 reducing is nothing but adding: a mean of means is wrong where towers are unequal, and
-sums that are divided at the end overflow early in float16. On which device is the
-caller's choice: these functions run where they are called.
+sums that are divided at the end overflow early in float16.
+
+`add` and `sum_gradients` run where they are called. `all_reduce` takes devices: it
+packs dense gradients into a buffer for each type, and one of `ALGORITHMS` adds these.
 """
 
 from collections.abc import Sequence
@@ -211,7 +213,11 @@ def _nccl(parts, devices):
     return sums
 
 
-# How packed gradients are added. NCCL's op is TensorFlow's, and takes GPUs only.
+# How packed gradients are added. Each takes `parts`, the towers' flat buffers of one
+# type, which lie on their devices, and `devices`, which are to have the sum. There may
+# be fewer parts than devices, as towers without rows send none. It returns a sum on
+# each device, of the type of the parts, with the same bits on all. What has 16 bits is
+# added in float32, as by `add`. NCCL's op is TensorFlow's, and takes GPUs only.
 ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
 
 

@@ -1,8 +1,7 @@
-"""Turns a wish for devices into device strings.
+"""Turns the user's choice of devices into device strings.
 
-`configure` sets devices up before TensorFlow initialises. `resolve` is for the time
-after that: it turns a `gpus` argument into strings for devices that exist. `table` says
-it in words.
+`configure` sets up devices before TensorFlow initialises. After that, `resolve` turns a
+`gpus` argument into strings of existing devices. `table` describes them in words.
 """
 
 from towers.program import lazy

@@ -1,8 +1,8 @@
 """Sets up the devices of this process, before TensorFlow initialises.
 
-`configure` decides which GPUs are visible, how their memory is taken and what
-stands in for GPUs where there are none. It must come before anything runs on
-TensorFlow, and leaves TensorFlow uninitialised.
+`configure` decides which GPUs are visible, how TensorFlow takes their memory, and what
+stands in for GPUs on a machine without any. Call it before anything runs on TensorFlow;
+it leaves TensorFlow uninitialised.
 """
 
 import dataclasses
@@ -11,28 +11,27 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.devices import threads
 from towers.devices.names import HOST, is_gpu
 from towers.devices.wish import DeviceWish
 from towers.hosts import group
-from towers.machine import nvml
+from towers.machine import limits, nvml
 from towers.program import startup
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of one process, as configured.
+    """The configured devices of one process.
 
     Attributes:
         towers: One device string for each tower, such as "/device:GPU:0".
-        home: Device of the shared variables.
-        physical: For each tower on a GPU, the index of that GPU among all that
-            TensorFlow found; empty for towers on the CPU.
-        local_parameter_device: The wish `home` comes from, "cpu" or "gpu"; `None` if
-            there was none.
-        memory: What one tower may use, in words.
-        note: What the user should know besides, as sentences; may be empty.
-        others: Devices that are set up for towers to come; see `TowerModel.resize`.
+        home: The device of the shared variables.
+        physical: For each tower on a GPU, the index of its GPU among all that
+            TensorFlow finds; empty for towers on the CPU.
+        local_parameter_device: The argument that `home` comes from, "cpu" or "gpu";
+            `None` if it was not given.
+        memory: How much memory a tower may use, in words.
+        note: Further sentences for the user; may be empty.
+        others: Devices that are set up for later towers; see `TowerModel.resize`.
         physical_others: As `physical`, of `others`.
     """
 
@@ -47,7 +46,7 @@ class Devices:
 
     @property
     def every(self) -> "Devices":
-        """The same, with towers on all devices that are set up."""
+        """A copy with towers on all devices that are set up."""
         return dataclasses.replace(
             self,
             towers=self.towers + self.others,
@@ -57,16 +56,16 @@ class Devices:
         )
 
     def with_towers(self, names: Sequence[str]) -> "Devices":
-        """Returns the same with towers on these of the devices that are set up."""
+        """Returns a copy with towers on the named devices, which must be set up."""
         every = self.every
         physical = dict(zip(every.towers, every.physical, strict=False))
-        others = [each for each in every.towers if each not in names]
+        others = [name for name in every.towers if name not in names]
         return dataclasses.replace(
             self,
             towers=tuple(names),
-            physical=tuple(physical[each] for each in names if physical),
+            physical=tuple(physical[name] for name in names if physical),
             others=tuple(others),
-            physical_others=tuple(physical[each] for each in others if physical),
+            physical_others=tuple(physical[name] for name in others if physical),
             home=names[0] if is_gpu(self.home) else self.home,
         )
 
@@ -88,7 +87,7 @@ def configure(
     """Chooses and sets up the devices of this process.
 
     Without a GPU, it creates logical CPUs. Call it before TensorFlow is used. After
-    that, it accepts the existing devices if they are those that the arguments ask for.
+    that, it accepts the existing devices if they match the arguments.
 
     Args:
         num_gpus: Number of GPUs to use. None: all visible ones, or one CPU if there are
@@ -142,7 +141,7 @@ def configure(
         _set_up_gpus(gpus, chosen, wish)
         every, physical = _name_gpus(gpus, chosen, gpu_split)
         memory, first = _memory_in_words(wish), wish.begins_with or len(chosen)
-        threads_note = threads.set_up()
+        threads_note = set_up()
     else:
         hosts_here = joined.count_here if joined else 1
         count = (wish.most or 1) * gpu_split
@@ -156,7 +155,7 @@ def configure(
     tf.debugging.set_log_device_placement(log_device_placement)
     on_first = local_parameter_device == "gpu"
     if local_parameter_device is None:
-        # To and from the host, they would take longer than a step.
+        # Copying variables to and from the host would take longer than a step.
         on_first = bool(chosen)
     return Devices(
         towers=towers,
@@ -170,24 +169,24 @@ def configure(
     )
 
 
-def _choose(found: int, visible: Sequence[int], wish: DeviceWish) -> tuple[int, ...]:
-    """Chooses among the GPUs by index; nothing means towers on the CPU.
+def _choose(count: int, visible: Sequence[int], wish: DeviceWish) -> tuple[int, ...]:
+    """Chooses GPUs by index; an empty choice means towers on the CPU.
 
     Args:
-        found: How many GPUs TensorFlow found.
-        visible: Indices of those not hidden by `tf.config.set_visible_devices`.
-        wish: What `configure` was asked for.
+        count: The number of GPUs that TensorFlow finds.
+        visible: Indices of the GPUs not hidden by `tf.config.set_visible_devices`.
+        wish: The arguments of `configure`.
 
     Returns:
         Indices of the GPUs, in the order of the towers.
 
     Raises:
-        ValueError: If the machine has not what was wished for.
+        ValueError: The machine lacks what the arguments ask for.
     """
     gpu_indices = wish.gpu_indices
     if gpu_indices is not None:
-        absent = [index for index in gpu_indices if index >= found]
-        if absent and not found:
+        absent = [index for index in gpu_indices if index >= count]
+        if absent and not count:
             raise ValueError(
                 f"gpu_indices={list(gpu_indices)} was received, but TensorFlow finds "
                 f"no GPU; use num_gpus={len(gpu_indices)} for logical CPUs instead."
@@ -195,8 +194,8 @@ def _choose(found: int, visible: Sequence[int], wish: DeviceWish) -> tuple[int, 
         if absent:
             raise ValueError(
                 f"gpu_indices={list(gpu_indices)} was received, but there is no GPU "
-                f"{absent[0]}; TensorFlow finds {found}, so choose from "
-                f"{', '.join(map(str, range(found)))}."
+                f"{absent[0]}; TensorFlow finds {count}, so choose from "
+                f"{', '.join(map(str, range(count)))}."
             )
         asked = [int(index) for index in gpu_indices]
         visible = [*asked, *(index for index in visible if index not in asked)]
@@ -215,9 +214,9 @@ def _set_up_gpus(
     chosen: Sequence[int],
     wish: DeviceWish,
 ) -> None:
-    """Makes the chosen GPUs visible and sets how their memory is taken."""
+    """Makes the chosen GPUs visible, and sets how TensorFlow takes their memory."""
     limits_mb = {gpus[index]: _limit_mb(index, wish) for index in sorted(chosen)}
-    mine = [*limits_mb]
+    own_gpus = [*limits_mb]
     for gpu, limit_mb in limits_mb.items():
         if limit_mb is None and tf.config.get_logical_device_configuration(gpu):
             raise ValueError(
@@ -227,10 +226,11 @@ def _set_up_gpus(
     visible = tf.config.get_visible_devices("GPU")
     try:
         try:
-            tf.config.set_visible_devices(mine, "GPU")
+            tf.config.set_visible_devices(own_gpus, "GPU")
         except RuntimeError:
-            # Too late to hide any, and no harm while those wished for are there.
-            if not set(mine) <= set(visible):
+            # It is too late to hide GPUs, which does no harm if the chosen ones are
+            # visible.
+            if not set(own_gpus) <= set(visible):
                 raise
         for gpu, limit_mb in limits_mb.items():
             if limit_mb is None:
@@ -250,13 +250,13 @@ def _set_up_gpus(
 def _name_gpus(
     gpus: Sequence[tf.config.PhysicalDevice], chosen: Sequence[int], split: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names the logical GPUs of the chosen ones.
+    """Names the logical GPUs of the chosen GPUs.
 
     TensorFlow numbers them by physical GPU, whatever the order of `chosen`: the
     GPUs [2, 0] become GPU:0 for 0 and GPU:1 for 2.
 
     Returns:
-        For each tower its device string, and the index of its physical GPU.
+        For each tower, its device string and the index of its physical GPU.
     """
     first, count = {}, 0
     for gpu in gpus:
@@ -274,7 +274,7 @@ def _set_up_cpus(count: int, hosts_here: int) -> tuple[tuple[str, ...], str]:
     """Splits the CPU into at least `count` logical CPUs, and names that many.
 
     Returns:
-        Their names, and what is to be said of their threads.
+        The names, and a note on their threads.
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     existing = len(tf.config.get_logical_device_configuration(cpu) or [None])
@@ -286,7 +286,7 @@ def _set_up_cpus(count: int, hosts_here: int) -> tuple[tuple[str, ...], str]:
             raise _too_late(f"{count} logical CPUs") from error
     names = tuple(f"/device:CPU:{index}" for index in range(count))
     divides = existing < count or hosts_here > 1
-    return names, threads.set_up(count * hosts_here if divides else 1)
+    return names, set_up(count * hosts_here if divides else 1)
 
 
 def _too_late(wish: str) -> RuntimeError:
@@ -299,10 +299,10 @@ def _too_late(wish: str) -> RuntimeError:
 
 
 def _limit_mb(index: int, wish: DeviceWish) -> int | None:
-    """Returns the most memory of each logical GPU of a GPU; `None` without a limit.
+    """Returns the memory limit of each logical GPU of a GPU; `None` without a limit.
 
     Raises:
-        ValueError: The GPU has less, or does not tell how much it has.
+        ValueError: The GPU has less memory, or its memory is unknown.
     """
     limit_mb, fraction, split = (
         wish.gpu_memory_limit_mb,
@@ -349,3 +349,63 @@ def _stand_in_note(count: int, wish: DeviceWish) -> str:
         verb = "has" if len(idle) == 1 else "have"
         note += f" Without a GPU, {' and '.join(idle)} {verb} no effect."
     return note
+
+
+# How many threads TensorFlow computes with.
+#
+# Logical CPUs divide the cores. Otherwise each operation of each tower spreads over
+# all, and towers wait for one another.
+
+
+def set_up(parts: int = 1) -> str:
+    """Has TensorFlow make no more threads than this process may use CPUs.
+
+    TensorFlow makes one for each CPU that the process may run on, also where a
+    container's quota gives it less: the kernel then stops all of them at once, until
+    the next tenth of a second. Threads that the user has chosen stay.
+
+    Args:
+        parts: Number of towers on the CPUs of this machine. Each gets its part of them.
+            Otherwise each operation of each tower would spread over all cores, and
+            towers that run side by side would wait for one another there: a step of a
+            small network then takes half as long again (BENCHMARKS.md).
+
+    Returns:
+        A sentence if a quota has made a difference, else nothing.
+    """
+    cpus, threading = limits.processors(), tf.config.threading
+    inter_op = cpus.count if cpus.limited else 0
+    intra_op = max(1, cpus.count // parts) if parts > 1 else inter_op
+    # 0 is TensorFlow's word for all CPUs that the process may run on.
+    ours = [
+        wanted and before in (0, wanted) and variable not in os.environ
+        for wanted, before, variable in (
+            (
+                intra_op,
+                threading.get_intra_op_parallelism_threads(),
+                "TF_NUM_INTRAOP_THREADS",
+            ),
+            (
+                inter_op,
+                threading.get_inter_op_parallelism_threads(),
+                "TF_NUM_INTEROP_THREADS",
+            ),
+        )
+    ]
+    try:
+        if ours[0]:
+            threading.set_intra_op_parallelism_threads(intra_op)
+        if ours[1]:
+            threading.set_inter_op_parallelism_threads(inter_op)
+    except RuntimeError:
+        ours = []  # once TensorFlow is initialised, its threads stay
+    return cpus.note("Threads" if any(ours) else "Threads of the input")
+
+
+def inter_op() -> int:
+    """Returns how many operations TensorFlow runs at once on the CPUs."""
+    found = tf.config.threading.get_inter_op_parallelism_threads()
+    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if found == 0 and asked.isdecimal():
+        found = int(asked)
+    return found or limits.processors().count

@@ -1,7 +1,8 @@
 """Chooses GPUs that no process uses.
 
-Two programs that start at once would take the same one. So who chooses locks a file of
-this user until TensorFlow has its devices: from then on, the driver shows its process.
+Two programs that start at once would take the same GPU. So a program that chooses locks
+a file of this user until TensorFlow has its devices: from then on, the driver lists its
+process.
 """
 
 import contextlib
@@ -21,13 +22,13 @@ _LOCK_S = 120.0
 
 
 def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
-    """Chooses among TensorFlow's GPUs those that no process uses, and says which.
+    """Chooses GPUs that no process uses, and reports the choice.
 
-    A process that only draws, as a desktop's, does not count.
+    A process that only draws, such as a desktop's, does not count.
 
     Args:
-        count: How many; `None` for all that are free.
-        driver: What to ask.
+        count: The number of GPUs; `None` for all that are free.
+        driver: The driver to ask.
 
     Returns:
         TensorFlow's indices.
@@ -65,13 +66,13 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
         )
     taken = free[:count]
     numbers = ", ".join(str(cards[index].index) for index in taken)
-    said = f"Of {words.count(len(cards), 'GPU')}, the run takes {numbers}"
-    voice.say("; ".join([said, *holders]) + ".")
+    choice = f"Of {words.count(len(cards), 'GPU')}, the run takes {numbers}"
+    voice.say("; ".join([choice, *holders]) + ".")
     return taken
 
 
 def _unknown(index: int, driver: nvml.Driver) -> str:
-    """Says that it is not known who uses a GPU, and why."""
+    """Returns an error message for a GPU whose users are unknown, with the reason."""
     if driver.has_slices():
         return (
             "Received --gpu_indices=free on a machine with a GPU that is cut up into "
@@ -87,9 +88,9 @@ def _unknown(index: int, driver: nvml.Driver) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Inside, no other program of this user chooses free GPUs.
+    """A context in which no other program of this user chooses free GPUs.
 
-    TensorFlow's devices have to be initialised inside: then the driver sees this one.
+    Initialise TensorFlow's devices in it: then the driver lists this process.
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)

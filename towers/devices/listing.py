@@ -1,4 +1,4 @@
-"""Says in plain text which devices the towers have."""
+"""Describes the devices of the towers in plain text."""
 
 import os
 import platform
@@ -27,22 +27,22 @@ def table(
     Args:
         devices: What `configure` returned.
         per_tower_batch: Each tower's local batch, in examples.
-        hosts: With several hosts, what `rows` has returned on each, by its name.
-        stages: Number of devices of each tower.
+        hosts: With several hosts, the `rows` of each host, by its name.
+        stages: The number of devices of each tower.
 
     Returns:
         Lines without a final newline: a row for each device, then the home of the
         variables, the numbering of the GPUs and the note.
 
     Raises:
-        ValueError: If there is not one local batch for each tower.
+        ValueError: The number of local batches is not the number of towers.
     """
     every = rows(devices, per_tower_batch, stages)
     if hosts:
         every = [
             {"tower": "", "host": str(k), **row}
-            for k, mine in enumerate(hosts.values())
-            for row in mine
+            for k, host_rows in enumerate(hosts.values())
+            for row in host_rows
         ]
         for device, row in enumerate(every):
             row["tower"] = str(device // stages)
@@ -71,22 +71,22 @@ def table(
 def rows(
     devices: Devices, per_tower_batch: Sequence[int] | None = None, stages: int = 1
 ) -> list[dict[str, str]]:
-    """Returns the table's cells by column, a row for each device; as for `table`."""
+    """Returns the cells of `table` by column, one row for each device."""
     towers = len(devices.towers) // stages
     if per_tower_batch is not None and len(per_tower_batch) != towers:
         raise ValueError(
             f"per_tower_batch has {words.count(len(per_tower_batch), 'size')} for "
             f"{words.count(towers, 'tower')}; give one for each tower."
         )
-    found = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
-    for k, row in enumerate(found):
+    cells = _gpu_rows(devices) if devices.physical else _cpu_rows(devices)
+    for k, row in enumerate(cells):
         if stages > 1:
-            found[k] = row = {"tower": str(k // stages), "stage": str(k % stages)} | {
+            cells[k] = row = {"tower": str(k // stages), "stage": str(k % stages)} | {
                 name: cell for name, cell in row.items() if name != "tower"
             }
         if per_tower_batch is not None:
             row["local batch"] = str(per_tower_batch[k // stages])
-    return found
+    return cells
 
 
 def _home_in_words(devices: Devices) -> str:
@@ -148,8 +148,8 @@ def _cpu_model() -> str:
 
 
 def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Sets rows out in columns, the model cut to what fits."""
-    # A host without GPUs tells less of its towers.
+    """Aligns rows in columns, and cuts the model to the width that is left."""
+    # A host without GPUs has fewer columns.
     keys = [*max(rows, key=len)]
     cells = [{key: key for key in keys}, *rows]
     cells = [
@@ -176,7 +176,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _numbering(environ: Mapping[str, str]) -> str:
-    """Says how CUDA's, and so TensorFlow's, numbers relate to nvidia-smi's."""
+    """Explains how the numbers of CUDA, and so TensorFlow, relate to nvidia-smi's."""
     order = environ.get("CUDA_DEVICE_ORDER")
     if order != "PCI_BUS_ID":
         return (

@@ -1,6 +1,6 @@
-"""Device strings, and the devices that exist.
+"""Handles device strings, and lists the devices that exist.
 
-Everything else works on the strings alone, so that logical CPUs can test it.
+Other modules use only the strings, so that logical CPUs can test them.
 """
 
 import re
@@ -18,14 +18,15 @@ _DEVICE = re.compile(
 
 
 def short(device: str) -> str:
-    """Returns the end of a device's full name, as Towers names devices."""
+    """Returns the end of a device's full name, the form that Towers uses."""
     return device[device.rindex("/device") :] if "/device" in device else device
 
 
 def is_gpu(device: str) -> bool:
     """Tells whether a device string, such as "/device:GPU:0", names a GPU.
 
-    TensorFlow's own, such as "/job:localhost/replica:0/task:0/device:GPU:0", will do.
+    TensorFlow's full names, such as "/job:localhost/replica:0/task:0/device:GPU:0",
+    work, too.
     """
     return "GPU" in device
 
@@ -44,13 +45,13 @@ def resolve(
     Args:
         gpus: None for all; how many, counted from the first; or a list of indices
             and of strings such as "/gpu:0", "GPU:0" or "/device:GPU:0".
-        argument: The name of the argument for errors about one of a list.
+        argument: The name of the argument, for errors about an item of a list.
 
     Returns:
         One string for each tower, such as "/device:GPU:0".
 
     Raises:
-        ValueError: If a device does not exist, comes twice or is not understood.
+        ValueError: A device does not exist, comes twice or is not understood.
     """
     existing = _logical_devices()
     numbered = [d for d in existing if ":GPU:" in d] or [
@@ -72,7 +73,7 @@ def resolve(
             f"{gpus!r} was received; write for example gpus=2 or "
             f"gpus=[{numbered[0]!r}]."
         )
-    devices = tuple(_resolve_one(each, numbered, existing, argument) for each in gpus)
+    devices = tuple(_resolve_one(gpu, numbered, existing, argument) for gpu in gpus)
     check_unique("gpus", gpus, devices)
     return devices
 
@@ -85,8 +86,8 @@ def _canonical(text: str) -> str | None:
 def _logical_devices() -> list[str]:
     """Lists this process's CPUs and GPUs.
 
-    In a cluster the names carry a job and the other hosts' devices are listed
-    too: without the job these are repeats, dropped here.
+    In a cluster, the names carry a job, and the list has the other hosts' devices, too:
+    without the job these are duplicates, dropped here.
     """
     names = (d.name.rpartition("/")[2] for d in tf.config.list_logical_devices())
     return [d for d in dict.fromkeys(f"/{name}" for name in names) if _canonical(d)]
@@ -126,7 +127,7 @@ def _more_devices(numbered: Sequence[str]) -> str:
 
 
 def nccl_fits(towers: Sequence[str]) -> bool:
-    """Tells whether each of several towers has a GPU of its own, which none shares."""
+    """Tells whether each of several towers has a whole GPU of its own."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
     return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))

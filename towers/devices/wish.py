@@ -1,20 +1,20 @@
-"""The wish for devices, checked before any device is touched."""
+"""Checks the requested devices before any device is touched."""
 
 import collections
 import dataclasses
 import numbers
 from collections.abc import Sequence
 
-# As many devices as one process may have; without GPUs, it would make them.
+# The most devices for one process; without GPUs, it would create as many CPUs.
 MOST_DEVICES = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWish:
-    """What `configure` was asked for; its arguments have the same names.
+    """The arguments of `configure`, under the same names.
 
     Raises:
-        ValueError: If the wish is not understood, or contradicts itself.
+        ValueError: An argument is not understood, or contradicts another.
     """
 
     num_gpus: int | None = None
@@ -27,7 +27,7 @@ class DeviceWish:
     gpu_memory_fraction: float | None = None
 
     def __post_init__(self):
-        """Checks the wish."""
+        """Checks that the arguments fit together."""
         _check_counts(self.num_gpus, self.gpu_memory_limit_mb, self.gpu_split)
         _check_indices(self.num_gpus, self.gpu_indices)
         self._check_most()
@@ -42,12 +42,12 @@ class DeviceWish:
 
     @property
     def begins_with(self) -> int | None:
-        """How many GPUs there are towers on at first; `None` for all."""
+        """The number of GPUs that have towers at first; `None` for all."""
         return self.num_gpus if self.gpu_indices is None else len(self.gpu_indices)
 
     @property
     def most(self) -> int | None:
-        """How many GPUs to set up; `None` for all."""
+        """The number of GPUs to set up; `None` for all."""
         return self.begins_with if self.max_gpus is None else self.max_gpus
 
     def _check_most(self):
@@ -74,12 +74,12 @@ class DeviceWish:
 
     @property
     def grows(self) -> bool:
-        """Whether a GPU's memory is taken as needed."""
+        """True if TensorFlow takes a GPU's memory as needed."""
         return not self.limit and self.allow_growth is not False
 
     @property
     def limit(self) -> str:
-        """The limit of memory as it was given; empty without one."""
+        """The memory limit as it was given; empty without one."""
         for name in ("gpu_memory_limit_mb", "gpu_memory_fraction"):
             if (value := getattr(self, name)) is not None:
                 return f"{name}={value}"
@@ -102,7 +102,7 @@ class DeviceWish:
 
 
 def is_int(value: object) -> bool:
-    """Tells whether a value is a whole number; `True` is none."""
+    """Tells whether a value is a whole number; `True` is not one."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

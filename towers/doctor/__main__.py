@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from towers.doctor import cluster, devices, host, settings, versions
+from towers.doctor import cluster, devices, host, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
 from towers.doctor.gpus import checks as gpus
 from towers.processes import signals
@@ -156,7 +156,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     machine = gpus.look()
     found = devices.probe(options.num_gpus)
     yield "TensorFlow", bind(devices.start, found)
-    yield "Keras settings", settings.keras
+    yield "Keras settings", versions.of_keras
     yield "GPUs", bind(gpus.check_gpus, machine, found)
     yield "driver", bind(gpus.check_driver, machine, found)
     yield "CUDA", bind(gpus.check_libraries, machine, found)

@@ -15,7 +15,7 @@ from towers.cluster.communicator import Communicator
 from towers.cluster.links import Links
 from towers.doctor import cluster
 from towers.doctor.finding import Check, Finding, note, ok, wrong
-from towers.hosts.membership import HostsDifferError, Membership, ProcessPlace
+from towers.hosts.group import HostsDifferError, Membership, ProcessPlace
 from towers.program import words
 
 # Shorter than a check may take; whoever starts hosts by hand needs some time.

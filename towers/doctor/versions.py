@@ -1,4 +1,4 @@
-"""Versions of Python and packages, against the ranges that setup.py asks for."""
+"""Versions of Python and packages, as setup.py asks for them; settings of Keras."""
 
 import platform
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
 from towers.keras_adapter import versions
+from towers.program import keras_settings
 
 _OURS = "keras-towers"
 # Each has a line of its own, by the package that asks for it.
@@ -117,3 +118,16 @@ def _not_installed(name):
         f"not known whether it fits, as the package {name} is not installed in this "
         "Python: install it, or run another Python, such as .venv/bin/python"
     )
+
+
+def of_keras() -> Finding:
+    """Checks Keras's settings in the environment and in keras.json."""
+    try:
+        found = keras_settings.ignored()
+    except ValueError as error:
+        return wrong(str(error))
+    if not found:
+        return ok("as Towers needs them")
+    in_python = "; in Python, set KERAS_BACKEND=tensorflow before Keras is imported"
+    hint = in_python if any("on TensorFlow" in each for each in found) else ""
+    return note(f"{' '.join(found).rstrip('.')}{hint}", ignored=found)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from towers.devices.names import is_gpu
-from towers.elastic.wish import Wish
+from towers.elastic.generations import Wish
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.model.tower_model import TowerModel
 from towers.model.update import remembered
@@ -20,9 +20,6 @@ from towers.monitoring.bottleneck import uneven
 from towers.monitoring.step_time import Split
 from towers.plan import Tower
 from towers.program import voice
-
-FILE = "split_ratios.json"
-"""What is found is kept under this name, in the model_dir of a run."""
 
 # Other ratios are tried if the slowest tower would take at most so much of its time.
 _WORTH = 0.95

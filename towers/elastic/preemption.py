@@ -10,9 +10,9 @@ import keras
 
 from towers.elastic import notice
 from towers.elastic.notice import Notice, NoticeError, NoticeSource
-from towers.lifecycle.signals import Signals
-from towers.loop import listeners
+from towers.model import fit_call
 from towers.model.fit_call import FitCall
+from towers.processes.signals import Signals
 from towers.program import forks, voice
 
 
@@ -66,7 +66,7 @@ class Lookout:
         voice.warn(f"No notice of preemption can be had: {text}; {again}.")
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class PreemptionNotice(keras.callbacks.Callback):
     """Ends the run as SIGTERM does once a notice says that the machine is to go.
 

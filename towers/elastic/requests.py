@@ -20,6 +20,8 @@ from towers.program import locks, small_file, voice, whole_file
 _REQUEST, _ANSWER, LOCK = "resize.json", "resize_answer.json", "lock"
 FILES = (_REQUEST, _ANSWER)
 """What may be left in a model_dir."""
+RATIOS = "split_ratios.json"
+"""What --split_ratios=auto has found, in the model_dir."""
 # The run looks between two calls of training, and the first call may take minutes.
 _LOOK_S = 0.05
 # A request names a number for each GPU at most.

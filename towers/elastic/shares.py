@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from towers.devices.configuration import Devices
 from towers.devices.sharing import Others, Registry, RegistryError
-from towers.elastic.wish import Wish
+from towers.elastic.generations import Wish
 from towers.machine import nvml
 from towers.program import voice
 

@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import dataclasses
 import json
 import sys
+from typing import Any
 
-from towers.find_batch_size import search
-from towers.find_batch_size.processes import as_probe, run
+from towers.find_batch_size import child, probe, search
 from towers.find_batch_size.report import SearchReport
 from towers.find_batch_size.search import Probe
 from towers.find_batch_size.search_flags import Search
@@ -70,7 +70,10 @@ def find(settings: Search) -> int:
     )
     try:
         for result in search.search(
-            lambda size: as_probe(run(settings, size)), as_probe(told), unit, most
+            lambda size: child.as_value(Probe, run(settings, size)),
+            child.as_value(Probe, told),
+            unit,
+            most,
         ):
             tried.append(result)
             say(result)
@@ -89,6 +92,25 @@ def find(settings: Search) -> int:
             "more --stages or --micro_batches."
         )
     return code
+
+
+def run(settings: Search, batch_size: int) -> dict[str, Any]:
+    """Has a process try a batch size, rounded down to what towers divide exactly.
+
+    Returns:
+        What the process told: see `probe.probe`.
+
+    Raises:
+        ValueError: If it failed, and not for want of memory.
+    """
+    return child.ask(
+        probe.__name__,
+        settings.for_a_probe(batch_size),
+        f"A batch of {batch_size} took longer than {child.PROBE_S} s; expected less, "
+        "so give fewer --probe_steps or a smaller --max_batch_size.",
+        settings.hosts or 1,
+        settings.num_gpus,
+    )
 
 
 def say(result: Probe) -> None:

@@ -15,17 +15,19 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from towers.devices.configuration import Devices
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError
+from towers.hosts.group import HostFailedError
 from towers.program import commands, startup, words
 from towers.program.ending import ANOTHER_FAILED
 from towers.program.progress import SWITCH
 from towers.tower.errors import StageError
+
+T = TypeVar("T")
 
 PROBE_S = 900
 """Most seconds of a process: compiling a large model with XLA takes minutes."""
@@ -50,7 +52,8 @@ def ask(
     """Runs a module in a process of its own, or one for each host, and waits for it.
 
     Args:
-        module: It prints what it finds in lines of JSON, and "fits" or "error" last.
+        module: It prints what it finds in lines of JSON, "towers" first, and "fits" or
+            "error" last.
         flags: Its flags.
         too_long: What to say if it takes longer than `PROBE_S`.
         hosts: Number of hosts on this machine.
@@ -89,7 +92,18 @@ def ask(
         told |= how_it_died(done.returncode, done.stderr, limited)
     if "error" in told:
         raise ValueError(told["error"])
+    if "towers" not in told:
+        raise ValueError(
+            f"A process ended before it had any tower ({told['why']}); expected memory "
+            "for TensorFlow at least, so allow more."
+        )
     return told
+
+
+def as_value(kind: type[T], told: dict[str, Any]) -> T:
+    """Makes a value of a dataclass of what a process told; other facts are left out."""
+    names = kind.__dataclass_fields__
+    return kind(**{name: told[name] for name in names if name in told})
 
 
 def _told(output):

@@ -34,21 +34,18 @@ from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search
 from towers.keras_adapter.runtime import device_memory_limits
 from towers.machine.limits import free_memory
-from towers.model.update.layout import grouped
+from towers.model.options import grouped
 from towers.monitoring.bottleneck import uneven
 from towers.program import startup
 from towers.train.job import check_reduction
-from towers.train.parts import my_model
+from towers.train.parts import fine_tune, my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import open_data
 from towers.train.parts.devices import configure_devices, split_ratios
 from towers.train.parts.model import build_model, build_towers
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
-from towers.train.parts.training import fine_tune
 from towers.train.settings import DEFAULTS
-
-_PROGRAM = "towers.find_batch_size.probe"
 
 # Calls that are not measured: in the first graphs are built, in the second buffers.
 _WARM_UP = 2

@@ -10,7 +10,6 @@ from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings
-from towers.train.tower_flags import idle
 
 _SEARCH = {"module_name": "Search"}
 _PROBE = {"module_name": "Each size"}
@@ -18,7 +17,7 @@ _PROBE = {"module_name": "Each size"}
 # No example is read. But --model_dir is: what an earlier run there has measured of the
 # data, and found of the towers.
 _IDLE = (
-    *(*idle.OF_A_RUN, "eval_only", "cache", "shuffle_mb", "ram_budget_mb"),
+    *(*tower_flags.OF_A_RUN, "eval_only", "cache", "shuffle_mb", "ram_budget_mb"),
     *("data_service", "recipe", "randaugment", "group_by_length"),
 )
 
@@ -79,7 +78,7 @@ def read(argv: Sequence[str], doc: str) -> Search:
     tower_flags.check_fixed(search, "towers.find_batch_size", finds_free=True)
     tower_flags.check_whole_batch(search, "towers.find_batch_size")
     check_plot(search.plot, "batch_size.png", "batch_size.svg")
-    idle.say(search, _IDLE, "towers.find_batch_size")
+    tower_flags.say_idle(search, _IDLE, "towers.find_batch_size")
     return search
 
 

@@ -1,4 +1,4 @@
-"""tf.data: what a data set is made of, what its autotuning counts and waits for."""
+"""tf.data: the parts of a data set, and the threads and functions behind it."""
 
 import functools
 import queue
@@ -26,20 +26,20 @@ __all__ = [
 ]
 
 
-# Each iterator may hold whole buffers of batches; when more are left, training waits.
+# Each iterator may hold whole buffers of batches; if more are left, training waits.
 _MOST_FREED, _MOST_LEFT, _MOMENT_S = 4, 4, 0.1
 _known: weakref.WeakSet[tf.data.Iterator] = weakref.WeakSet()
-# What iterators that are gone leave behind, perhaps during a garbage collection.
+# Tensors that discarded iterators leave behind, perhaps during a garbage collection.
 _left: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
 
 
 def free_aside(iterator: tf.data.Iterator) -> None:
-    """Has a thread free what is behind an iterator, once nobody has the iterator.
+    """Lets a thread free an iterator's resources once the iterator is discarded.
 
-    Training would have to wait for it: TensorFlow 2.21 waits until a thread that tunes
-    the data set wakes up, which sleeps for up to a minute. It wakes that thread before
-    it tells it to end (`StartCancel` in tsl/framework/cancellation.cc), so that it
-    may go to sleep again.
+    Otherwise training waits: TensorFlow 2.21 waits until a thread that tunes the data
+    set wakes up, which sleeps for up to a minute. TensorFlow wakes that thread before
+    it tells the thread to end (`StartCancel` in tsl/framework/cancellation.cc), so the
+    thread may go to sleep again.
     """
     if iterator in _known:
         return
@@ -64,22 +64,23 @@ def _start_freeing():
 def _free():
     while True:
         behind = _left.get()
-        # Whoever freed the iterator lets go of it a moment later, and must not be last.
+        # The caller that dropped the iterator releases it a moment later, and must not
+        # be the last to do so.
         time.sleep(_MOMENT_S)
         del behind
 
 
 def guard_python(wrap: Callable[[Callable], Callable]) -> None:
-    """Wraps what calls all functions of `tf.numpy_function` and `tf.py_function`.
+    """Wraps the caller of all functions of `tf.numpy_function` and `tf.py_function`.
 
-    `Dataset.from_generator`, and so Keras's own data sets, are made of these.
+    `Dataset.from_generator`, and so Keras's own data sets, use these functions.
     """
     registry = script_ops.FuncRegistry
     call, wrapped = registry.__call__, wrap(registry.__call__)
 
     @functools.wraps(call)
     def called(self, token, *arguments):
-        # Generators may end at any time; TensorFlow reports those that could not.
+        # Generators may end at any time; TensorFlow reports the ones that could not.
         ends = getattr(self.get(token), "__name__", "") == "finalize_py_func"
         return (call if ends else wrapped)(self, token, *arguments)
 
@@ -87,7 +88,7 @@ def guard_python(wrap: Callable[[Callable], Callable]) -> None:
 
 
 def dataset_of(iterator: tf.data.Iterator) -> tf.data.Dataset | None:
-    """Returns the data set that an iterator goes through."""
+    """Returns the data set that an iterator reads."""
     return iterator._dataset
 
 
@@ -105,5 +106,5 @@ def inputs_of(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
 
 
 def metadata_of(dataset: tf.data.Dataset) -> Metadata:
-    """Returns what a data set's last transformation was given, such as its name."""
+    """Returns the metadata of a data set's last transformation, such as its name."""
     return dataset._metadata

@@ -1,4 +1,4 @@
-"""TensorFlow's graphs: operations and their definitions, functions, and their order."""
+"""TensorFlow's graphs: operations, their definitions and order, and functions."""
 
 import contextlib
 import itertools
@@ -75,15 +75,15 @@ STOP_RECORDING = Target(tf.GradientTape, "stop_recording")
 """`GradientTape.stop_recording()`."""
 
 GRADIENT_SCOPE = "gradient_tape/"
-"""Where a tape names the gradient of an operation, before the scope of that."""
+"""The scope of a gradient's operations, before the scope of the operation itself."""
 
 FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
-"""`__call__` of what `tf.function` returns."""
+"""`__call__` of the functions that `tf.function` returns."""
 
 
 @contextlib.contextmanager
 def made_in(graph: tf.Graph) -> Iterator[list[tf.Operation]]:
-    """Fills in the operations of a graph that are made inside."""
+    """A context that yields a list, and adds the operations made in the context."""
     before, made = len(graph.get_operations()), []
     try:
         yield made
@@ -97,10 +97,10 @@ def is_stateful(operation: tf.Operation) -> bool:
 
 
 def is_vectorized() -> bool:
-    """Tells whether what is called now is the body of `tf.vectorized_map`.
+    """Tells whether the caller runs in the body of `tf.vectorized_map`.
 
-    Operations that are made in it are replaced by those for all elements at once, so
-    their shapes have to be the same for each.
+    TensorFlow replaces operations of the body by ones for all elements at once, so
+    their shapes must be the same for each element.
     """
     graph = tf.compat.v1.get_default_graph()
     scopes = [tf.get_current_name_scope()]
@@ -117,7 +117,7 @@ def calls_functions(operation: tf.Operation) -> bool:
 
 
 def nodes_of(operation: tf.Operation) -> Iterator[NodeDef]:
-    """Yields what an operation is, and what is in all functions that it calls."""
+    """Yields the nodes of an operation, and of all functions that it calls."""
     waiting, seen = [operation.node_def], set()
     while waiting:
         node = waiting.pop()
@@ -128,14 +128,14 @@ def nodes_of(operation: tf.Operation) -> Iterator[NodeDef]:
 
 
 def is_compiled(function: Any) -> bool:
-    """Tells whether what `tf.function` has returned asks for XLA."""
+    """Tells whether a function of `tf.function` asks for XLA."""
     return bool(function._jit_compile)
 
 
 def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls what `tf.function` was given, as TensorFlow does when it traces it.
+    """Calls the function given to `tf.function`, as TensorFlow does in a trace.
 
-    AutoGraph converts it, unless `tf.function` was told otherwise.
+    AutoGraph converts it, unless `tf.function` was told not to.
     """
     inner, status = function.python_function, ag_ctx.Status.DISABLED
     if function._autograph:
@@ -147,10 +147,10 @@ def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_independently(operations: Iterable[tf.Operation]) -> None:
-    """Has operations of the graph being built wait for no other stateful operation.
+    """Lets operations of the graph being built wait for no other stateful operation.
 
-    TensorFlow orders stateful operations automatically within a `tf.function`.
-    Elsewhere there is nothing to do.
+    TensorFlow orders stateful operations automatically in a `tf.function`. Outside of
+    one, this does nothing.
     """
     if tf.executing_eagerly():
         return
@@ -163,13 +163,14 @@ def run_independently(operations: Iterable[tf.Operation]) -> None:
 
 @contextlib.contextmanager
 def without_auto_control_deps(handles: Collection[tf.Tensor] = ()) -> Iterator[None]:
-    """Inside, calls that draw random numbers or check something wait for no other.
+    """A context in which calls that draw random numbers, or check, wait for no other.
 
     TensorFlow would make towers wait for one another, in the order of the calls.
 
     Args:
-        handles: Those of variables that the calls read. Whatever changes one of them
-            later waits for all calls, also if it needs no gradient, as a weight decay.
+        handles: The handles of variables that the calls read. An operation that changes
+            one of them later waits for all calls, even if it needs no gradient, as a
+            weight decay.
     """
     if tf.executing_eagerly():
         yield
@@ -187,9 +188,9 @@ def without_auto_control_deps(handles: Collection[tf.Tensor] = ()) -> Iterator[N
 
 
 def may_change(operation: tf.Operation) -> list[tf.Tensor]:
-    """Returns what an operation takes, but for variables that a function only reads.
+    """Returns the inputs of an operation that it may change.
 
-    The function is one that the operation calls.
+    Variables that a called function only reads are left out.
     """
     try:
         only_read = {*operation.get_attr("_read_only_resource_inputs")}
@@ -200,7 +201,7 @@ def may_change(operation: tf.Operation) -> list[tf.Tensor]:
 
 
 def written(operation: tf.Operation) -> list[int]:
-    """Returns which inputs of an operation are handles of what it may change."""
+    """Returns the indices of inputs that are handles of variables it may change."""
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return []
     _, changed = auto_control_deps_utils.get_read_write_resource_inputs(operation)
@@ -208,13 +209,13 @@ def written(operation: tf.Operation) -> list[int]:
 
 
 def runs_anyway(graph: tf.Graph) -> dict[str, bool]:
-    """Returns the operations that a function runs, whoever takes from them.
+    """Returns the operations that a function always runs, used or not.
 
     Args:
-        graph: That of a traced function.
+        graph: The graph of a traced function.
 
     Returns:
-        By their names, whether they do more than read a variable.
+        For the name of each, whether it does more than read a variable.
     """
     reads = auto_control_deps_utils.RESOURCE_READ_OPS
     return {op.name: op.type not in reads for op in graph.control_outputs}
@@ -239,12 +240,12 @@ def function_graph(
 ) -> tf.Graph:
     """Returns the graph of a function that some graph calls.
 
-    It has `inputs` and `outputs`, lists of tensors.
+    The graph has `inputs` and `outputs`, lists of tensors.
 
     Args:
         name: The function's name.
-        given: What it is called with, whose handles tell the shapes of variables.
-        shapes: Of its inputs.
+        given: The inputs of the call, whose handles tell the shapes of variables.
+        shapes: The shapes of the inputs.
 
     Raises:
         tf.errors.NotFoundError: There is no such function.
@@ -260,10 +261,11 @@ def function_graph(
             if tensor.dtype == tf.resource:
                 handle_data_util.copy_handle_data(tensor, inside)
             graph.inputs.append(inside)
-        # What is imported takes these in the place of what it was traced with.
-        taken = [names[each.name] for each in definition.signature.input_arg]
+        # Imported nodes take these in place of the traced inputs.
+        taken = [names[argument.name] for argument in definition.signature.input_arg]
         made = [
-            names[definition.ret[each.name]] for each in definition.signature.output_arg
+            names[definition.ret[argument.name]]
+            for argument in definition.signature.output_arg
         ]
         fed = dict(zip(taken, graph.inputs, strict=True))
         graph.outputs = tf.graph_util.import_graph_def(nodes, fed, made, name="")
@@ -271,14 +273,14 @@ def function_graph(
 
 
 def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor | tf.Operation]:
-    """Returns what there is to wait for until some tensors of a graph are there.
+    """Returns the tensors or operations to wait for until some tensors are there.
 
-    That is a call of a `PartFunction`, if TensorFlow does not order its calls, or the
-    tensor: what waits for another function's call may run before, as TensorFlow copies
-    the function into the caller's graph.
+    This is the call of a `PartFunction`, if TensorFlow does not order its calls, or
+    else the tensor: an operation that waits for another function's call may run before
+    the tensor is there, as TensorFlow copies the function into the caller's graph.
     """
     waits = [t.op if _calls_part(t.op) else t for t in tensors]
-    return [*{id(each): each for each in waits}.values()]
+    return [*{id(source): source for source in waits}.values()]
 
 
 def _calls_part(operation):
@@ -293,9 +295,9 @@ def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
 
 
 def colocated_with(operation: tf.Operation) -> list[str]:
-    """Returns the names of operations beside which one is to run.
+    """Returns the names of operations beside which an operation must run.
 
-    Of a gradient, these are what it is the gradient of.
+    For a gradient, these are the operations that it is the gradient of.
     """
     try:
         groups = operation.get_attr("_class")
@@ -307,14 +309,14 @@ def colocated_with(operation: tf.Operation) -> list[str]:
 def gradient_module(node: NodeDef) -> str:
     """Returns the module that defines the custom gradient of an `IdentityN`.
 
-    It is empty where that cannot be told.
+    Returns "" if the module is unknown.
     """
     try:
         kind = node.attr["_gradient_op_type"].s.decode()
         function = ops.gradient_registry.lookup(kind)
         for name in ("tape_grad_fn", "grad_fn"):
-            place = function.__code__.co_freevars.index(name)
-            function = function.__closure__[place].cell_contents
+            index = function.__code__.co_freevars.index(name)
+            function = function.__closure__[index].cell_contents
     except (AttributeError, LookupError, TypeError, ValueError):
         return ""
     return function.__module__ or ""
@@ -326,7 +328,7 @@ def add_copy(part: GraphDef, operation: tf.Operation, inputs: Iterable[str]) -> 
     Args:
         part: The part.
         operation: The operation.
-        inputs: The names of what the copy takes.
+        inputs: The names of the copy's inputs.
 
     Returns:
         The copy.
@@ -345,7 +347,7 @@ def add_call(
     function: tf.types.experimental.ConcreteFunction,
     inputs: Iterable[str],
 ) -> None:
-    """Adds a call of a function in the place of an operation, under its name."""
+    """Adds a call of a function that replaces an operation, under its name."""
     definition = function.function_def
     context.context().add_function_def(definition)
     part.library.function.append(definition)
@@ -356,15 +358,15 @@ def add_call(
         ("Tin", definition.signature.input_arg),
         ("Tout", definition.signature.output_arg),
     ):
-        node.attr[name].list.type.extend(each.type for each in types)
+        node.attr[name].list.type.extend(argument.type for argument in types)
 
 
 def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
-    """Gives a part of a graph the functions that it calls, to be copied anywhere.
+    """Gives a part of a graph the functions that it calls, so that it can be copied.
 
-    TensorFlow would forget them with the graph.
+    TensorFlow would drop the functions with the graph.
     """
-    seen = {each.signature.name for each in part.library.function}
+    seen = {function.signature.name for function in part.library.function}
     waiting, library = list(_called(part.node)), None
     while waiting:
         name = waiting.pop()
@@ -373,7 +375,7 @@ def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
         seen.add(name)
         if library is None:
             functions = graph.as_graph_def().library.function
-            library = {each.signature.name: each for each in functions}
+            library = {function.signature.name: function for function in functions}
         part.library.function.append(library[name])
         context.context().add_function_def(library[name])
         waiting += _called(library[name].node_def)
@@ -382,8 +384,8 @@ def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
 def is_placed(part: GraphDef) -> bool:
     """Tells whether an operation of a graph, or of its functions, names its device.
 
-    A function is run on the device that calls it. One that also runs on others must be
-    inlined: if an operation in it fails, TensorFlow may crash, or wait for ever
+    A function runs on its caller's device. A function that also runs on other devices
+    must be inlined: if an operation in it fails, TensorFlow may crash, or wait for ever
     (tensorflow#62523).
     """
     functions = (function.node_def for function in part.library.function)
@@ -409,10 +411,10 @@ def traced(
 
     Args:
         function: The function.
-        specs: What it takes.
-        xla: Whether XLA compiles it, anew for each device and each size.
-        stays: Whether it stays a function where it is called. If not, TensorFlow copies
-            its operations into the caller's graph.
+        specs: The specs of its inputs.
+        xla: Whether XLA compiles it, again for each device and each size.
+        stays: Whether it stays a function where it is called. Otherwise TensorFlow
+            copies its operations into the caller's graph.
     """
     options = {"experimental_attributes": {"_noinline": True}} if stays else {}
     with tf.device(None):
@@ -425,8 +427,8 @@ def traced(
 class PartFunction:
     """A function of a part of a graph, which the graph being built may call.
 
-    TensorFlow gets its definition as it is. To trace it instead would make each of its
-    operations once more in Python, which takes about as long as the first time.
+    TensorFlow gets its definition as it is. A trace would make each of its operations
+    again in Python, which takes about as long as the first time.
     """
 
     def __init__(
@@ -443,14 +445,13 @@ class PartFunction:
 
         Args:
             part: The part, with the functions that it calls.
-            feeds: The names of what it is fed with, and their types.
-            makes: What it returns: tensors of its operations, as another graph has
-                them.
-            written: The names among those of `feeds` of handles that it may write to.
-            runs: See `runs_anyway`; of operations that are not in the part, too.
-            gated: The names among those of `feeds` that wait for a boolean scalar,
-                which it takes before all else; `None` for a function without one.
-            stays: Whether it stays a function where it is called. If not, TensorFlow
+            feeds: The names of the inputs, and their types.
+            makes: The results: tensors of its operations, as another graph has them.
+            written: The names in `feeds` of handles that it may write to.
+            runs: See `runs_anyway`; may contain operations that are not in the part.
+            gated: The names in `feeds` that wait for a boolean scalar, which is then
+                the first input; `None` for a function without such a gate.
+            stays: Whether it stays a function where it is called. Otherwise TensorFlow
                 copies its operations into the caller's graph.
         """
         self._makes = makes
@@ -467,15 +468,16 @@ class PartFunction:
         definition.attr["_noinline"].b = stays
         if gated is not None:
             signature.input_arg.add(name=_GATE, type=tf.bool.as_datatype_enum)
-            # A wait for an argument itself is dropped.
+            # TensorFlow drops a wait for the argument itself.
             _add_identity(definition, f"{_GATE}_copy", _GATE, tf.bool)
         names = {}
         for name, dtype in feeds:
             argument = names[name] = name.removesuffix(":0")
             signature.input_arg.add(name=argument, type=dtype.as_datatype_enum)
             if gated is not None and name in gated:
-                # What takes a variable alone would not wait for what a call waits for,
-                # as TensorFlow copies the function into the caller's graph.
+                # An operation that takes only a variable would not wait for the call's
+                # control inputs, as TensorFlow copies the function into the caller's
+                # graph.
                 waits = [f"^{_GATE}_copy"]
                 copy = f"{argument}_copy"
                 names[name] = _add_identity(definition, copy, argument, dtype, waits)
@@ -486,13 +488,13 @@ class PartFunction:
             copy = definition.node_def.add()
             copy.CopyFrom(node)
             del copy.input[:]
-            copy.input.extend(names.get(each, each) for each in node.input)
+            copy.input.extend(names.get(name, name) for name in node.input)
             if node.name in runs:
                 signature.control_output.append(node.name)
                 definition.control_ret[node.name] = node.name
                 acts |= runs[node.name]
-        # As of functions that are traced, what it makes is there when all has run that
-        # does something.
+        # As in traced functions, the results are there when all operations with an
+        # effect have run.
         if acts:
             ran = definition.node_def.add(name=f"{_DONE}_ran", op="NoOp")
             ran.input.extend(f"^{name}" for name in signature.control_output)
@@ -500,7 +502,7 @@ class PartFunction:
             operation_definition(node.op).is_stateful for node in part.node
         )
         if not self._is_stateful:
-            # Calls that TensorFlow orders would wait for one another.
+            # If TensorFlow ordered the calls, they would wait for one another.
             done = definition.node_def.add(name=_DONE, op="NoOp")
             done.input.extend(f"^{name}" for name in {t.op.name: 0 for t in makes})
             signature.control_output.append(_DONE)
@@ -517,22 +519,23 @@ class PartFunction:
         known = context.context()
         known.add_function_def(definition)
         called = [
-            atomic_function.AtomicFunction(each.signature.name, known, None)
-            for each in part.library.function
+            atomic_function.AtomicFunction(function.signature.name, known, None)
+            for function in part.library.function
         ]
-        # TensorFlow forgets it with this, and with the graphs that call it.
+        # TensorFlow drops the function with this object, and with the graphs that call
+        # it.
         self._function = atomic_function.AtomicFunction(
             signature.name, known, None, called
         )
 
     def __call__(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Calls it, on the device of the scope.
+        """Calls the function, on the device of the scope.
 
         Args:
-            values: What it is fed with, behind what it waits for, if it is gated.
+            values: The inputs; the gate comes first if there is one.
 
         Returns:
-            What it makes.
+            The results.
         """
         known = context.context()
         if known.executing_eagerly():
@@ -544,7 +547,7 @@ class PartFunction:
             *(self._function.name, values, self._is_stateful, self._types),
             known.function_call_options.as_attrs()["config_proto"],
         )
-        # So that others which only read need not wait.
+        # Lets other readers of these variables run without waiting.
         ops.set_int_list_attr(call, _READ_ONLY, self._only_reads)
         for made, like in zip(call.outputs, self._makes, strict=True):
             made.set_shape(like.shape)
@@ -557,7 +560,7 @@ _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
 
 def _add_identity(definition, name, value, dtype, waits=()):
-    """Adds a copy of a value to a function, and returns the name of what it makes."""
+    """Adds a copy of a value to a function, and returns the name of the result."""
     node = definition.node_def.add(name=name, op="Identity")
     node.input.extend([value, *waits])
     node.attr["T"].type = dtype.as_datatype_enum
@@ -565,7 +568,7 @@ def _add_identity(definition, name, value, dtype, waits=()):
 
 
 def _outputs(node):
-    """Yields the names of what a node makes, as a graph and as a function has them."""
+    """Yields the names of a node's results in a graph, and in a function."""
     names = []
     for made in operation_definition(node.op).output_arg:
         count = 1
@@ -578,9 +581,9 @@ def _outputs(node):
 
 
 def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
-    """Yields the names of operations that one waits for, whatever it takes.
+    """Yields the names of known operations that an operation has to wait for.
 
-    They are among those that are `known`, whose names it tells.
+    `known` holds names. Unknown operations on the way are followed.
     """
     waiting, seen = [*operation.control_inputs], set()
     while waiting:
@@ -591,6 +594,6 @@ def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
         if earlier.name in known:
             yield earlier.name
         else:
-            # Such as what is made of a check, which nobody takes.
+            # For example, results of a check, which no operation takes.
             waiting += earlier.control_inputs
             waiting += [tensor.op for tensor in earlier.inputs]

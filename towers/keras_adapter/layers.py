@@ -12,7 +12,7 @@ from towers.keras_adapter.patching import Target
 
 MASK = "_keras_mask"
 TAGS = MASK, "_keras_logits"
-"""What Keras attaches to a tensor: its mask, and the logits it was made from."""
+"""The attributes that Keras attaches to a tensor: its mask, and its logits."""
 
 OPERATION_CALL = Target(keras.Operation, "__call__")
 """`keras.Operation.__call__`, through which Keras calls every operation."""
@@ -26,7 +26,7 @@ BATCH_NORMALIZATION_CALL = Target(
 """`BatchNormalization.call(inputs, training, mask)`."""
 
 ARGMAX = Target(numpy, "argmax")
-"""`argmax(x, axis=None, keepdims=False)`, that of `keras.ops` on TensorFlow."""
+"""`argmax(x, axis=None, keepdims=False)` of `keras.ops` on TensorFlow."""
 
 EMBEDDING_CALL = Target(keras.layers.Embedding, "call", unless_replaced=True)
 """`Embedding.call(inputs)`."""
@@ -37,20 +37,21 @@ def layers_of(
 ) -> list[keras.layers.Layer]:
     """Returns a layer or model and all layers inside it, each once.
 
-    `include_self` has the layer itself come first; `recursive` includes parts of parts.
+    With `include_self`, the layer itself comes first; `recursive` includes parts of
+    parts.
     """
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 
 
 def layer_of(model: keras.Model, operation: str) -> str | None:
-    """Returns the name of the innermost layer in an operation's name, if one is.
+    """Returns the name of the innermost layer in an operation's name, if any.
 
     Args:
-        model: The model that the layer is in.
-        operation: The full name of an operation of TensorFlow's.
+        model: The model of the layer.
+        operation: The full name of an operation of TensorFlow.
     """
     names = {layer.name for layer in layers_of(model)}
-    # Of a layer that is called again, TensorFlow numbers the scope.
+    # TensorFlow numbers the scope of a layer that is called again.
     scopes = [(s, re.sub(r"_\d+$", "", s)) for s in operation.split("/")[::-1]]
     return next((name for scope in scopes for name in scope if name in names), None)
 
@@ -109,9 +110,9 @@ def set_tag(tensor: tf.Tensor, name: str, value: Any) -> None:
 
 
 def logits_of(output: tf.Tensor) -> tf.Tensor | None:
-    """Returns the logits that a sigmoid or softmax was made from, if it is known.
+    """Returns the logits from which a sigmoid or softmax was computed, if known.
 
-    Keras's losses use them in place of the output.
+    Keras's losses use them instead of the output.
     """
     return tag(output, "_keras_logits")
 

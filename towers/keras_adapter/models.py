@@ -1,6 +1,7 @@
 """Keras models: what `compile` leaves in them, and what `fit` tells callbacks."""
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +21,10 @@ _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
 
 def overrides(model: keras.Model, method: str) -> bool:
     """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
-    found = getattr(model, method)
-    return getattr(found, "__func__", found) is not getattr(keras.Model, method)
+    bound = getattr(model, method)
+    # Of `before_training`, that of the class counts.
+    bound = getattr(bound, "__wrapped__", bound)
+    return getattr(bound, "__func__", bound) is not getattr(keras.Model, method)
 
 
 def compile_config(model: keras.Model) -> Any:
@@ -45,6 +48,24 @@ def already(model: keras.Model, name: str) -> list[Any]:
         if model.built and compile_config(model) is not None:
             raise
         return []
+
+
+def before_training(model: keras.Model, prepare: Callable[[], None]) -> None:
+    """Has Keras call a function before it trains a model by its own loop.
+
+    Args:
+        model: A model, whose instance gets a `make_train_function` of its own.
+        prepare: Replaces what was given for this model before.
+    """
+    of_class = types.MethodType(type(model).make_train_function, model)
+
+    @functools.wraps(of_class)
+    def make_train_function(*args, **kwargs):
+        prepare()
+        return of_class(*args, **kwargs)
+
+    # Not by assigning an attribute, which Keras would track.
+    vars(model)["make_train_function"] = make_train_function
 
 
 def compiled_loss(model: keras.Model) -> Any:

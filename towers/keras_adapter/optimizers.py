@@ -1,7 +1,7 @@
 """Keras optimizers: the variables they read, and the steps that may be patched."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -55,14 +55,8 @@ ADD_SLOT = Target(TFOptimizer, "add_variable_from_reference")
 Keras's optimizers create each slot of a variable by it.
 """
 
-CLIP_GRADIENTS = Target(BaseOptimizer, "_clip_gradients", unless_replaced=True)
-"""`BaseOptimizer._clip_gradients(gradients)`, of all variables at once."""
-
 GLOBAL_NORM = Target(base_optimizer, "global_norm", unless_replaced=True)
 """`global_norm(gradients)`, of which `_clip_gradients` makes use."""
-
-CHECK_FINITE = Target(keras.optimizers.LossScaleOptimizer, "check_finite")
-"""`LossScaleOptimizer.check_finite(gradients)`: whether the step is not skipped."""
 
 # Each number of a variable is updated by itself, whatever the others are.
 _ELEMENTWISE = (
@@ -167,11 +161,8 @@ def gradients_clipped(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],
     variables: Sequence[keras.Variable],
-    norm: tf.Tensor | None = None,
 ) -> Iterator[Sequence[Any]]:
-    """Inside, an optimizer clips no norms; yields gradients whose norms it has clipped.
-
-    `norm` is that of all gradients, if there are others.
+    """Inside, an optimizer clips no norms; yields gradients whose norms are clipped.
 
     The gradients of a variable that is there several times are clipped together. Sparse
     ones stay sparse, with the numbers that Keras gets, which makes them dense.
@@ -179,7 +170,7 @@ def gradients_clipped(
     before = optimizer.clipnorm, optimizer.global_clipnorm
     if optimizer.global_clipnorm:
         limit = optimizer.global_clipnorm
-        gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
+        gradients, _ = tf.clip_by_global_norm(gradients, limit)
         gradients = [*map(_each_row_once, gradients)]
     elif optimizer.clipnorm:
         gradients, places = list(gradients), {}
@@ -283,6 +274,17 @@ def all_variables(optimizer: Any) -> list[keras.Variable]:
     return [*found.values()]
 
 
+def scalars(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns what an optimizer has for all variables together and changes by itself.
+
+    These are not its count of steps and its learning rate.
+    """
+    known = {id(slot) for of_one in slots(optimizer) for slot in of_one}
+    known.add(id(iterations_variable(optimizer)))
+    known.add(id(learning_rate_variable(optimizer)))
+    return [v for v in all_variables(optimizer) if id(v) not in known]
+
+
 def add_slot_here(
     optimizer: keras.optimizers.Optimizer,
     reference: keras.Variable,
@@ -321,18 +323,6 @@ def average(
     return optimizer._model_variables_moving_average[slot_index(optimizer, variable)]
 
 
-def loss_scale(optimizer: Any) -> Any:
-    """Returns what an optimizer divides gradients by, `None` if it leaves them."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.dynamic_scale.value
-    return optimizer.loss_scale_factor
-
-
-def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the norm of all gradients, as Keras computes it for `global_clipnorm`."""
-    return base_optimizer.global_norm(gradients)
-
-
 def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
     """Returns which methods of Keras's optimizers a class of the user's replaces."""
     return sorted(
@@ -345,29 +335,18 @@ def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
 
 
 @contextlib.contextmanager
-def updating_only(optimizer: Any, variables: Collection[int]) -> Iterator[None]:
-    """Inside, an optimizer, and those within it, know of some variables alone.
+def taking(optimizer: Any, count: int) -> Iterator[None]:
+    """Inside, an optimizer takes `count` gradients, of which a variable has several.
 
-    `variables` are their ids.
+    A `MultiOptimizer` counts whether each variable has one.
     """
-    with contextlib.ExitStack() as stack:
-        for leaf in updating(optimizer):
-            known = leaf._trainable_variables
-            mine = [each for each in known if id(each) in variables]
-            stack.enter_context(only_for(leaf, mine))
-        if isinstance(innermost(optimizer), _MULTI_OPTIMIZER):
-            stack.enter_context(_as_many_as(innermost(optimizer), variables))
+    optimizer = innermost(optimizer)
+    if not isinstance(optimizer, _MULTI_OPTIMIZER):
         yield
-
-
-@contextlib.contextmanager
-def _as_many_as(optimizer, variables):
-    """Inside, a `MultiOptimizer` wants gradients of some variables, not of all."""
-    before = optimizer._trainable_variables_indices
-    mine = [v for v in optimizer._trainable_variables if id(v) in variables]
-    keys = map(optimizer._var_key, mine)
+        return
     attributes = vars(optimizer)
-    attributes["_trainable_variables_indices"] = {key: before[key] for key in keys}
+    before = attributes["_trainable_variables_indices"]
+    attributes["_trainable_variables_indices"] = dict.fromkeys(range(count))
     try:
         yield
     finally:

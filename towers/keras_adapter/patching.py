@@ -1,7 +1,7 @@
-"""The one way to patch: `patched` for functions, `swapped` for values.
+"""Patches functions (`patched`) and values (`swapped`), in the only way allowed.
 
-Two ways that know nothing of each other undo each other in the wrong order, and then
-one patch stays forever. Both context managers are safe with threads and exceptions.
+Two independent ways of patching undo each other in the wrong order, and then one patch
+stays forever. Both context managers are safe with threads and exceptions.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ class Target:
 
     Create it once, when the module that uses it is imported.
 
-    While anybody patches the function, the owner holds a dispatcher. It calls what the
-    calling thread has asked for, else what was asked for all threads, else the function
-    that was there before. So threads may enter and leave in any order.
+    While any patch is active, the owner holds a dispatcher. The dispatcher calls the
+    patch of the calling thread, else the patch for all threads, else the original
+    function. So threads may enter and leave in any order.
     """
 
     def __init__(self, owner: Any, name: str, *, unless_replaced: bool = False):
-        """Keeps what to patch: a function that the class or module itself defines.
+        """Takes the function to patch, which the class or module itself defines.
 
-        With `unless_replaced`, a function that somebody else has put there stays in
-        charge. Otherwise it is the one that a patch is handed.
+        With `unless_replaced`, a function that somebody else has put there is not
+        patched. Otherwise the patch gets it as the original.
         """
         self._owner, self._name = owner, name
         self._own = vars(owner)[name] if unless_replaced else None
@@ -41,9 +41,9 @@ class Target:
             self._inside += 1
             if all_threads:
                 self._of_all += (by,)
-            found = vars(self._owner)[self._name]
-            if found is not self._dispatcher and self._own in (None, found):
-                self._before, self._dispatcher = found, self._dispatch(found)
+            current = vars(self._owner)[self._name]
+            if current is not self._dispatcher and self._own in (None, current):
+                self._before, self._dispatcher = current, self._dispatch(current)
                 setattr(self._owner, self._name, self._dispatcher)
         if not all_threads:
             self._of_thread.__dict__.setdefault("stack", []).append(by)
@@ -57,8 +57,8 @@ class Target:
             if all_threads:
                 at = self._of_all.index(by)
                 self._of_all = self._of_all[:at] + self._of_all[at + 1 :]
-            # If somebody else has replaced the dispatcher meanwhile, theirs stays
-            # around ours, which then only passes calls on.
+            # If somebody else has replaced the dispatcher meanwhile, their function
+            # stays around the dispatcher, which then only passes calls on.
             if self._inside == 0 and vars(self._owner)[self._name] is self._dispatcher:
                 setattr(self._owner, self._name, self._before)
 
@@ -77,11 +77,11 @@ class Target:
 def patched(
     target: Target, by: Callable[..., Any], *, all_threads: bool = False
 ) -> Iterator[None]:
-    """Inside, calls of a function go to another one.
+    """A context in which calls of a function go to another function.
 
-    Patches nest: the innermost of a thread is called, with the function that it
-    stands in for, which is the patch around it, then the arguments of the call. With
-    `all_threads`, calls in other threads go there, too.
+    Patches nest: a call goes to the thread's innermost patch. It gets the function that
+    it replaces, which may be the next patch, and then the arguments. With
+    `all_threads`, calls of other threads go to it, too.
     """
     target.enter(by, all_threads)
     try:
@@ -96,17 +96,17 @@ _swapping = threading.RLock()
 
 @contextlib.contextmanager
 def swapped(objects: Sequence[Any], name: str, values: Sequence[Any]) -> Iterator[None]:
-    """Inside, an attribute of some objects has other values, one for each.
+    """A context in which an attribute of some objects has other values, one for each.
 
-    All threads see them. A second thread that swaps values waits until the first one
-    has put them back.
+    All threads see the values. A second thread that swaps values waits until the first
+    thread has restored them.
     """
     with _swapping:
-        before = [getattr(each, name) for each in objects]
+        before = [getattr(target, name) for target in objects]
         try:
-            for each, value in zip(objects, values, strict=True):
-                setattr(each, name, value)
+            for target, value in zip(objects, values, strict=True):
+                setattr(target, name, value)
             yield
         finally:
-            for each, value in zip(objects, before, strict=True):
-                setattr(each, name, value)
+            for target, value in zip(objects, before, strict=True):
+                setattr(target, name, value)

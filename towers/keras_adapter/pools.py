@@ -1,9 +1,9 @@
-"""Pools of processes, which Keras's `PyDataset` begins by Python's multiprocessing."""
+"""Pools of processes, which Keras's `PyDataset` starts with multiprocessing."""
 
 from multiprocessing import util
 
 
 def end_pools() -> None:
     """Ends pools of processes, as Python does when it exits."""
-    # With the priority of what Python ends before it ends other processes.
+    # Python uses this priority for what it ends before other processes.
     util._run_finalizers(0)

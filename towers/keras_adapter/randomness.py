@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
-# Keras gives it a name since 3.13.
+# Keras has a public function for it since 3.13.
 _SHARED = "global_seed_generator"
 
 
@@ -21,7 +21,7 @@ def shared_generator(create: bool = False) -> keras.random.SeedGenerator | None:
 
     Args:
         create: Whether to create it if Keras has not done so yet. Keras then draws a
-            number of Python's `random`.
+            number from Python's `random`.
     """
     if create:
         return seed_generator.global_seed_generator()
@@ -29,34 +29,34 @@ def shared_generator(create: bool = False) -> keras.random.SeedGenerator | None:
 
 
 def shared_tf_generator() -> tf.random.Generator | None:
-    """Returns TensorFlow's global generator, if it was created already."""
+    """Returns TensorFlow's global generator, if it exists already."""
     return stateful_random_ops.global_generator
 
 
 def random_states() -> dict[str, Any]:
-    """Returns those of each generator that all share, as JSON.
+    """Returns the states of all shared generators, as JSON.
 
-    Layers' own are variables of the model.
+    The generators of layers are variables of the model.
 
-    Keras and TensorFlow make theirs when they are first asked for a number.
+    Keras and TensorFlow create their shared generators at the first draw.
     """
     kind, keys, *rest = np.random.get_state()
     version, words, gauss = random.getstate()
-    found = {
+    states = {
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), *rest],
     }
     if (shared := shared_generator()) is not None:
-        found["keras"] = shared.state.numpy().tolist()
+        states["keras"] = shared.state.numpy().tolist()
     if (shared := shared_tf_generator()) is not None:
-        found["tensorflow"] = [shared.algorithm, shared.state.numpy().tolist()]
-    return found
+        states["tensorflow"] = [shared.algorithm, shared.state.numpy().tolist()]
+    return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Gives generators the states that `random_states` has returned."""
+    """Restores the states of generators that `random_states` returned."""
     if "keras" in states:
-        # To make one, Keras draws a number of Python's.
+        # To create one, Keras draws a number from Python's generator.
         shared = shared_generator(create=True)
         shared.state.assign(states["keras"])
     if "tensorflow" in states:
@@ -73,9 +73,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leaves random numbers as they were, whoever draws some meanwhile."""
-    found = random_states()
+    """A context that restores the states of random generators on leaving."""
+    states = random_states()
     try:
         yield
     finally:
-        set_random_states(found)
+        set_random_states(states)

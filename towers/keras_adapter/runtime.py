@@ -31,40 +31,40 @@ def is_deterministic() -> bool:
 def now() -> tf.Tensor:
     """Returns the time in seconds, a float64 scalar, when it is computed."""
     if is_deterministic():
-        # TensorFlow refuses its own clock then.
-        # An array, as eagerly a float of Python's would become a float32.
-        found = tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64)
-        found.set_shape([])
-        return found
+        # TensorFlow refuses its own clock in this mode.
+        # An array, as TensorFlow would make an eager Python float a float32.
+        timestamp = tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64)
+        timestamp.set_shape([])
+        return timestamp
     return tf.timestamp()
 
 
 def device_memory_limits() -> dict[str, int]:
     """Returns the bytes that TensorFlow may allocate on each device.
 
-    For a device without a limit of the user's, no public function tells.
+    No public function returns it for a device without a limit set by the user.
 
     Returns:
         The limits, by device string such as "/device:GPU:0".
     """
     context.ensure_initialized()
-    found = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
+    devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
     try:
         return {
-            f"/{pywrap_tf_session.TF_DeviceListName(found, i).rpartition('/')[2]}": (
-                pywrap_tf_session.TF_DeviceListMemoryBytes(found, i)
+            f"/{pywrap_tf_session.TF_DeviceListName(devices, i).rpartition('/')[2]}": (
+                pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i)
             )
-            for i in range(pywrap_tf_session.TF_DeviceListCount(found))
+            for i in range(pywrap_tf_session.TF_DeviceListCount(devices))
         }
     finally:
-        pywrap_tf_session.TF_DeleteDeviceList(found)
+        pywrap_tf_session.TF_DeleteDeviceList(devices)
 
 
 def forget_scalars() -> None:
-    """Frees the tensors that TensorFlow keeps of numbers of Python's.
+    """Frees the tensors that TensorFlow caches for Python numbers.
 
-    Of each different int and float that became a tensor eagerly, such as the step of a
-    summary, it would keep one of some 650 bytes until the process ends.
+    For each int and float that becomes a tensor eagerly, such as the step of a summary,
+    TensorFlow would keep some 650 bytes until the process ends.
     """
     pywrap_tfe.TFE_ClearScalarCache()
 
@@ -75,5 +75,5 @@ def nccl_sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def random_seed() -> int | None:
-    """Returns what `tf.random.set_seed` was told last, if anything."""
+    """Returns the last argument of `tf.random.set_seed`, if any."""
     return context.global_seed()

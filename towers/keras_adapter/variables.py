@@ -1,4 +1,4 @@
-"""Keras and TensorFlow variables: what is behind a `keras.Variable`, and exchanges."""
+"""Keras and TensorFlow variables: values behind a `keras.Variable`, and swaps."""
 
 import collections
 import contextlib
@@ -25,7 +25,7 @@ def value_behind(variable: keras.Variable) -> tf.Variable:
 
 
 def put_behind(variable: keras.Variable, value: tf.Variable) -> None:
-    """Has a Keras variable use another `tf.Variable`, of any shape, from now on."""
+    """Makes a Keras variable use another `tf.Variable`, of any shape, from now on."""
     variable._value, variable._shape = value, tuple(value.shape)
 
 
@@ -33,7 +33,7 @@ def put_behind(variable: keras.Variable, value: tf.Variable) -> None:
 def swapped_values(
     variables: Sequence[keras.Variable], values: Sequence[tf.Variable]
 ) -> Iterator[None]:
-    """Inside, Keras variables use other `tf.Variable`s, one for each, of any shape."""
+    """A context in which Keras variables use other `tf.Variable`s, of any shape."""
     shapes = [tuple(value.shape) for value in values]
     with swapped(variables, "_value", values), swapped(variables, "_shape", shapes):
         yield
@@ -41,13 +41,13 @@ def swapped_values(
 
 @contextlib.contextmanager
 def places_kept(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """On leaving, Keras variables use the `tf.Variable`s that they use now."""
-    places = [variable._value for variable in variables]
+    """A context that restores the `tf.Variable`s of Keras variables on leaving."""
+    values = [variable._value for variable in variables]
     try:
         yield
     finally:
-        for variable, place in zip(variables, places, strict=True):
-            variable._value = place
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
 
 
 def take_identity(new: tf.Variable, old: tf.Variable) -> None:
@@ -56,13 +56,13 @@ def take_identity(new: tf.Variable, old: tf.Variable) -> None:
 
 
 def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.Variable:
-    """Makes a variable on a device that an optimizer takes for another one.
+    """Makes a variable on a device that an optimizer takes for another variable.
 
     Args:
-        value: Its first value, or a function that returns it.
+        value: Its initial value, or a function that returns it.
         device: The device.
         like: A `tf.Variable`, or a `ShardedVariable`.
-        shape: Its shape, if that is not the value's.
+        shape: Its shape, if it is not the value's.
     """
     name = like.name.partition(":")[0]
     with tf.init_scope(), tf.device(device):
@@ -74,7 +74,7 @@ def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.V
 
 
 def without_value(like: Any, device: str) -> tf.Variable:
-    """Makes a variable that has the shape of another one, and no value yet.
+    """Makes a variable with the shape of another one, and without a value.
 
     It takes no memory: a graph may be traced with it.
 
@@ -94,18 +94,18 @@ def without_value(like: Any, device: str) -> tf.Variable:
 
 
 def empty(variable: tf.Variable) -> None:
-    """Frees the memory of a variable's value, until it is given room."""
+    """Frees the memory of a variable's value, until `give_room`."""
     _put_zeros(variable, [0])
 
 
 def give_room(variable: tf.Variable) -> None:
-    """Gives an empty variable a value of its shape: zeros, to be assigned anew."""
+    """Gives an empty variable zeros of its shape, to be assigned later."""
     _put_zeros(variable, variable.shape)
 
 
 def fill(variable: tf.Variable, value: tf.Tensor) -> None:
     """Gives an empty variable a value of its shape."""
-    # Unlike `assign`, it takes a value of any shape.
+    # Unlike `assign`, this takes a value of any shape.
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
@@ -113,7 +113,7 @@ def _put_zeros(variable, shape):
     with tf.device(variable.device):
         zeros = tf.zeros(shape, variable.dtype)
         if tf.inside_function():
-            # Of a shape that is known, the graph would be refused.
+            # TensorFlow would refuse the graph if it knew the shape.
             zeros = tf.compat.v1.placeholder_with_default(zeros, None)
         fill(variable, zeros)
 
@@ -125,10 +125,10 @@ def bytes_of(variable: keras.Variable | tf.Variable) -> int:
 
 @contextlib.contextmanager
 def read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Inside, each read of a `tf.Variable` gives the value that it has now.
+    """A context in which reads of `tf.Variable`s give their values at its start.
 
-    TensorFlow does so itself for a variable with a `caching_device`. Nobody may assign
-    the variables meanwhile.
+    TensorFlow does so itself for a variable with a `caching_device`. Do not assign the
+    variables meanwhile.
     """
     values = [tf.convert_to_tensor(variable) for variable in variables]
     with swapped(variables, "_cached_value", values):
@@ -140,10 +140,10 @@ class SavedVariable:
     """A variable in a file of weights that Keras has saved.
 
     Attributes:
-        path: Where its value is.
-        layer: Name of its layer.
-        key: What tells it from all others, and is the same in another file of a model
-            of the same layers.
+        path: The path of its value.
+        layer: The name of its layer.
+        key: Identifies the variable, with the same key in another file of a model of
+            the same layers.
     """
 
     path: str
@@ -154,8 +154,8 @@ class SavedVariable:
 def saved_variables(file: h5py.Group) -> list[SavedVariable]:
     """Lists a model's variables in a .weights.h5 file, which a .keras file contains.
 
-    Keras numbers the layers of a list, class by class, and notes their names. A name
-    that somebody has given tells a layer wherever it stands in the list.
+    Keras numbers the layers of a list by class, and stores their names. A name that a
+    user has given identifies a layer wherever it stands in the list.
     """
     return [*_saved(file, ())]
 
@@ -165,7 +165,7 @@ def _saved(group, keys):
     for index in sorted(variables, key=int):
         name = variables.attrs.get("name", group.name)
         yield SavedVariable(variables[index].name, name, "/".join((*keys, index)))
-    # What has no variables, and so no name, is a list.
+    # A group without variables, and so without a name, is a list.
     of_list, unnamed = bool(keys) and "vars" not in group, collections.Counter()
     for member in sorted(group, key=_numbered):
         if member == "vars" or (not keys and member == "optimizer"):
@@ -183,6 +183,6 @@ def _saved(group, keys):
 
 
 def _numbered(name):
-    """The name without a number at its end, and that."""
+    """Splits a name into its stem and the number at its end."""
     stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", name).groups()
     return stem, int(number or 0)

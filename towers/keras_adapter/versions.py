@@ -1,7 +1,7 @@
 """The versions of TensorFlow and Keras that Towers is tested with.
 
-`setup.py` says which are the oldest. With newer ones Towers warns, and works if it can.
-docs/versions.md says how a new one is taken in.
+`setup.py` names the oldest versions. With newer ones, Towers warns, and works if it
+can. docs/versions.md explains how to take in a new version.
 """
 
 import re
@@ -13,17 +13,17 @@ NEWEST = {"tensorflow": (2, 21), "keras": (3, 15)}
 
 
 def newer_than_tested(name: str) -> str | None:
-    """Says that a package of `NEWEST` is newer than what Towers is tested with."""
+    """Returns a warning if a package of `NEWEST` is newer than tested, else `None`."""
     try:
-        found = metadata.version(name)
+        installed = metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
     major, minor = NEWEST[name]
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
     if numbers is None or tuple(map(int, numbers.groups())) <= (major, minor):
         return None
     return (
-        f"{name} {found} is newer than {major}.{minor}, the newest that Towers is "
+        f"{name} {installed} is newer than {major}.{minor}, the newest that Towers is "
         f"tested with; if anything goes wrong, install '{name}<{major}.{minor + 1}'."
     )
 
@@ -32,7 +32,7 @@ _said: set[str] = set()
 
 
 def notes() -> list[str]:
-    """Returns what is to be said of packages that are newer than tested, once."""
+    """Returns the warnings about packages that are newer than tested, each once."""
     texts = {text for name in NEWEST if (text := newer_than_tested(name))} - _said
     _said.update(texts)
     return sorted(texts)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from towers.cluster import environment
 from towers.cluster.addresses import is_address
-from towers.hosts.membership import JOIN_SECONDS
+from towers.hosts.group import JOIN_SECONDS
 from towers.machine import limits
 from towers.program import voice, words
 from towers.program.extras import install_command

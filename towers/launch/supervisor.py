@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping
 
 from towers.cluster import addresses, environment
-from towers.hosts.membership import ProcessPlace
+from towers.hosts.group import ProcessPlace
 from towers.launch.arguments import LaunchOptions
 from towers.launch.elastic import Launcher, ssh
 from towers.launch.elastic.host_file import HostFile

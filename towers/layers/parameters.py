@@ -1,20 +1,19 @@
-"""Fully sharded parameters: each device keeps a part of every large variable.
+"""Parameters in parts: each device keeps, and updates, a part of every large variable.
 
-The part is as large on each device, and so are its gradient and its optimizer slots. A
-tower gathers a parameter from all devices when an operation needs the whole value,
-forward and backward, and lets go of it afterwards. That is stage 3 of ZeRO (Rajbhandari
-et al. 2020), and PyTorch's FSDP (Zhao et al. 2023).
+The part is as large on each device, and so are its gradient and its optimizer slots.
+Towers gather the whole value from all devices: for each use, forward and backward, and
+let go of it afterwards, as stage 3 of ZeRO (Rajbhandari et al. 2020) and PyTorch's FSDP
+(Zhao et al. 2023) do; or once in a step, as ZeRO's second stage does.
 
-A step is traced with stand-ins for these parameters (`standing_in`), so that the trace
-is that of one device. `partition/gathers.py` puts a gather in the place of each read.
-The gradients of all towers are added where a part lives, and the user's optimizer
-updates the part there (`sharded.apply`).
+A step is traced with stand-ins for these parameters (`sharded.standing_in`), so that
+the trace is that of one device. `partition/gathers.py` gathers values in place of what
+the stand-ins have. The gradients of all towers are added where a part lives, and the
+user's optimizer updates the part there (`sharded.apply`).
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -24,7 +23,6 @@ from towers.keras_adapter import optimizers
 from towers.keras_adapter.variables import (
     bytes_of,
     put_behind,
-    swapped_values,
     value_behind,
     without_value,
 )
@@ -36,7 +34,14 @@ MIN_BYTES = 2**14
 
 
 class ShardedParameter(ShardedVariable):
-    """A trainable variable in parts, which towers gather when they need all of it."""
+    """A trainable variable in parts, which towers gather when they need all of it.
+
+    Attributes:
+        gathered_by_use: Whether a tower gathers it for each use, not once in a step.
+    """
+
+    stands_in = True
+    gathered_by_use = True
 
     @functools.cached_property
     def stand_in(self) -> tf.Variable:
@@ -53,28 +58,39 @@ def of(variables: Sequence[keras.Variable]) -> list[ShardedParameter]:
     ]
 
 
-@contextlib.contextmanager
-def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Inside, the stand-in is behind each of some variables that is sharded."""
-    chosen = [v for v in variables if isinstance(sharded.of(v), ShardedParameter)]
-    stand_ins = [sharded.of(variable).stand_in for variable in chosen]
-    with swapped_values(chosen, stand_ins):
-        yield
-
-
-def choose(model: keras.Model, min_bytes: int) -> list[keras.Variable]:
-    """Returns the variables of a built model that are to be sharded.
+def choose(variables: Sequence[keras.Variable], min_bytes: int) -> list[keras.Variable]:
+    """Returns those of some trainable variables that are to be sharded.
 
     Those with fewer than `min_bytes` bytes are left out, and so are those with a
     constraint, which takes the whole value, and those that gradients overwrite.
     """
     return [
         variable
-        for variable in model.trainable_variables
+        for variable in variables
         if bytes_of(variable) >= max(min_bytes, 1)
         and variable.constraint is None
         and not variable.overwrite_with_gradient
     ]
+
+
+def axis_of(variable: keras.Variable) -> int | None:
+    """Returns how a variable is cut; see `ShardedVariable`.
+
+    A matrix is cut into rows, as an optimizer may get a gradient of some rows only. All
+    else is cut into ranges of the flattened value.
+    """
+    return 0 if len(variable.shape) == 2 else None
+
+
+def sizes(variable: keras.Variable, count: int) -> list[int]:
+    """Returns how many rows, or numbers, each of `count` parts of a variable has.
+
+    The first ones have one more, if they are not as large. None is empty, so there may
+    be fewer of them.
+    """
+    whole = variable.shape[0] if axis_of(variable) == 0 else math.prod(variable.shape)
+    count = min(count, whole)
+    return [whole // count + (k < whole % count) for k in range(count)]
 
 
 def cut(
@@ -82,15 +98,10 @@ def cut(
     devices: Sequence[str],
     optimizer: keras.optimizers.Optimizer | None,
 ) -> None:
-    """Divides variables, and the slots that they have, evenly among devices.
-
-    A matrix is cut into rows, as an optimizer may get a gradient of some rows only. All
-    else is cut into ranges of the flattened value.
-    """
+    """Divides variables, and the slots that they have, evenly among devices."""
     for variable in variables:
-        axis = 0 if len(variable.shape) == 2 else None
-        count = min(len(devices), variable.shape[0] if axis == 0 else _size(variable))
-        _put(variable, devices[:count], axis, optimizer)
+        count = len(sizes(variable, len(devices)))
+        _put(variable, devices[:count], axis_of(variable), optimizer)
 
 
 def distribute(
@@ -100,29 +111,52 @@ def distribute(
 ) -> None:
     """Puts each variable, with its slots, on one device, which has the whole value.
 
-    Optimizers that look at whole variables, such as Muon, need that. The largest
-    variable comes first, and each goes to the device that has the fewest bytes so far.
+    Optimizers that look at whole variables, such as Muon, need that.
     """
-    loads = dict.fromkeys(devices, 0)
+    for variable, k in least_loaded(variables, len(devices)):
+        _put(variable, [devices[k]], whole_axis(variable), optimizer)
+        slots = optimizers.slots_of(optimizer, variable, True) if optimizer else ()
+        for slot in slots:
+            # Its shape may be another one.
+            if not lies_there(sharded.of(slot), [devices[k]], whole_axis(slot)):
+                sharded.cut(slot, [devices[k]], whole_axis(slot))
+
+
+def whole_axis(variable: keras.Variable) -> int | None:
+    """Returns the axis of a single shard that is a whole variable."""
+    return 0 if len(variable.shape) else None
+
+
+def least_loaded(
+    variables: Sequence[keras.Variable], count: int
+) -> list[tuple[keras.Variable, int]]:
+    """Returns variables, the largest first, each with one of `count` owners.
+
+    Each goes to the owner that has the fewest bytes so far (Graham 1969).
+    """
+    loads, owned = [0] * count, []
     for variable in sorted(variables, key=bytes_of, reverse=True):
-        device = min(loads, key=loads.get)
-        loads[device] += bytes_of(variable)
-        _put(variable, [device], 0 if len(variable.shape) else None, optimizer)
+        owner = loads.index(min(loads))
+        loads[owner] += bytes_of(variable)
+        owned.append((variable, owner))
+    return owned
 
 
 def _put(variable, devices, axis, optimizer):
     """Cuts a variable and its slots into a shard for each device, if they are not."""
-    if not _lies_there(sharded.of(variable), devices, axis):
-        sharded.cut(variable, devices, axis)
+    slots = optimizers.slots_of(optimizer, variable) if optimizer else ()
+    for each in [variable, *slots]:
+        if not lies_there(sharded.of(each), devices, axis):
+            sharded.cut(each, devices, axis)
     parts = value_behind(variable)
-    if not isinstance(parts, ShardedParameter):
+    if type(parts) is not ShardedParameter:
         put_behind(variable, ShardedParameter(parts.shards, parts.shape, axis))
-    for slot in optimizers.slots_of(optimizer, variable) if optimizer else ():
-        if not _lies_there(sharded.of(slot), devices, axis):
-            sharded.cut(slot, devices, axis)
 
 
-def _lies_there(parts, devices, axis):
+def lies_there(
+    parts: ShardedVariable | None, devices: Sequence[str], axis: int | None
+) -> bool:
+    """Tells whether a variable is cut along an axis, with a shard on each device."""
     return (
         parts is not None
         and parts.axis == axis
@@ -132,7 +166,3 @@ def _lies_there(parts, devices, axis):
             for shard, device in zip(parts.shards, devices, strict=True)
         )
     )
-
-
-def _size(variable):
-    return math.prod(variable.shape)

@@ -10,7 +10,7 @@ The optimizer is the user's own, and is applied to shards (`apply`): each is a v
 of its own to it, with a gradient of its own. While a device's shards are updated, they
 stand behind the `keras.Variable`s, as do those of their slots. So each operation runs
 where the shard lies. That is right for optimizers that look at each number by itself,
-which `refuse_others` checks, and for norms of gradients, which are those of all shards.
+which `why_not_cut` checks, and for norms of gradients, which are those of all shards.
 
     cut(table, ["/device:CPU:0", "/device:CPU:1"], axis=0)
     with slots_like_variables():
@@ -30,7 +30,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -39,6 +39,7 @@ import tensorflow as tf
 
 from towers.devices.names import HOST
 from towers.keras_adapter import optimizers
+from towers.keras_adapter.layers import is_keras_own
 from towers.keras_adapter.optimizers import ADD_SLOT
 from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import (
@@ -48,6 +49,9 @@ from towers.keras_adapter.variables import (
     variable_like,
 )
 from towers.layers.sharded_variable import ShardedVariable
+
+# Methods that a user's optimizer may define: each sees one variable, or no gradient.
+_OF_ONE_VARIABLE = {"build", "from_config", "get_config", "update_step", "variables"}
 
 
 def of(variable: keras.Variable) -> ShardedVariable | None:
@@ -68,6 +72,12 @@ def places(variable: keras.Variable) -> list[tf.Variable]:
     return [value_behind(variable)] if sharded is None else [*sharded.shards]
 
 
+def updated_places(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """Returns those of `places` that this host updates."""
+    parts = of(variable)
+    return places(variable) if parts is None else parts.updated
+
+
 def across_hosts(variable: keras.Variable) -> bool:
     """Tells whether several hosts have parts of a variable."""
     found = of(variable)
@@ -80,12 +90,23 @@ def tables_across_hosts(variables: Sequence[keras.Variable]) -> dict[int, Any]:
     return {i: each for i, each in found.items() if each is not None and each.elsewhere}
 
 
+def stand_ins(variables: Sequence[keras.Variable]) -> dict[int, ShardedVariable]:
+    """Returns the parts of variables that a step reads by stand-ins.
+
+    They are by the `id` of the handle of their stand-in.
+    """
+    parts = [part for part in map(of, variables) if part is not None and part.stands_in]
+    return {id(part.stand_in.handle): part for part in parts}
+
+
 @contextlib.contextmanager
 def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Inside, a stand-in is behind each of some tables that hosts divide."""
-    found = tables_across_hosts(variables)
-    tables = [variables[i] for i in found]
-    with swapped_values(tables, [table.stand_in for table in found.values()]):
+    """Inside, the stand-in is behind each of some variables that have one."""
+    parts = {id(v): of(v) for v in variables}
+    chosen = [
+        v for v in variables if parts[id(v)] is not None and parts[id(v)].stands_in
+    ]
+    with swapped_values(chosen, [parts[id(v)].stand_in for v in chosen]):
         yield
 
 
@@ -162,16 +183,17 @@ def _add_slot(keras_add, optimizer, reference_variable, name=None, initializer="
     sharded = isinstance(reference, keras.Variable) and of(reference)
     if not sharded:
         return keras_add(optimizer, reference, name=name, initializer=initializer)
-    first, *others = sharded.shards
+    # A host may update none.
+    first, *others = sharded.updated or sharded.shards[:1]
     # Keras makes the first shard, with the name of the whole.
     with swapped_values([reference], [first]), tf.device(first.device):
         slot = keras_add(optimizer, reference, name=name, initializer=initializer)
     made, fill = value_behind(slot), keras.initializers.get(initializer)
-    shards = [made]
+    shards = [made] if sharded.updated else []
     for shard in others:
         make = functools.partial(fill, shard.shape, dtype=slot.dtype)
         shards.append(variable_like(make, shard.device, made))
-    put_behind(slot, sharded.alike(shards))
+    put_behind(slot, sharded.alike(shards, made))
     return slot
 
 
@@ -187,7 +209,7 @@ def targets(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 
 def _count(variable):
     sharded = of(variable)
-    return 1 if sharded is None else len(sharded.shards) + sharded.elsewhere
+    return 1 if sharded is None else len(sharded.updated) + sharded.elsewhere
 
 
 def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
@@ -195,7 +217,7 @@ def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
     found, i = {}, 0
     for variable in variables:
         if (sharded := of(variable)) is not None:
-            places = [shard.device for shard in sharded.shards]
+            places = [shard.device for shard in sharded.updated]
             places += [HOST] * sharded.elsewhere
             found |= enumerate(places, start=i)
         i += _count(variable)
@@ -305,25 +327,33 @@ def apply(
             is updated elsewhere, the gradient's `norm`.
         variables: Trainable variables.
     """
-    optimizer.apply(gradients, targets(variables))
+    gradients, variables = each_missing_once(gradients, targets(variables))
+    with optimizers.taking(optimizer, len(gradients)):
+        optimizer.apply(gradients, variables)
 
 
-# The norms of all gradients of optimizers, by the `id` of each.
-_norms: dict[int, tf.Tensor] = {}
+def each_missing_once(
+    gradients: Sequence[Any], variables: Sequence[keras.Variable]
+) -> tuple[list[Any], list[keras.Variable]]:
+    """Leaves one `None` for each variable without a gradient, not one for each shard.
 
+    Keras warns of these variables by name.
 
-@contextlib.contextmanager
-def clipping_by(norms: Mapping[int, tf.Tensor]) -> Iterator[None]:
-    """Inside, optimizers that clip a norm of all gradients are told what it is.
+    Args:
+        gradients: One for each of `targets`.
+        variables: Those targets.
 
-    `norms` has it by the `id` of each. Else it is that of what is applied together.
+    Returns:
+        The gradients that are left, and their variables.
     """
-    _norms.update(norms)
-    try:
-        yield
-    finally:
-        for key in norms:
-            del _norms[key]
+    pairs = [*zip(gradients, variables, strict=True)]
+    given = {id(variable) for gradient, variable in pairs if gradient is not None}
+    left, missing = [], set()
+    for gradient, variable in pairs:
+        if id(variable) in given or id(variable) not in missing:
+            left.append((gradient, variable))
+        missing.add(id(variable))
+    return [gradient for gradient, _ in left], [variable for _, variable in left]
 
 
 def by_device(
@@ -341,7 +371,7 @@ def by_device(
         place = None
         if (sharded := of(variable)) is not None:
             k, seen[id(variable)] = seen[id(variable)], seen[id(variable)] + 1
-            here = sharded.shards[k : k + 1]
+            here = sharded.updated[k : k + 1]
             if not here or not here[0].shape.num_elements():
                 continue  # It is updated elsewhere, or has no rows.
             place = k, here[0].device
@@ -349,18 +379,58 @@ def by_device(
     if not seen:
         keras_apply_gradients(optimizer, gradients, variables)
         return
-    mine, norm = (optimizer, gradients, variables), _norms.get(id(optimizer))
-    with optimizers.gradients_clipped(*mine, norm) as gradients:
-        for place, members in groups.items():
-            if place is not None and gradients[members[0]].shape.rank == 0:
-                continue  # It is updated elsewhere.
-            mine = [gradients[i] for i in members], [variables[i] for i in members]
+    with _clipped(optimizer, gradients, variables) as gradients:
+        groups = {
+            place: members
+            for place, members in groups.items()
+            # The norm of what is updated elsewhere stands in for a gradient.
+            if place is None or gradients[members[0]].shape.rank > 0
+        }
+        scalars = optimizers.scalars(optimizer)
+        before = [tf.identity(scalar.value) for scalar in scalars]
+        for number, (place, members) in enumerate(groups.items()):
+            if number > 0:
+                # Each group changes them alike, such as Nadam's product.
+                for scalar, value in zip(scalars, before, strict=True):
+                    scalar.assign(value)
+            members = [gradients[i] for i in members], [variables[i] for i in members]
             with (
-                _shards_behind(optimizer, mine[1], place),
-                optimizers.only_for(optimizer, mine[1]),
+                _shards_behind(optimizer, members[1], place),
+                optimizers.only_for(optimizer, members[1]),
             ):
-                keras_apply_gradients(optimizer, *mine)
+                keras_apply_gradients(optimizer, *members)
     _average_idle(optimizer, {*map(id, variables)})
+
+
+@contextlib.contextmanager
+def _clipped(optimizer, gradients, variables):
+    """Inside, an optimizer clips the norm of all gradients, not of each device's.
+
+    Yields the gradients to apply.
+    """
+    if not optimizer.gradient_accumulation_steps:
+        with optimizers.gradients_clipped(optimizer, gradients, variables) as clipped:
+            yield clipped
+    elif optimizer.global_clipnorm:
+        # Keras clips what it has accumulated.
+        norm = _norm_of_accumulated(optimizer, gradients, variables)
+        with patched(optimizers.GLOBAL_NORM, lambda *_: norm):
+            yield gradients
+    else:
+        yield gradients
+
+
+def _norm_of_accumulated(optimizer, gradients, variables):
+    """Returns the norm of all that an optimizer has accumulated with gradients."""
+    seen, squares = collections.Counter(), []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        k, seen[id(variable)] = seen[id(variable)], seen[id(variable)] + 1
+        sums, steps = optimizers.accumulated(optimizer, variable)
+        shard = updated_places(sums)[k]
+        with tf.device(shard.device):
+            squares.append(tf.reduce_sum(tf.square((gradient + shard) / steps)))
+    with tf.device(HOST):
+        return tf.sqrt(tf.add_n(squares))
 
 
 def _average_idle(optimizer, updated):
@@ -372,7 +442,8 @@ def _average_idle(optimizer, updated):
         average = optimizers.average(optimizer, variable)
         if average is None or id(variable) in updated:
             continue
-        for kept, place in zip(places(average), places(variable), strict=True):
+        shards = places(average), updated_places(variable)
+        for kept, place in zip(*shards, strict=True):
             with tf.device(kept.device):
                 kept.assign(place)
 
@@ -384,20 +455,54 @@ def _shards_behind(optimizer, variables, place):
         yield
         return
     index, device = place
-    slots = [optimizers.slots_of(optimizer, variable) for variable in variables]
-    swapped = [*variables, *itertools.chain(*slots)]
-    values = [of(variable).shards[index] for variable in swapped]
+    slots = [optimizers.slots_of(optimizer, v, of_any_shape=True) for v in variables]
+    swapped = [*variables, *(s for s in itertools.chain(*slots) if of(s) is not None)]
+    values = [of(variable).updated[index] for variable in swapped]
     with tf.device(device), swapped_values(swapped, values):
         yield
 
 
-def refuse_others(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Says, in words, why an optimizer cannot be applied to shards, if it cannot."""
-    inner = optimizers.innermost(optimizer)
-    if not optimizers.is_elementwise(inner):
-        return f"{type(inner).__name__}, which looks at whole variables"
-    if isinstance(inner, keras.optimizers.Nadam):
-        return "Nadam, which counts how often it is applied, not the steps"
-    if inner.gradient_accumulation_steps and (inner.clipnorm or inner.global_clipnorm):
-        return "an optimizer that clips the norm of gradients that it accumulates"
+def why_not_cut(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Says, in words, why an optimizer needs a variable whole, if it does."""
+    for leaf in optimizers.updating(optimizer):
+        if not optimizers.is_elementwise(leaf):
+            return f"{type(leaf).__name__}, which looks at whole variables"
+        if clips_accumulated(leaf):
+            return "an optimizer that clips the norm of gradients that it accumulates"
+    return None
+
+
+def clips_accumulated(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tells whether an optimizer clips norms of gradients that it has accumulated."""
+    leaves = optimizers.updating(optimizer)
+    return any(
+        leaf.gradient_accumulation_steps and (leaf.clipnorm or leaf.global_clipnorm)
+        for leaf in leaves
+    )
+
+
+def why_not_distributed(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Says why no device can update some variables alone, if it cannot.
+
+    An optimizer of the user's may look at all variables at once.
+    """
+    for leaf in optimizers.updating(optimizer):
+        name = type(leaf).__name__
+        if is_keras_own(type(leaf)):
+            continue
+        others = [m for m in optimizers.overridden(leaf) if m not in _OF_ONE_VARIABLE]
+        if others:
+            return (
+                f"optimizer '{name}' has a `{others[0]}` of its own, which may look at "
+                "all variables at once"
+            )
+        known = {id(slot) for of_one in optimizers.slots(leaf) for slot in of_one}
+        known |= {id(optimizers.iterations_variable(leaf))}
+        known |= {id(optimizers.learning_rate_variable(leaf))}
+        for variable in optimizers.all_variables(leaf):
+            if id(variable) not in known:
+                return (
+                    f"optimizer '{name}' has a variable '{variable.name}', and it is "
+                    "unknown to which of the model's variables it belongs"
+                )
     return None

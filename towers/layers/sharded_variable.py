@@ -5,6 +5,7 @@ See `sharded.py`, which makes and updates them.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +28,13 @@ class ShardedVariable:
         axis: How it is cut: 0 into rows, 1 into columns, `None` into ranges of the
             flattened value, each a shard of rank 1.
         ends: Where each shard ends on that axis, or in the flattened value.
-        elsewhere: Whether other hosts have shards of it, too, whose gradients something
-            stands in for here; see `sharded.targets`.
+        elsewhere: Whether other hosts update shards of it, too, whose gradients
+            something stands in for here; see `sharded.targets`.
         across_hosts: Whether several hosts have shards of it; it is a `SpreadVariable`.
+        stands_in: Whether a step is traced with a `stand_in` in its place.
     """
 
-    elsewhere = across_hosts = False
+    elsewhere = across_hosts = stands_in = False
 
     def __init__(
         self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None
@@ -45,6 +47,11 @@ class ShardedVariable:
         self.dtype, self.name, self.trainable = first.dtype, first.name, first.trainable
         # An optimizer knows the variable, and each shard, by the same.
         take_identity(self, first)
+
+    @property
+    def updated(self) -> Sequence[tf.Variable]:
+        """The shards that this host updates."""
+        return self.shards
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -65,9 +72,8 @@ class ShardedVariable:
         """Cuts a whole value, or a gradient, into those of the shards, where it is.
 
         Args:
-            value: An array, a tensor, or, if it is cut into rows or columns,
-                `tf.IndexedSlices`, of which each shard's have rows as the shard counts
-                them.
+            value: An array, a tensor, or `tf.IndexedSlices`, of which each shard's have
+                rows as the shard counts them, or flat numbers.
         """
         if isinstance(value, tf.IndexedSlices):
             return self._split_rows(value)
@@ -80,6 +86,10 @@ class ShardedVariable:
     def _split_rows(self, gradient):
         # Duplicates stay apart, as optimizers square each by itself.
         values, places = gradient.values, gradient.indices
+        if self.axis is None:
+            row = math.prod(self.shape[1:])
+            places = places[:, tf.newaxis] * row + tf.range(row, dtype=places.dtype)
+            values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
         if self.axis == 1:
             return [
                 _slices(part, places, shard)
@@ -101,14 +111,12 @@ class ShardedVariable:
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
         """Makes a gradient of the whole value of the shards', where it is called.
 
-        Only rows and columns have gradients of their own.
-
         Args:
             parts: What `gradients_of` returns of a gradient, or of several that were
                 added.
         """
-        if not isinstance(parts[0], tf.IndexedSlices):
-            whole = tf.concat(parts, self.axis or 0)
+        if self.axis is None or not isinstance(parts[0], tf.IndexedSlices):
+            whole = tf.concat([*map(tf.convert_to_tensor, parts)], self.axis or 0)
             return whole if self.axis is not None else tf.reshape(whole, self.shape)
         values = tf.concat([part.values for part in parts], self.axis)
         places = parts[0].indices
@@ -122,8 +130,14 @@ class ShardedVariable:
         """Makes of a gradient of the whole value one for each of `sharded.targets`."""
         return self.split(gradient)
 
-    def alike(self, shards: Sequence[tf.Variable]) -> "ShardedVariable":
-        """Returns a variable that is cut as this one is, made of other shards."""
+    def alike(self, shards: Sequence[tf.Variable], like: Any) -> "ShardedVariable":
+        """Returns a variable that is cut as this one is, and updated with it.
+
+        Args:
+            shards: Its shards: one for each of `updated`.
+            like: A variable that has its name and type.
+        """
+        del like
         return ShardedVariable(shards, self.shape, self.axis)
 
     def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
@@ -211,8 +225,15 @@ class ShardedVariable:
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         # The whole value may not fit where it is wanted.
         with tf.device(HOST), tf.name_scope(WHOLE_SCOPE):
-            whole = tf.concat([*self.shards], axis=self.axis or 0)
-            return tf.cast(tf.reshape(whole, self.shape), dtype or self.dtype)
+            whole = self.joined([*map(tf.convert_to_tensor, self.shards)])
+            return tf.cast(whole, dtype or self.dtype)
+
+    def joined(self, values: Sequence[Any]) -> tf.Tensor:
+        """Puts the values of all shards together, where it is called."""
+        whole = values[0]
+        if len(values) > 1:
+            whole = tf.concat([*values], axis=self.axis or 0)
+        return tf.reshape(whole, self.shape) if self.axis is None else whole
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}

@@ -225,17 +225,12 @@ def _lies_there(variable, placed):
     )
 
 
-def bring_home(
-    model: keras.Model, home_of: Callable[[keras.Variable], str | None]
-) -> None:
-    """Makes whole variables, where all others are, of those of a model that are cut.
-
-    Those of which `home_of` tells no device stay as they are.
-    """
-    for variable in variables.of(model):
-        if sharded.of(variable) is not None:
-            if (home := home_of(variable)) is not None:
-                sharded.join(variable, home)
+def bring_home(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
+    """Makes whole variables, where all others are, of those of a model that are cut."""
+    with variables.replacing(model):
+        for variable in variables.of(model):
+            if sharded.of(variable) is not None:
+                sharded.join(variable, home_of(variable))
 
 
 def lines(

@@ -1,6 +1,7 @@
 """All variables that training changes: moved, kept, given back, and told apart."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,7 +138,21 @@ def seed_ids(model: keras.Model) -> set[int]:
     }
 
 
-def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) -> None:
+@contextlib.contextmanager
+def replacing(model: keras.Model) -> Iterator[None]:
+    """Inside, what is behind variables of a model is replaced.
+
+    What Keras's own loop has traced refers to what was there before, so that Keras
+    traces again if anything has changed.
+    """
+    before = [*map(value_behind, of(model))]
+    yield
+    after = [*map(value_behind, of(model))]
+    if len(before) != len(after) or any(map(operator.is_not, before, after)):
+        model.train_function = model.test_function = model.predict_function = None
+
+
+def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
     """Moves the variables `of` a model to their devices, but for those that are cut.
 
     If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
@@ -145,23 +160,22 @@ def move(model: keras.Model, home_of: Callable[[keras.Variable], str | None]) ->
 
     Args:
         model: The model.
-        home_of: Returns the device of a variable, `None` if it is where it belongs.
+        home_of: Returns the device of a variable.
     """
     seeds = seed_ids(model)
-    for variable in of(model):
-        if sharded.of(variable) is not None:
-            continue
-        old, home = variable.value, home_of(variable)
-        if home is None:
-            continue
-        seeded = seeds if is_gpu(home) else ()
-        hosted = id(variable) in seeded or (is_gpu(home) and old.dtype in NOT_ON_GPUS)
-        where = HOST if hosted else home
-        if old.device.endswith(where):
-            continue
-        put_behind(variable, variable_like(old, where, old))
-        # What Keras has traced for one device refers to the old ones.
-        model.train_function = model.test_function = model.predict_function = None
+    with replacing(model):
+        for variable in of(model):
+            if sharded.of(variable) is not None:
+                continue
+            old, home = variable.value, home_of(variable)
+            seeded = seeds if is_gpu(home) else ()
+            hosted = id(variable) in seeded or (
+                is_gpu(home) and old.dtype in NOT_ON_GPUS
+            )
+            where = HOST if hosted else home
+            if old.device.endswith(where):
+                continue
+            put_behind(variable, variable_like(old, where, old))
 
 
 def values(model: keras.Model) -> list[np.ndarray]:

@@ -1,1 +1,1 @@
-"""Where a run is, how it is saved, and how it goes on."""
+"""Saves a run's state and position, and continues the run."""

@@ -11,13 +11,12 @@ from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.manager import CheckpointManager
 from towers.lifecycle.checkpoints.store import Position
-from towers.lifecycle.run_state import RunState, SaveFirst
-from towers.lifecycle.save_points import SavePoints
-from towers.loop import listeners
+from towers.lifecycle.run_state import RunState, SaveFirst, SavePoints
+from towers.model import fit_call
 from towers.model.fit_call import FitCall
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 @accepts_old_names
 class Checkpoint(keras.callbacks.Callback):
     """Saves a run of a tower model, so that the next `fit` continues it.
@@ -91,7 +90,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def position(self) -> Position:
-        """How far the run has come."""
+        """The position of the run: its epoch and batch."""
         return self.run.position
 
     @property
@@ -100,15 +99,15 @@ class Checkpoint(keras.callbacks.Callback):
         known = self.run.known
         if known is None:
             return None
-        # Of foreign data, the callback alone knows it.
+        # For foreign data, only the callback knows it.
         size = states.state_of(known.about, "BatchPerTower").get("size")
         return size or (known.about.get("data") or {}).get("batch size")
 
     @property
     def past(self) -> list[int] | None:
-        """Number of batches that were read in each epoch before.
+        """Number of batches that were read in each earlier epoch.
 
-        It goes as far back as the data are the same. `None` if it is not known.
+        It goes back as far as the data are the same. `None` if unknown.
         """
         return self.run.past
 
@@ -144,10 +143,10 @@ class Checkpoint(keras.callbacks.Callback):
         """Returns the best checkpoint up to the current position, if there is one.
 
         Args:
-            model: Its metrics tell whether more is better.
+            model: Its metrics decide whether more is better.
 
         Raises:
-            ValueError: The metrics do not tell.
+            ValueError: The metrics do not decide that.
         """
         return self.run.checkpoints.find_best(model, self.position)
 
@@ -158,9 +157,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def epochs_since_best(self) -> int:
-        """Epochs since the best one by the metric, as the latest checkpoint knows it.
+        """Epochs since the best one by the metric, according to the latest checkpoint.
 
-        0 if it knows none, or is of the middle of an epoch.
+        0 if it has no best epoch, or was made in the middle of an epoch.
         """
         if self.latest is None or self.position.batch:
             return 0
@@ -169,10 +168,10 @@ class Checkpoint(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def as_in(self, path: str, model: keras.Model) -> Iterator[None]:
-        """Gives a model the values of a checkpoint meanwhile.
+        """A context in which a model has the values of a checkpoint.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: The checkpoint cannot be read.
         """
         now = saved_model.values(model)
         saved_model.assign(model, store.load(path).values)
@@ -182,10 +181,10 @@ class Checkpoint(keras.callbacks.Callback):
             saved_model.assign(model, now)
 
     def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
-        """Has a `fit` of a tower model begin where the run is; see `FitCall`."""
+        """A context in which a `fit` begins at the run's position; see `FitCall`."""
         callbacks = keras.tree.flatten(call.options["callbacks"])
-        another = any(isinstance(each, SaveFirst) for each in callbacks)
-        # That a model is not compiled, Keras says.
+        another = any(isinstance(callback, SaveFirst) for callback in callbacks)
+        # Keras reports a model that is not compiled.
         if self not in callbacks or another or not call.model.compiled:
             return contextlib.nullcontext()
         return self.run.around(call)
@@ -193,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
     # Called by Keras.
 
     def on_train_begin(self, logs=None):
-        """Notes where the run begins."""
+        """Begins to count steps and minutes."""
         if not self.run.runs:
             raise ValueError(
                 "Received a Checkpoint that this `fit` does not restore; expected one "
@@ -203,21 +202,21 @@ class Checkpoint(keras.callbacks.Callback):
         self.run.begin_training()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts."""
+        """Counts the batches of the call."""
         self.run.end_batch(batch, self.params.get("steps"))
 
     def on_test_begin(self, logs=None):
-        """Keeps the metrics of training, whose place validation takes."""
+        """Keeps the metrics of training, which validation overwrites."""
         self.run.begin_validation()
 
     def on_test_batch_begin(self, batch, logs=None):
-        """Does not wait for a validation's end to be stopped, unless it averages."""
+        """Handles a signal during validation, unless the weights are averages."""
         self.run.heed_in_validation()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Notes how good the epoch was, unless later callbacks should not see it."""
+        """Scores the epoch; raises an error before later callbacks see a bad one."""
         self.run.end_epoch(epoch, logs or {}, self.params.get("steps"))
 
     def on_train_end(self, logs=None):
-        """Saves, waits for it, and keeps what another `fit` is to know."""
+        """Saves, waits for the save, and keeps the state for another `fit`."""
         self.run.end_training()

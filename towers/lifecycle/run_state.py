@@ -9,33 +9,78 @@ import contextlib
 import functools
 import math
 import os
+import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
 from towers.collectives.world import this_host
 from towers.hosts import group
-from towers.hosts.membership import SignalReceived
+from towers.hosts.group import SignalReceived
 from towers.keras_adapter import randomness
 from towers.keras_adapter.models import batches_done
-from towers.lifecycle import contents, handover
-from towers.lifecycle.alone import alone
+from towers.lifecycle import current_fit
 from towers.lifecycle.checkpoints import saved_model, states, store
-from towers.lifecycle.checkpoints.manager import CheckpointManager
+from towers.lifecycle.checkpoints.manager import CheckpointManager, alone
 from towers.lifecycle.checkpoints.store import Contents, Position
 from towers.lifecycle.continuing import data_position, resume
+from towers.lifecycle.continuing.data_position import SkipDoneBatches, call_from_batch
 from towers.lifecycle.continuing.resume import ResumeError
-from towers.lifecycle.continuing.skip_batches import SkipDoneBatches, call_from_batch
 from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
-from towers.lifecycle.save_points import SavePoints
-from towers.lifecycle.signals import NAMES, Signals, Stopped
-from towers.model import fit_data
+from towers.model import fit_call
 from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.errors import NotFiniteStep
-from towers.program import pools, voice, words
+from towers.processes.signals import STOPPING, Signals, Stopped
+from towers.program import forks, voice, words
+
+
+class SavePoints:
+    """Tells when the next checkpoint is due, by steps or by minutes.
+
+    Attributes:
+        steps: Batches between two checkpoints, if they are counted.
+    """
+
+    def __init__(
+        self,
+        steps: int | None,
+        minutes: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """See `Checkpoint` for the arguments.
+
+        Raises:
+            ValueError: One of them is not as described.
+        """
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ValueError(
+                f"Received save_steps={steps!r}; expected an integer of at least 1."
+            )
+        if minutes is not None and not (
+            isinstance(minutes, int | float) and minutes >= 0
+        ):
+            raise ValueError(
+                f"Received save_minutes={minutes!r}; expected a number of at least 0, "
+                "or None."
+            )
+        self.steps, self._minutes, self._clock = steps, minutes, clock
+
+    def count_from(self, step: int) -> None:
+        """Counts from now on; `step` is the number of the step that is done."""
+        self._step, self._time_s = step, self._clock()
+
+    def steps_are_done(self, step: int) -> bool:
+        """Tells whether the run is to be saved after a step, by its number."""
+        return bool(self.steps) and step - self._step >= self.steps
+
+    def minutes_are_over(self) -> bool:
+        """Tells whether the run is to be saved by the clock."""
+        if self._minutes is None:
+            return False
+        return self._clock() - self._time_s >= 60 * self._minutes
 
 
 class RunState:
@@ -152,7 +197,7 @@ class RunState:
         if elastic:
             # Those that have trained before open data as those that have just come.
             for name in ("x", "validation_data"):
-                options[name] = fit_data.unopened(options[name])
+                options[name] = fit_call.unopened(options[name])
         start = _start(self, call, data, goes_on)
         options["x"], options["initial_epoch"] = start.data, start.epoch
         self._trained_on = lambda: None
@@ -355,9 +400,9 @@ class RunState:
         again = "the last checkpoint is {}; run again to continue"
         again = self.checkpoints.tell_latest(again)
         voice.end_progress_bar()
-        voice.say(f"Stopped by {NAMES[number]}: {again}.")
+        voice.say(f"Stopped by {STOPPING[number]}: {again}.")
         # Whoever has sent the signal may have sent it to other processes as well.
-        pools.end_at_exit()
+        forks.end_pools_at_exit()
         raise Stopped(number)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
@@ -374,7 +419,7 @@ class RunState:
         """All that is saved, but for the variables."""
         parts = self._fit, self._epoch, self.position, self.past
         monitor = self.checkpoints.monitor
-        return contents.contents(*parts, monitor, self.preprocessing)
+        return current_fit.contents(*parts, monitor, self.preprocessing)
 
 
 def _without_variables(found):
@@ -394,8 +439,8 @@ def _restore(run, call, elastic):
             resume.say_goes_back(run.checkpoints.latest)
         call.state_lost = False
     if elastic:
-        mine = handover.Handed(run.position, run.past, run.known)
-        mine = handover.from_first(this_host(), mine, run.checkpoints.monitor)
+        mine = current_fit.Handed(run.position, run.past, run.known)
+        mine = current_fit.from_first(this_host(), mine, run.checkpoints.monitor)
         run.position, run.past, run.known = mine
         run._known_of, run._saved = call.model, None
 
@@ -427,7 +472,7 @@ def _end_skipping(run):
     if not run.position.batch:
         return
     model = run._fit.call.model
-    handover.give_back(this_host(), model, run._fit.values_before)
+    current_fit.give_back(this_host(), model, run._fit.values_before)
     run._fit.values_before = None
     values = run._restore_states().values.get("metrics", ())
     if len(values) != len(model.metrics_variables):

@@ -1,1 +1,1 @@
-"""What Keras calls for each batch, or for several at once."""
+"""The function that Keras calls for each batch, or for several batches at once."""

@@ -1,7 +1,7 @@
-"""What hosts tell one another with each batch: whether it is the same, whether to end.
+"""Lets hosts agree, with each batch, on its contents and on when to stop.
 
-It is added in the sum of the gradients, so that it costs nothing, and nobody changes
-anything before all have heard it.
+The messages ride along in the sum of the gradients, so they cost no extra round. No
+host changes a variable before it has heard from all hosts.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ from towers.collectives import batch
 from towers.collectives.world import World
 from towers.devices.names import HOST
 from towers.hosts import group
-from towers.hosts.membership import HostsChange, HostsDifferError, SignalReceived
+from towers.hosts.group import HostsChange, HostsDifferError, SignalReceived
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.loop import alike
 from towers.loop.host_times import HostTimes, measure_latency
 
-# What a host says of a batch: its rows, a digest of its first example, a wish to stop,
-# and the learning rate, which a callback may have changed: 64 bits, 16 in a number.
+# A host's message about a batch: its rows, a digest of its first example, a wish to
+# stop, and the learning rate, which a callback may have changed: 64 bits, 16 in a
+# number.
 _ROWS, _DIGEST, _STOP = range(3)
 _RATE = slice(3, 7)
 _NUMBERS = 7
@@ -31,10 +32,10 @@ _NUMBERS = 7
 _MOST, _PRIME = 2**16, 65521
 
 
-# What a host may wish, beside the number of a signal that stops: a checkpoint, nothing,
-# the end of `fit`, or other hosts, a number that no signal has.
+# A host's wish, if it is not the number of a signal that stops: a checkpoint, nothing,
+# the end of `fit`, or a change of hosts. No signal has these numbers.
 _SAVE, _GO_ON, _STOP_TRAINING, CHANGE = -1, 0, 1, 100
-# Of the sums for each batch of an evaluation, and at its end.
+# Names the sums over hosts for each batch of an evaluation, and at its end.
 _EVALUATED = "evaluated batch"
 
 
@@ -56,9 +57,9 @@ class Agreement:
 
     @property
     def wish(self) -> int:
-        """What this host wishes: 0 for nothing, 1 to stop, or a signal's number.
+        """This host's wish: 0 for nothing, 1 to stop, or a signal's number.
 
-        All will stop, before the next batch. -1 is for a checkpoint.
+        All hosts stop before the next batch. -1 asks for a checkpoint.
         """
         return int(self._wish.numpy())
 
@@ -67,11 +68,11 @@ class Agreement:
         self._wish.assign(float(value))
 
     def of_batch(self, data: Any, times: HostTimes | None = None) -> tf.Tensor:
-        """Returns what this host says of a batch, to be added up over hosts.
+        """Returns this host's message about a batch, to be added up over hosts.
 
         Args:
             data: The batch.
-            times: What it has measured of the last step, if anything.
+            times: This host's times of the last step, if measured.
 
         Returns:
             A tensor of shape (hosts, numbers), zeros but for this host's row.
@@ -80,77 +81,81 @@ class Agreement:
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
             rate = self._learning_rate()
             bits = tf.zeros([4]) if rate is None else _to_numbers(rate.value)
-            said = tf.stack([rows, digest(data), self._wish.value()])
-            said = tf.concat([said, bits], axis=0)
+            message = tf.stack([rows, digest(data), self._wish.value()])
+            message = tf.concat([message, bits], axis=0)
             if times is not None:
-                said = tf.concat([said, times.latest()], axis=0)
-            return self._placed(said)
+                message = tf.concat([message, times.latest()], axis=0)
+            return self._placed(message)
 
     @contextlib.contextmanager
-    def before(self, told: tf.Tensor) -> Iterator[None]:
-        """Inside, nothing happens unless all hosts go on with the same batch.
+    def before(self, messages: tf.Tensor) -> Iterator[None]:
+        """A context whose operations run only if all hosts go on with the same batch.
 
-        What computes the step raises a `tf.errors.OutOfRangeError` then.
+        Otherwise, the step raises a `tf.errors.OutOfRangeError`.
 
         Args:
-            told: The sum of what `of_batch` returned on each host.
+            messages: The sum of the messages that `of_batch` returned on each host.
         """
         with tf.device(HOST), tf.name_scope("agreement"):
-            same = tf.reduce_all(told[:, :_STOP] == told[0, :_STOP])
-            goes_on = same & tf.reduce_all(told[:, _STOP] <= _GO_ON)
+            same = tf.reduce_all(messages[:, :_STOP] == messages[0, :_STOP])
+            goes_on = same & tf.reduce_all(messages[:, _STOP] <= _GO_ON)
             checked = tf.cond(
-                goes_on, lambda: tf.constant(True), lambda: self._end(told)
+                goes_on, lambda: tf.constant(True), lambda: self._end(messages)
             )
         with tf.control_dependencies([checked]):
             yield
 
-    def hear(self, told: tf.Tensor, times: HostTimes | None = None) -> None:
-        """Does what the hosts that go on with a batch have said.
+    def hear(self, messages: tf.Tensor, times: HostTimes | None = None) -> None:
+        """Acts on the messages of hosts that go on with a batch.
 
         The optimizer gets the first host's learning rate, if it is a variable.
 
         Args:
-            told: As for `before`.
+            messages: As for `before`.
             times: What `of_batch` was given.
         """
         rate = self._learning_rate()
         if rate is not None:
-            rate.assign(tf.cast(_from_numbers(told[0, _RATE]), rate.dtype))
-        saves = tf.reduce_any(told[:, _STOP] == _SAVE)
+            rate.assign(tf.cast(_from_numbers(messages[0, _RATE]), rate.dtype))
+        saves = tf.reduce_any(messages[:, _STOP] == _SAVE)
         self._saves.assign(self._saves.value() | saves)
         if times is not None:
-            times.hear(told[:, _NUMBERS:])
+            times.hear(messages[:, _NUMBERS:])
 
     def _learning_rate(self):
-        """The variable, which a schedule has not."""
+        """Returns the learning rate if it is a variable, not a schedule."""
         optimizer = self._model.optimizer
         rate = None if optimizer is None else learning_rate_variable(optimizer)
         return rate if isinstance(rate, keras.Variable) else None
 
     @contextlib.contextmanager
     def evaluates(self, data: Any) -> Iterator[None]:
-        """Inside, all hosts evaluate, or predict for, the same batch, as `before`."""
+        """A context in which all hosts evaluate, or predict, the same batch.
+
+        A host with another batch raises an error, as in `before`.
+        """
         with tf.device(HOST), tf.name_scope("agreement"):
-            # No host stops within an evaluation, which would be of fewer examples.
+            # No host stops within an evaluation, as its result would be of fewer
+            # examples.
             same = [1.0] * _STOP + [0.0] * (_NUMBERS - _STOP)
-            told = self.of_batch(data) * tf.constant(same)
-        (told,) = self._hosts.all_reduce([told], _EVALUATED)
-        with self.before(told):
+            messages = self.of_batch(data) * tf.constant(same)
+        (messages,) = self._hosts.all_reduce([messages], _EVALUATED)
+        with self.before(messages):
             yield
 
     def end_evaluation(self) -> None:
-        """Is told that there are no more batches; there must be none on any host.
+        """Checks that no host has another batch of the evaluation.
 
         Raises:
-            HostsDifferError: A host has one.
+            HostsDifferError: A host has another batch.
         """
         none = self._placed(tf.zeros([_NUMBERS]))
-        (told,) = self._hosts.all_reduce([none], _EVALUATED)
-        self._check_batches(told.numpy())
+        (messages,) = self._hosts.all_reduce([none], _EVALUATED)
+        self._check_batches(messages.numpy())
 
     @contextlib.contextmanager
     def stops(self, model: keras.Model) -> Iterator[None]:
-        """Inside, a call of training in which a host stops ends as the data's end does.
+        """A context that ends a call of training when a host stops.
 
         Raises:
             HostsDifferError: The hosts have different batches.
@@ -168,20 +173,20 @@ class Agreement:
                 raise HostsChange from None
             self._check_batches(self._heard)
             self.left_a_batch = model.stop_training = True
-            # Keras takes it for the end of the data. `fit` puts an end to this.
+            # Keras takes this for the end of the data; `fit` removes the filter again.
             warnings.filterwarnings("ignore", "Your input ran out of data")
             if number > _STOP_TRAINING:
                 raise SignalReceived(number) from None
             raise
 
     def check_alike(self, value: Mapping[str, Any]) -> None:
-        """Refuses hosts that were given different values; see `alike.check`."""
+        """Raises an error if hosts were given different values; see `alike.check`."""
         alike.check(self._hosts, value)
 
     def agrees_to_save(self, wished: bool) -> bool:
-        """Tells whether all hosts are to save here, as one has wished a batch ago.
+        """Tells whether all hosts save here, because a host asked for it a batch ago.
 
-        `wished` is what this host wishes now.
+        `wished` tells whether this host asks for a checkpoint now.
         """
         if self._saves.numpy():
             self.forget_to_save()
@@ -191,47 +196,47 @@ class Agreement:
         return False
 
     def forget_to_save(self) -> None:
-        """Forgets what hosts have wished."""
+        """Drops all requests for a checkpoint."""
         self._saves.assign(False)
         if self.wish == _SAVE:
             self.wish = _GO_ON
 
     def measure_latency(self) -> None:
-        """Measures it once, as all hosts do; see `HostTimes`."""
+        """Measures the latency of an all-reduce once, on all hosts; see `HostTimes`."""
         measure_latency(self._hosts)
 
     def any(self, value: bool) -> bool:
-        """Tells whether something holds on any host."""
+        """Tells whether the value is true on any host."""
         return any(self._hosts.exchange(bool(value)))
 
     def meet(self, wish: int = _GO_ON) -> bool:
-        """Tells whether any host wishes to stop, as all find out together.
+        """Tells whether any host wishes to stop; all hosts call it together.
 
         Raises:
             SignalReceived: A host stops because of a signal.
         """
         wish = float(max(wish, self.wish))
-        told = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
-        (told,) = self._hosts.all_reduce([told], "end of an epoch")
-        found = told.numpy()[:, _STOP]
-        # Of other hosts, all hear with the next batch, if there is one.
-        found = int(found[found < CHANGE].max(initial=_GO_ON))
-        if found > _STOP_TRAINING:
-            raise SignalReceived(found)
-        return found == _STOP_TRAINING
+        messages = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
+        (messages,) = self._hosts.all_reduce([messages], "end of an epoch")
+        wish_of_all = messages.numpy()[:, _STOP]
+        # All hosts hear of a change of hosts with the next batch, if there is one.
+        wish_of_all = int(wish_of_all[wish_of_all < CHANGE].max(initial=_GO_ON))
+        if wish_of_all > _STOP_TRAINING:
+            raise SignalReceived(wish_of_all)
+        return wish_of_all == _STOP_TRAINING
 
-    def _placed(self, mine):
+    def _placed(self, message):
         return tf.scatter_nd(
-            [[self._hosts.index]], [mine], [self._hosts.count, mine.shape[0]]
+            [[self._hosts.index]], [message], [self._hosts.count, message.shape[0]]
         )
 
-    def _end(self, told):
-        ended = tf.py_function(self._hear, [told], tf.bool)
+    def _end(self, messages):
+        ended = tf.py_function(self._hear, [messages], tf.bool)
         return tf.ensure_shape(ended, [])
 
-    def _hear(self, told):
-        self._heard = told.numpy()
-        # The one error that TensorFlow takes for an end, and does not warn of.
+    def _hear(self, messages):
+        self._heard = messages.numpy()
+        # TensorFlow takes only this error for an end of data, and logs no warning.
         raise StopIteration("A host stops.")
 
     def _check_batches(self, heard):
@@ -253,10 +258,10 @@ class Agreement:
 
 
 class FollowHosts(keras.callbacks.Callback):
-    """Has all hosts stop where one of them does; the last of the callbacks."""
+    """Stops training on all hosts when one of them stops; the last of the callbacks."""
 
     def __init__(self, agreement: Agreement):
-        """Takes what tells the other hosts."""
+        """Takes the agreement that tells the other hosts."""
         super().__init__()
         self._agreement = agreement
 
@@ -266,7 +271,7 @@ class FollowHosts(keras.callbacks.Callback):
         self._agreement.forget_to_save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Puts a stop off until all hosts have heard of it, in the next batch."""
+        """Delays a stop until all hosts have heard of it, in the next batch."""
         if self.model.stop_training:
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
@@ -274,7 +279,7 @@ class FollowHosts(keras.callbacks.Callback):
             self._agreement.wish = CHANGE
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stops if any host does."""
+        """Stops if any host stops."""
         wish = _STOP_TRAINING if self.model.stop_training else _GO_ON
         self.model.stop_training = self._agreement.meet(wish)
 
@@ -282,7 +287,7 @@ class FollowHosts(keras.callbacks.Callback):
 def digest(data: Any) -> tf.Tensor:
     """Returns a number that tells nearly all batches apart, by their first examples."""
     if (part := batch.part_of(data)) is not None:
-        # Hosts are given other rows of it.
+        # Hosts are given different rows of the batch.
         return tf.cast(part.mark, tf.float32)
     total = tf.zeros([], tf.int64)
     # Keras gives arrays to eager steps.
@@ -299,17 +304,17 @@ def digest(data: Any) -> tf.Tensor:
         else:
             numbers = flat
         numbers = tf.cast(numbers, tf.int64)
-        places = tf.range(1, tf.size(numbers, tf.int64) + 1, dtype=tf.int64)
-        total = total * 31 + tf.reduce_sum(numbers * places)
-    # A prime: of whole numbers as floats, the last 16 bits are all zero.
+        positions = tf.range(1, tf.size(numbers, tf.int64) + 1, dtype=tf.int64)
+        total = total * 31 + tf.reduce_sum(numbers * positions)
+    # A prime, as the last 16 bits of whole numbers stored as floats are all zero.
     return tf.cast(tf.math.floormod(total, _PRIME), tf.float32)
 
 
 _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-def _batch_of(said):
-    rows = int(said[_ROWS])
+def _batch_of(message):
+    rows = int(message[_ROWS])
     return f"a batch of {rows} examples" if rows else "none"
 
 

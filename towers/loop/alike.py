@@ -1,65 +1,76 @@
-"""What hosts compare before they compute: it has to be the same on all of them."""
+"""Compares values that must be the same on all hosts before they compute."""
 
+import collections
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
+import numpy as np
+import tensorflow as tf
+
 from towers.collectives.world import World
-from towers.hosts.membership import HostsDifferError
+from towers.hosts.group import HostsDifferError
+from towers.keras_adapter.models import compile_arguments
 from towers.program import words
 
 _LONGEST = 60
+# Of a configuration: drawn at random, or of the batch that a layer was built with.
+_LEFT_OUT = "seed", "build_config", "build_input_shape", "registered_name"
+# XLA may compile on one machine and not on another.
+_OF_A_HOST = "jit_compile", "auto_scale_loss"
 
 
 def check(hosts: World, value: Mapping[str, Any]) -> None:
-    """Refuses hosts that were given different values.
+    """Raises an error if hosts were given different values.
 
     Args:
         hosts: All call it together.
-        value: What this host was given, by names that make a phrase: of {"fit":
-            {"epochs": 2}} the "epochs of fit". They end in what JSON can hold.
+        value: The values of this host, by names that make a phrase: {"fit": {"epochs":
+            2}} gives "epochs of fit". The leaves must be JSON.
 
     Raises:
-        HostsDifferError: On all hosts alike.
+        HostsDifferError: On all hosts, if values differ.
     """
     text = json.dumps(value, sort_keys=True).encode()
-    # A model may be large, and nearly always all have the same.
+    # A model may be large, and nearly always all hosts have the same.
     if len({*hosts.exchange(hashlib.sha256(text).hexdigest())}) > 1:
         raise HostsDifferError(difference(hosts.names, hosts.exchange(dict(value))))
 
 
 def difference(names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> str:
-    """Says in a sentence what some hosts have that others have not.
+    """Describes in a sentence how the values of hosts differ.
 
     Args:
-        names: What to call each host.
-        values: What each was given; see `check`.
+        names: The name of each host.
+        values: The values of each host; see `check`.
     """
     given = [dict(_leaves(value)) for value in values]
-    keys = dict.fromkeys(key for each in given for key in each)
-    different = [key for key in keys if len({each.get(key) for each in given}) > 1]
+    keys = dict.fromkeys(key for leaves in given for key in leaves)
+    different = [key for key in keys if len({leaves.get(key) for leaves in given}) > 1]
     by_value: dict[str, list[str]] = {}
-    for name, each in zip(names, given, strict=True):
-        said = each.get(different[0], "none")
-        by_value.setdefault(_short(said), []).append(name)
-    found = words.all_of(
-        f"{said} on {words.all_of(which)}" for said, which in by_value.items()
+    for name, leaves in zip(names, given, strict=True):
+        text = leaves.get(different[0], "none")
+        by_value.setdefault(_short(text), []).append(name)
+    listing = words.all_of(
+        f"{text} on {words.all_of(which)}" for text, which in by_value.items()
     )
     more = len(different) - 1
     others = f", and in {more} more" if more else ""
     return (
-        f"Hosts differ in {' of '.join(reversed(different[0]))}: {found}{others}; "
+        f"Hosts differ in {' of '.join(reversed(different[0]))}: {listing}{others}; "
         "hosts that train together have to run the same program with the same "
         "arguments and the same data."
     )
 
 
 def _leaves(value, path=()):
-    """Yields paths to the ends of a nest of mappings, and JSON of what is there."""
+    """Yields the path of each leaf in a nest of mappings, and the leaf as JSON."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _leaves(each, (*path, str(key)))
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
     else:
         text = json.dumps(value, sort_keys=True)
         yield path, "none" if text == "null" else text
@@ -67,3 +78,155 @@ def _leaves(value, path=()):
 
 def _short(text):
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+# Describes a model and data by what has to be the same on all hosts.
+
+
+def of_model(model: keras.Model) -> dict[str, Any]:
+    """Describes a model: its layers and variables, and what it was compiled with.
+
+    Names that Keras has numbered are those that they would be if there were no other
+    model. A learning rate that is a variable is left out: the first host's is that of
+    all.
+
+    Returns:
+        A nest of dictionaries by names, with what JSON can hold.
+    """
+    names = _Names()
+    try:
+        config = model.get_config()
+    except Exception:
+        # Of a class of the user's, which need not tell.
+        config = {}
+    weights = {
+        f"variable {names.of_path(each.path)}, number {k}": [
+            *(list(each.shape), str(each.dtype), bool(each.trainable))
+        ]
+        for k, each in enumerate(model.weights)
+    }
+    compiled = dict(compile_arguments(model))
+    optimizer = compiled.pop("optimizer", None) and model.optimizer
+    found = {"class": type(model).__name__, **_plain(config, names), **weights}
+    return {
+        "the model": found,
+        "the optimizer": _plain(optimizer, names),
+        "compile": {
+            name: _plain(value, names)
+            for name, value in compiled.items()
+            if name not in _OF_A_HOST
+        },
+    }
+
+
+def of_data(data: Any) -> Any:
+    """Describes what `fit` and its siblings are given, as `of_model` does.
+
+    Of tensors, these are the shapes of an example and the types; of arrays, the number
+    of examples, too.
+    """
+    described = {}
+    if (pipeline := getattr(data, "pipeline", None)) is not None:
+        known = {**pipeline.order, **pipeline.makes}
+        described |= json.loads(json.dumps(known, default=int))
+    if isinstance(data, tf.data.Dataset):
+        spec = tf.nest.flatten(data.element_spec)
+        return described | {"elements": [*map(_spec, spec)]}
+    if isinstance(data, keras.utils.PyDataset):
+        return {"class": type(data).__name__, "batches": data.num_batches}
+    arrays = keras.tree.flatten(data)
+    if arrays and all(hasattr(each, "shape") for each in arrays):
+        return {
+            "examples": [*map(_length, arrays)],
+            "elements": [*map(_spec, arrays)],
+        }
+    return {"class": type(data).__name__}
+
+
+class _Names:
+    """Numbers names anew, in the order in which they are met."""
+
+    def __init__(self):
+        self._known: dict[str, str] = {}
+        self._counts: collections.Counter = collections.Counter()
+
+    def of(self, name: str) -> str:
+        """Returns what to call it."""
+        if name not in self._known:
+            base = re.sub(r"(_\d+)+$", "", name)
+            count = self._counts[base]
+            self._counts[base] += 1
+            self._known[name] = f"{base}_{count}" if count else base
+        return self._known[name]
+
+    def of_path(self, path: str) -> str:
+        """Returns what to call a variable: the last part is no layer's name."""
+        *layers, last = path.split("/")
+        return "/".join([*map(self.of, layers), last])
+
+    def if_known(self, text: str) -> str:
+        """Returns what to call it if it is a name, else the text itself."""
+        return self._known.get(text, text)
+
+
+def _plain(value, names):
+    """Makes of a configuration what JSON can hold, and what is alike on all hosts."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return names.if_known(value)
+    if isinstance(value, Mapping):
+        return _of_mapping(value, names)
+    if isinstance(value, list | tuple):
+        return [_plain(each, names) for each in value]
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        return [str(array.dtype), [*array.shape], digest]
+    if not hasattr(value, "get_config"):
+        return getattr(value, "__name__", type(value).__name__)
+    try:
+        config = value.get_config()
+    except Exception:
+        config = {}
+    if isinstance(value, keras.optimizers.Optimizer):
+        rate = config.get("learning_rate")
+        if isinstance(rate, float):
+            config = {k: v for k, v in config.items() if k != "learning_rate"}
+    return {"class": type(value).__name__, **_of_mapping(config, names)}
+
+
+def _of_mapping(config, names):
+    if config.get("class_name") == "__lambda__":
+        # Its code has the path of the file.
+        return "a lambda"
+    found = {}
+    for key, value in config.items():
+        if key in _LEFT_OUT:
+            continue
+        if key == "batch_shape" and isinstance(value, list | tuple):
+            value = value[1:]  # the batch that it was built with may have any size
+        if key == "name" and isinstance(value, str):
+            found[key] = names.of(value)
+        elif key == "layers" and isinstance(value, list | tuple):
+            # A difference is of a layer, not of a number.
+            for k, each in enumerate(value):
+                plain = _plain(each, names)
+                inner = plain.get("config") if isinstance(plain, dict) else None
+                name = inner.get("name", "") if isinstance(inner, dict) else ""
+                found[f"layer {k} {name}".strip()] = plain
+        else:
+            found[str(key)] = _plain(value, names)
+    return found
+
+
+def _spec(tensor):
+    shape = tf.TensorShape(getattr(tensor, "shape", None))
+    dtype = getattr(tensor, "dtype", None)
+    name = getattr(dtype, "name", str(dtype))
+    known = None if shape.rank is None else shape.as_list()[1:]
+    return [type(tensor).__name__, name, known]
+
+
+def _length(array):
+    return int(array.shape[0]) if len(array.shape) else None

@@ -1,7 +1,7 @@
-"""Measures what the time of steps goes to on each of several hosts.
+"""Measures how each of several hosts spends the time of its steps.
 
-Each host tells the others, with each batch, what it has measured of its last step. That
-rides along in the sum of the gradients, so it costs no message, and all know it.
+With each batch, each host sends the times of its last step to the others. They ride
+along in the sum of the gradients, so they cost no message.
 """
 
 import time
@@ -17,19 +17,20 @@ from towers.devices.names import HOST
 
 
 class HostTotals(NamedTuple):
-    """What the time of a host's steps has gone to.
+    """How a host has spent the time of its steps.
 
     Attributes:
         steps: Steps measured.
         input_s: Its towers waited for a batch.
         copy_s: Batches were cut and copied, and parameters sent.
         compute_s: Its towers computed.
-        sum_s: From when its gradients were there to when those of all were added.
-        reduce_s: Its gradients were added before that, and variables updated after it.
+        sum_s: From when its gradients were there to when all hosts' were added.
+        reduce_s: It added its gradients before that, and updated variables after it.
         between_s: Between steps: in Python, and in callbacks.
-        share: Its part of the batches, times `steps`.
-        late_s: It was the last to have its gradients, so much later than the others.
-        network_s: All had their gradients, until they were added; the same on all.
+        share: Its fraction of the batches, times `steps`.
+        late_s: How much later than the others it had its gradients, when it was last.
+        network_s: From when all hosts had gradients to their sum; the same on all
+            hosts.
     """
 
     steps: float
@@ -44,25 +45,25 @@ class HostTotals(NamedTuple):
     network_s: float
 
     def since(self, before: "HostTotals") -> "HostTotals":
-        """Returns what has come in addition to earlier totals."""
+        """Returns the difference to earlier totals."""
         return HostTotals(*(a - b for a, b in zip(self, before, strict=True)))
 
 
-# What a host tells; the others follow from what all tell.
+# A host sends the fields before this one; the others follow from all hosts' fields.
 TOLD = HostTotals._fields.index("late_s")
 _SUM = HostTotals._fields.index("sum_s")
 _latencies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class HostTimes:
-    """Adds up what hosts tell of their steps.
+    """Adds up the times that hosts send.
 
     Attributes:
-        bytes: How much of gradients hosts add in a step, as far as that is known.
+        bytes: The size of the gradients that hosts add in a step, as far as known.
     """
 
     def __init__(self, hosts: World, share: float):
-        """Takes all hosts, and the part of a batch that this one gets."""
+        """Takes all hosts, and the fraction of a batch that this host gets."""
         self._hosts, self._share, self.bytes = hosts, share, 0
         with tf.init_scope(), tf.device(HOST):
             self._latest = tf.Variable(tf.zeros([TOLD], tf.float64), trainable=False)
@@ -71,53 +72,56 @@ class HostTimes:
 
     @property
     def names(self) -> Sequence[str]:
-        """What to call each host."""
+        """The name of each host."""
         return self._hosts.names
 
     @property
     def index(self) -> int:
-        """Which of the hosts this one is."""
+        """The index of this host."""
         return self._hosts.index
 
     @property
     def latency_s(self) -> float:
-        """How long hosts take to add 16 bytes; 0 if it was not measured."""
+        """Seconds that hosts take to add 16 bytes; 0 if not measured."""
         return _latencies.get(self._hosts.communicator, 0.0)
 
     def totals(self) -> list[HostTotals]:
-        """Returns the sums over all steps so far, of each host."""
+        """Returns the sums over all steps so far, for each host."""
         return [HostTotals(*map(float, row)) for row in self._totals.numpy()]
 
     def note(self, parts: Sequence[tf.Tensor]) -> None:
-        """Is told of a step of this host: what `HostTotals` has up to `between_s`."""
+        """Notes the times of a step of this host: `HostTotals` up to `between_s`."""
         share = tf.constant(self._share, tf.float64)
         self._latest.assign(tf.stack([*parts, share]))
 
     def latest(self) -> tf.Tensor:
-        """Returns what to tell the others."""
+        """Returns the times to send to the other hosts."""
         return tf.cast(self._latest.read_value(), tf.float32)
 
-    def hear(self, told: tf.Tensor) -> None:
-        """Is told what all hosts tell of their last step."""
-        rows = tf.cast(told, tf.float64)
+    def hear(self, times: tf.Tensor) -> None:
+        """Adds the times of all hosts' last step."""
+        rows = tf.cast(times, tf.float64)
         sums = rows[:, _SUM]
         network, count = tf.reduce_min(sums), rows.shape[0]
         others = (tf.reduce_sum(sums) - network) / (count - 1)
         last = tf.one_hot(tf.argmin(sums), count, dtype=tf.float64)
-        found = [(others - network) * last, tf.fill([count], network)]
-        self._totals.assign_add(tf.concat([rows, tf.stack(found, axis=1)], axis=1))
+        derived = [(others - network) * last, tf.fill([count], network)]
+        self._totals.assign_add(tf.concat([rows, tf.stack(derived, axis=1)], axis=1))
 
     def note_size(self, gradients: Sequence[Any]) -> None:
-        """Is told what hosts add in a step."""
-        dense = [each for each in gradients if isinstance(each, tf.Tensor)]
-        sizes = [(each.shape.num_elements() or 0) * each.dtype.size for each in dense]
+        """Notes the size of the gradients that hosts add in a step."""
+        dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
+        sizes = [
+            (gradient.shape.num_elements() or 0) * gradient.dtype.size
+            for gradient in dense
+        ]
         self.bytes = sum(sizes)
 
 
 def measure_latency(hosts: World) -> None:
     """Measures, once for these hosts, how long they take to add 16 bytes.
 
-    All call it together.
+    All hosts call it together.
     """
     if hosts.communicator in _latencies:
         return

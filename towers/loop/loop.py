@@ -1,14 +1,19 @@
-"""Many training steps in one call of the graph.
+"""Runs many training steps in one call of the graph.
 
-Keras's `fit` calls a train function with an iterator, as often as there are calls in an
-epoch; this is that function. What a step is, and where local batches go, is the
-builder's business; epochs, callbacks and the end of the data are Keras's.
+Keras's `fit` calls a train function with an iterator, once for each call of an epoch;
+this module makes that function. The builder defines a step and where local batches go.
+Keras handles epochs, callbacks and the end of the data.
 """
 
+import collections
 import contextlib
+import functools
+import itertools
+import queue
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,16 +21,21 @@ import tensorflow as tf
 
 from towers.collectives import batch
 from towers.collectives.placing import where_its_input_is
-from towers.loop.ahead import Ahead, Fetched
+from towers.devices.names import HOST
 from towers.loop.timers import timestamp_after
+
+_numbers = itertools.count()
+# After an error, so long is waited for a batch on its way: a program that ends while a
+# thread is inside TensorFlow may crash. Of an input that hangs, none will come.
+_PATIENCE_S = 5.0
 
 
 class Placing(NamedTuple):
-    """How a batch comes to the towers.
+    """How a batch reaches the towers.
 
     Attributes:
-        cut: Cuts a batch, where it is, into local batches.
-        copy: Copies the local batches to where they are needed.
+        cut: Cuts a batch into local batches, on the batch's device.
+        copy: Copies the local batches to the devices that need them.
     """
 
     cut: Callable[[Any], Any]
@@ -46,24 +56,25 @@ def train_function(
 ) -> Callable[[Iterator], Any]:
     """Makes the function that Keras calls with an iterator over batches.
 
-    While a step computes, the next batch of the call is fetched and placed: nothing in
-    the graph makes one wait for the other. With one step in a call, a thread fetches
-    and places batches for later calls instead.
+    While a step computes, the next batch of the call is fetched and placed: neither
+    waits for the other in the graph. With one step in a call, a thread fetches and
+    places batches for later calls instead.
 
     Args:
-        create: Takes the `tf.TypeSpec`s of a batch, or one, and creates the variables
-            that do not exist yet: a graph that has to create some is traced twice.
-        placing: Cuts a batch and copies the local batches to where they are needed.
-        step: Takes a batch, its placed local batches and when batches were fetched
-            since the last step (see `StepTimers.step`), trains on it and returns its
-            logs.
+        create: Takes a batch or its `tf.TypeSpec`s, and creates the variables that do
+            not exist yet: a graph that has to create some is traced twice.
+        placing: Cuts a batch and copies the local batches to the devices that need
+            them.
+        step: Takes a batch, its placed local batches, and the times at which batches
+            were fetched since the last step (see `StepTimers.step`); trains on the
+            batch and returns its logs.
         steps: Steps in a call; at the end of the data there may be fewer.
         eager: Whether steps run op by op, outside of any graph.
-        prefetch: With one step in a call, how many batches are placed ahead of it.
+        prefetch: With one step in a call, the number of batches to place ahead.
 
     Returns:
         A function of an iterator that returns the last step's logs. It raises
-        `StopIteration` or `tf.errors.OutOfRangeError` if there is no batch left.
+        `StopIteration` or `tf.errors.OutOfRangeError` if no batch is left.
     """
 
     def one(data, fetched):
@@ -91,13 +102,13 @@ def train_function(
 
 
 def create_for(create: Callable[[Any], None], iterator: Iterator) -> None:
-    """Creates variables for the batches of an iterator, if it tells what they are."""
+    """Creates variables for the batches of an iterator, if their specs are known."""
     if (spec := getattr(iterator, "element_spec", None)) is not None:
         create(without_optionals(spec))
 
 
 def _once(function):
-    """Makes a function that does nothing but the first time."""
+    """Returns a function that calls `function` the first time, and never again."""
     done = False
 
     def call(data):
@@ -110,7 +121,7 @@ def _once(function):
 
 
 def _of_tf_data(one, placing, step, steps, prefetch):
-    """Makes the function of an iterator of tf.data, which is read in the graph."""
+    """Makes the function for an iterator of tf.data, which is read in the graph."""
     if prefetch and steps == 1:
         return _one_ahead(placing, step, prefetch)
 
@@ -118,7 +129,7 @@ def _of_tf_data(one, placing, step, steps, prefetch):
         if steps > 1:
             return _loop(placing.place, step, steps, iterator)
         data, *fetched = _get_next(iterator)
-        # At the end of the data nothing happens, also to what does not look at it.
+        # At the end of the data nothing runs, not even operations without the batch.
         with tf.control_dependencies(flat(data)):
             return one(data, _not_placed(*fetched))
 
@@ -126,7 +137,7 @@ def _of_tf_data(one, placing, step, steps, prefetch):
 
 
 def _get_next(iterator):
-    """The next batch, when it was asked for, and when it came."""
+    """Returns the next batch, and the times when it was requested and when it came."""
     asked = timestamp_after()
     with tf.control_dependencies([asked]):
         data = without_optionals(iterator.get_next())
@@ -134,21 +145,21 @@ def _get_next(iterator):
 
 
 def _not_placed(asked, came):
-    """The times of one batch, which a step cuts and copies itself."""
+    """Returns the times of one batch, which the step itself cuts and copies."""
     return tf.stack([[asked, came, came]])
 
 
 class _Fetches:
-    """When batches were asked for, came and were placed, where Python takes them."""
+    """The times at which batches were requested, came and were placed, in Python."""
 
     def __init__(self):
         self._times = []
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Callable[[Any], None]]:
-        """A context that fetches a batch; yields what to call with its times, if known.
+        """A context that fetches a batch; yields a function that takes its times.
 
-        By default it is placed later.
+        If the function is not called, the batch counts as not placed yet.
         """
         times, asked_s = [], time.time()
         try:
@@ -158,7 +169,7 @@ class _Fetches:
             self._times.append(times or [asked_s, came_s, came_s])
 
     def read(self, iterator: Iterator) -> Iterator:
-        """Yields what an iterator does."""
+        """Yields the batches of an iterator, and notes their times."""
         while True:
             with self.timed():
                 try:
@@ -168,16 +179,16 @@ class _Fetches:
             yield data
 
     def times(self) -> tf.Tensor:
-        """The times of all batches since this was last asked: float64 [n, 3]."""
+        """Returns the times of all batches since the last call: float64 [n, 3]."""
         times, self._times = self._times, []
         return tf.constant(np.reshape(times, [-1, 3]), tf.float64)
 
 
 def _one_ahead(placing, step, count):
-    """Makes a function that takes one step, and places batches for later ones."""
+    """Makes a function that runs one step, and places batches for later ones."""
 
-    # Copies are made outside of the graph: TensorFlow takes what a function returns
-    # through the device that calls it, so each copy would come back to the host.
+    # Copies are made outside of the graph: a function's results pass through the device
+    # that calls it, so each copy would come back to the host.
     def fetch(iterator):
         data, asked, came = _get_next(iterator)
         return data, placing.cut(data), tf.stack([asked, came])
@@ -188,7 +199,8 @@ def _one_ahead(placing, step, count):
 
     def trace(iterator):
         fetch_one = fetch.get_concrete_function(iterator)
-        # For whatever can be fetched: of one batch, all sizes are known.
+        # The step is traced for any batch of the iterator: the sizes of one are all
+        # known.
         *specs, _ = batch.specs(fetch_one.structured_outputs)
         times = tf.TensorSpec([None, 3], tf.float64)
         return fetch_one, step.get_concrete_function(*specs, times)
@@ -218,7 +230,7 @@ def _one_ahead(placing, step, count):
         times = fetches.times()
         with ahead.filling(iterator):
             logs = step_one(*fetched, times)
-            del fetched  # to make room
+            del fetched  # frees memory
         return logs
 
     return function
@@ -243,7 +255,7 @@ def _loop(place, step, steps, iterator):
             )
         more = following.has_value()
         fetched_next = _not_placed(asked, timestamp_after(more))
-        # The choice is made on the host: what a branch returns passes through there.
+        # The host makes the choice: the results of a branch pass through its memory.
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
@@ -266,7 +278,7 @@ def _loop(place, step, steps, iterator):
 
 
 def without_optionals(data: Any) -> Any:
-    """Returns a batch, or its specs, with `None` for what Keras made an Optional."""
+    """Returns a batch, or its specs, with `None` for each Optional that Keras made."""
 
     def is_none(part):
         spec_of_none = isinstance(part, tf.TypeSpec) and not hasattr(part, "shape")
@@ -276,14 +288,257 @@ def without_optionals(data: Any) -> Any:
 
 
 def flat(nest: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a batch, without what is `None`."""
+    """Returns the tensors of a batch, without `None`."""
     components = tf.nest.flatten(nest, expand_composites=True)
     return [tensor for tensor in components if tensor is not None]
 
 
 def pack(like: Any, tensors: Iterable[tf.Tensor]) -> Any:
-    """Returns a batch of the tensors that `flat` has made of it."""
+    """Packs tensors, in the order of `flat`, into a nest like `like`."""
     tensors = iter(tensors)
     every = tf.nest.flatten(like, expand_composites=True)
     every = [None if tensor is None else next(tensors) for tensor in every]
     return tf.nest.pack_sequence_as(like, every, expand_composites=True)
+
+
+# Keeps the batches that graphs have begun with last, in case one of them fails.
+
+
+class LastBatch:
+    """The last batch of each kind of step, until somebody takes it.
+
+    A graph reads its data itself, and each batch but once. They stay where they are, on
+    the host; nothing is copied.
+    """
+
+    def __init__(self) -> None:
+        # By the kind of step and the specs of a batch: such a batch, and where it is.
+        self._kept: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
+
+    def keep(self, step: str, data: Any) -> Any:
+        """Has the graph being built keep its batch.
+
+        Args:
+            step: "train", "test" or "predict".
+            data: The batch: a nest of tensors.
+
+        Returns:
+            The batch, which is there when it is kept.
+        """
+        if tf.executing_eagerly():
+            return data
+        tensors, specs = flat(data), batch.specs(data)
+        place = {
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shared_name": f"towers_last_batch_{next(_numbers)}",
+        }
+        _, place = self._kept.setdefault((step, str(specs)), (specs, place))
+        with tf.device(HOST), tf.name_scope("last_batch"):
+            with tf.control_dependencies([tf.raw_ops.StageClear(**place)]):
+                name = place["shared_name"]
+                kept = tf.raw_ops.Stage(values=tensors, shared_name=name)
+            with tf.control_dependencies([kept]):
+                return pack(data, [*map(tf.identity, tensors)])
+
+    def take(self, step: str) -> list[Any]:
+        """Returns what is kept of a kind of step, and forgets it."""
+        found = []
+        for (kind, _), (specs, place) in self._kept.items():
+            with tf.device(HOST):
+                if kind == step and tf.raw_ops.StageSize(**place) > 0:
+                    found.append(pack(specs, tf.raw_ops.Unstage(**place)))
+        return found
+
+
+# Batches that a thread fetches while a step runs, ahead of their use.
+#
+# They belong to their iterator: whoever trains on it next, as after a resize, gets
+# them.
+#
+# A thread fetches while a step runs, as a step returns only when the GPU is idle. A
+# call returns when both are done, so the data have given as many batches as without it.
+# A batch is cut in a graph, and copied outside of it: what a function returns comes
+# through the device that calls it.
+
+
+class Fetched(NamedTuple):
+    """A batch that was taken out of an iterator.
+
+    Attributes:
+        data: The whole batch.
+        ready: What was made of it.
+    """
+
+    data: Any
+    ready: Any
+
+
+class _Waiting:
+    """The batches of one iterator that were fetched and not yet used.
+
+    Attributes:
+        entries: Each batch, or the error that came instead, and whose `Ahead` it was.
+        coming: Tells when a thread has fetched the next ones, if one does.
+    """
+
+    def __init__(self):
+        self.entries = collections.deque()
+        self.coming: threading.Event | None = None
+
+    def wait(self) -> None:
+        """Waits for what an error has left coming; else it is there."""
+        if self.coming is not None:
+            self.coming.wait()
+            self.coming = None
+
+
+_WAITING: MutableMapping[Iterator, _Waiting] = weakref.WeakKeyDictionary()
+
+
+class Ahead:
+    """Fetches batches before they are asked for, of iterators of tf.data only."""
+
+    def __init__(
+        self,
+        count: int,
+        fetch: Callable[[Iterator], Fetched],
+        prepare: Callable[[Iterator, Any], Any],
+    ):
+        """Starts with none of `count`.
+
+        Args:
+            count: How many are to be there.
+            fetch: Takes the next batch out of an iterator, and prepares it.
+            prepare: Takes an iterator and a whole batch that another `Ahead` has taken
+                out of it; returns what `fetch` would have made ready.
+        """
+        self._count, self._fetch, self._prepare = count, fetch, prepare
+        self._worker = None
+
+    def take(self, iterator: Iterator) -> Any:
+        """Returns what is ready of the next batch, or raises what was raised instead.
+
+        What another `Ahead` has fetched comes first.
+        """
+        waiting = self._of(iterator)
+        if waiting is None:
+            return self._fetch(iterator).ready
+        waiting.wait()
+        if not waiting.entries:
+            return self._fetch(iterator).ready
+        batch, error, by = waiting.entries[0]
+        if error is not None:
+            waiting.entries.popleft()
+            raise error
+        # A batch that cannot be prepared stays, as its graph may be traced later.
+        if by() is self:
+            ready = batch.ready
+        else:
+            ready = self._prepare(iterator, batch.data)
+        waiting.entries.popleft()
+        return ready
+
+    def fill(self, iterator: Iterator) -> None:
+        """Fetches what is missing; an error, or the end, waits for its turn."""
+        waiting = self._of(iterator)
+        by = weakref.ref(self)
+        while self._lacks(waiting):
+            try:
+                waiting.entries.append((self._fetch(iterator), None, by))
+            except Exception as error:
+                # Its frames would keep the iterator alive.
+                error.__cause__ = error.__context__ = None
+                waiting.entries.append((None, error.with_traceback(None), by))
+
+    @contextlib.contextmanager
+    def filling(self, iterator: Iterator) -> Iterator[None]:
+        """Does so in a thread while what is inside runs, which is to fetch nothing.
+
+        On leaving, all is there: what comes between two calls finds nothing running.
+        """
+        waiting = self._of(iterator)
+        if not self._lacks(waiting):
+            yield
+            return
+        if self._worker is None:
+            self._worker = _Worker()
+        done = self._worker.begin(functools.partial(self.fill, iterator))
+        waiting.coming = done
+        try:
+            yield
+            done.wait()
+        except BaseException:
+            if not done.wait(_PATIENCE_S):
+                # It may never be free again.
+                self._worker = None
+            raise
+
+    def _lacks(self, waiting):
+        if waiting is None or (waiting.entries and waiting.entries[-1][1]):
+            return False
+        return len(waiting.entries) < self._count
+
+    def _of(self, iterator):
+        if not self._count or not isinstance(iterator, tf.data.Iterator):
+            return None
+        return _WAITING.setdefault(iterator, _Waiting())
+
+
+def taken(iterator: Iterator, most: int) -> list[Any]:
+    """Takes batches that were fetched of an iterator and not yet used, in order.
+
+    Args:
+        iterator: The iterator.
+        most: How many to take at most.
+
+    Returns:
+        The whole batches; none for an iterator that nothing was fetched of.
+    """
+    batches = []
+    if not isinstance(iterator, tf.data.Iterator) or iterator not in _WAITING:
+        return batches
+    waiting = _WAITING[iterator]
+    waiting.wait()
+    while waiting.entries and len(batches) < most:
+        batch, error, _ = waiting.entries[0]
+        if error is not None:
+            if batches:
+                break
+            waiting.entries.popleft()
+            raise error
+        waiting.entries.popleft()
+        batches.append(batch.data)
+    return batches
+
+
+class _Worker:
+    """A thread that does one thing after another on the host, while this object lives.
+
+    Unlike an executor's, it keeps no process from ending.
+    """
+
+    def __init__(self):
+        self._tasks = queue.SimpleQueue()
+        threading.Thread(
+            target=self._work, args=(self._tasks,), name="towers-ahead", daemon=True
+        ).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def begin(self, task: Callable[[], None]) -> threading.Event:
+        """Has something done; returns what tells when it is."""
+        done = threading.Event()
+        self._tasks.put((task, done))
+        return done
+
+    @staticmethod
+    def _work(tasks):
+        # A thread has no device of its creator's.
+        with tf.device(HOST):
+            while (given := tasks.get()) is not None:
+                task, done = given
+                try:
+                    task()
+                finally:
+                    # It may hold an iterator, and is over when it does no longer.
+                    del task, given
+                    done.set()

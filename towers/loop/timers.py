@@ -1,11 +1,11 @@
-"""Measures what the time of training steps goes to.
+"""Measures how training steps spend their time.
 
-The graph looks at the clock whenever something is there for all towers: the batch, the
-local batches on their devices, the towers' gradients, the updated variables. These
-moments cut the time from one step's end to the next, so that the parts add up to it.
-What runs beside something else, such as a batch that is fetched while the towers
-compute, takes no time. That costs some microseconds a step, so all steps are measured;
-on a GPU, a copy of nothing tells the host that what came before is done.
+The graph reads the clock whenever something is ready on all towers: the batch, the
+local batches on their devices, the gradients, the updated variables. These moments
+divide the time from one step's end to the next, so the parts add up to it. Work that
+overlaps, such as fetching a batch while the towers compute, counts no time. A reading
+costs some microseconds a step, so all steps are measured. On a GPU, a copy of an empty
+tensor tells the host that the work before it is done.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ _SCOPE = "phases"
 
 
 class Totals(NamedTuple):
-    """What the time of steps has gone to.
+    """How steps have spent their time.
 
     Attributes:
         steps: Steps measured.
         input_s: Towers waited for a batch.
-        copy_s: Shares were cut and copied to the towers, and parameters sent to them
-            from another memory.
+        copy_s: Local batches were cut and copied to the towers, and parameters sent to
+            them from another memory.
         compute_s: Towers computed, until the last had its gradients.
-        reduce_s: Gradients were added, and variables and metrics updated.
+        reduce_s: Gradients were added; variables and metrics were updated.
         towers_s: Each tower computed.
-        stages_s: Each stage was at work, if towers have several; the mean of towers.
+        stages_s: Each stage was at work, if a tower has several; the mean over towers.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     stages_s: tuple[float, ...] = ()
 
     def since(self, before: "Totals") -> "Totals":
-        """Returns what has come in addition to earlier totals."""
+        """Returns the difference to earlier totals."""
         parts = zip(self[:5], before[:5], strict=True)
         towers = zip(self.towers_s, before.towers_s, strict=True)
         stages = zip(self.stages_s, before.stages_s, strict=True)
@@ -59,12 +59,12 @@ class Totals(NamedTuple):
 
 
 class TurnsTaken(NamedTuple):
-    """When the stages of a tower have taken their turns, in a step.
+    """The times of the turns that a tower's stages take in a step.
 
     Attributes:
         ends: When each turn ended: float64 scalars, in seconds.
-        stages: The stage of each.
-        after: The turns that each had to wait for, beside the start of the step.
+        stages: The stage of each turn.
+        after: The turns that each turn had to wait for, besides the start of the step.
     """
 
     ends: list[tf.Tensor]
@@ -78,13 +78,13 @@ class TurnsTaken(NamedTuple):
         made: Sequence[tf.Tensor],
         end: tf.Tensor | None = None,
     ) -> None:
-        """Notes a turn, behind those before it.
+        """Adds a turn after the turns noted so far.
 
         Args:
-            stage: The stage that has taken it.
-            after: The turns that it had to wait for.
-            made: What it has made.
-            end: When it ended, if that is known.
+            stage: The stage that took the turn.
+            after: The turns that the turn had to wait for.
+            made: The tensors that the turn made.
+            end: The time at which the turn ended, if known.
         """
         self.ends.append(timestamp_after(made) if end is None else end)
         self.stages.append(stage)
@@ -93,14 +93,14 @@ class TurnsTaken(NamedTuple):
     def at_work(self, placed: tf.Tensor, count: int) -> tf.Tensor:
         """Returns the seconds that each of `count` stages was at work.
 
-        `placed` is when the batch was there.
+        `placed` is the time at which the batch was on the towers.
         """
         # A backward pass has no turns if the loss takes no outputs of the model.
         if not self.ends:
             return tf.zeros([count], tf.float64)
         ends = tf.stack([*self.ends, placed])
         start, width = len(self.ends), max(map(len, self.after))
-        before = [[*each] + [start] * (1 + width - len(each)) for each in self.after]
+        before = [[*turns] + [start] * (1 + width - len(turns)) for turns in self.after]
         before = tf.gather(ends, before)
         spans = _positive(ends[:-1] - tf.reduce_max(before, axis=1))
         return tf.math.unsorted_segment_sum(spans, [*self.stages], count)
@@ -110,7 +110,7 @@ class StepTimers:
     """Adds up the phases of a builder's steps.
 
     Attributes:
-        hosts: The same of all hosts, if there are several.
+        hosts: The `HostTimes`, if there are several hosts.
     """
 
     def __init__(self, towers: int, hosts: Any = None, stages: int = 1):
@@ -119,7 +119,7 @@ class StepTimers:
         with tf.init_scope(), tf.device(HOST):
             zeros = tf.zeros([5 + towers + self._stages], tf.float64)
             self._totals = tf.Variable(zeros, trainable=False)
-            # When the last step ended.
+            # The time at which the last step ended.
             self._last = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._added, self._lock = np.zeros(zeros.shape), threading.Lock()
         self._times: dict[str, Any] | None = None
@@ -134,24 +134,24 @@ class StepTimers:
 
     @property
     def iterator(self) -> tf.data.Iterator | None:
-        """The iterator of tf.data that batches were last taken from, if it lives."""
+        """The tf.data iterator that gave the last batch, while it lives."""
         return self._iterator and self._iterator()
 
     def reads(self, iterator: Any) -> None:
-        """Notes which iterator batches are taken from."""
+        """Notes the iterator that gives the batches."""
         if isinstance(iterator, tf.data.Iterator):
             self._iterator = weakref.ref(iterator)
 
     @contextlib.contextmanager
     def step(self, data: Any, local_batches: Any, fetched: tf.Tensor) -> Iterator[None]:
-        """Measures the step whose operations are made inside.
+        """Measures the step whose operations are made in the context.
 
         Args:
             data: The batch.
-            local_batches: What the towers have of it.
-            fetched: For each batch fetched since the last step, whether for this one
-                or a later one, when it was asked for, came, and was placed, or came if
-                it has yet to be: float64 [n, 3], in seconds.
+            local_batches: The towers' local batches.
+            fetched: Times, float64 [n, 3], in seconds, of each batch fetched since the
+                last step, for this step or a later one: when it was requested, came,
+                and was placed. The last two are equal if it is not placed yet.
         """
         graph, before = None, 0
         if not tf.executing_eagerly():
@@ -171,19 +171,19 @@ class StepTimers:
             self._times = None
 
     def received(self, towers: Sequence[Any]) -> None:
-        """Notes when towers have the variables, where these have to travel."""
+        """Notes when towers have the variables, if these travel between memories."""
         if self._times is not None and towers:
             self._times["received"] = timestamp_after(towers)
 
     def computed(self, towers: Sequence[Any]) -> None:
-        """Notes when each tower that has a local batch has computed, in a step."""
+        """Notes when each tower that has a local batch has computed its gradients."""
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
     def turns_of_tower(self) -> TurnsTaken | None:
-        """Returns where to note the turns of a tower's stages, in a step.
+        """Returns an object that takes the turns of a tower's stages.
 
-        `None` where nothing is measured.
+        Returns `None` where nothing is measured.
         """
         if self._times is None or not self._stages:
             return None
@@ -192,13 +192,14 @@ class StepTimers:
         return turns
 
     def begin_sum(self, gradients: Sequence[Any]) -> tf.Tensor | None:
-        """Begins to measure how long hosts take to add gradients, in a step.
+        """Begins to measure how long hosts take to add the gradients of a step.
 
         Args:
-            gradients: This host's.
+            gradients: The gradients of this host.
 
         Returns:
-            When they were there, for `end_sum`; `None` where nothing is measured.
+            The time at which they were there, for `end_sum`; `None` where nothing is
+            measured.
         """
         if self._times is None or self.hosts is None:
             return None
@@ -206,12 +207,12 @@ class StepTimers:
         return timestamp_after(gradients)
 
     def end_sum(self, begun: tf.Tensor | None, sums: Sequence[Any]) -> None:
-        """Notes when the sums over hosts are there; `begun` is of `begin_sum`."""
+        """Notes when the sums over hosts are there; `begun` comes from `begin_sum`."""
         if begun is not None:
             self._times["summed"] = begun, timestamp_after(sums)
 
     def add(self, parts: Sequence[float]) -> None:
-        """Adds what any thread has measured, in the order of `Totals`."""
+        """Adds a thread's measurements, in the order of `Totals`."""
         with self._lock:
             self._added += parts
 
@@ -228,7 +229,7 @@ class StepTimers:
     ):
         with tf.name_scope(_SCOPE), tf.device(HOST):
             last = self._last.read_value()
-            # Of the time since the last step, that in which batches were fetched.
+            # The part of the time since the last step in which batches were fetched.
             ends = tf.minimum(fetched[:, 1:], begun)
             spans = _positive(ends - tf.maximum(fetched[:, :-1], last))
             waited, copied = tf.unstack(tf.reduce_sum(spans, axis=0))
@@ -236,14 +237,14 @@ class StepTimers:
             begun = tf.maximum(begun, last)
             if received is not None:
                 placed = tf.maximum(placed, received)
-            # The clock may be looked at late, with all threads busy; never early.
-            computed = [tf.minimum(each, done) for each in computed]
+            # With all threads busy, the clock may be read late; never early.
+            computed = [tf.minimum(end, done) for end in computed]
             placed = tf.minimum(placed, tf.reduce_min(computed))
             placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
             idle = [tf.zeros([], tf.float64)] * (self._towers - len(computed))
             stages = tf.zeros([self._stages], tf.float64)
             if turns:
-                work = [each.at_work(placed, self._stages) for each in turns]
+                work = [tower.at_work(placed, self._stages) for tower in turns]
                 stages = tf.add_n(work) / len(work)
             parts = [
                 tf.ones([], tf.float64),
@@ -251,7 +252,7 @@ class StepTimers:
                 copied + placed - begun,
                 all_computed - placed,
                 done - all_computed,
-                *(each - placed for each in computed),
+                *(end - placed for end in computed),
                 *idle,
                 *tf.unstack(stages),
             ]
@@ -267,9 +268,9 @@ class StepTimers:
 
 
 def timestamp_after(after: Any = ()) -> tf.Tensor:
-    """Returns the time at which a nest of tensors, operations and `None` is there.
+    """Returns the time at which all tensors and operations of a nest are there.
 
-    It is in seconds, a float64 scalar on the host.
+    The time is in seconds, a float64 scalar on the host. `None` in the nest is skipped.
     """
     parts = tf.nest.flatten(after, expand_composites=True)
     with tf.name_scope(_SCOPE):
@@ -279,15 +280,15 @@ def timestamp_after(after: Any = ()) -> tf.Tensor:
             parts = [*given, *makers(filter(tf.is_tensor, parts))]
         parts = [*map(_itself, parts)]
         with tf.control_dependencies(parts), tf.device(HOST):
-            found = now()
+            timestamp = now()
     if not tf.executing_eagerly():
-        # TensorFlow would have it wait for whatever draws random numbers.
-        run_independently([found.op])
-    return found
+        # TensorFlow would make it wait for operations that draw random numbers.
+        run_independently([timestamp.op])
+    return timestamp
 
 
 def _itself(part):
-    """What waits for a tensor: where it is a function's, the call does not."""
+    """Returns an operation that waits for one tensor, not for a whole function call."""
     if not tf.is_tensor(part) or tf.executing_eagerly():
         return part
     with tf.device(None), tf.device(part.device):

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from towers.program.voice import warn
@@ -23,6 +24,7 @@ _LIMIT_S = 20.0
 _hangs = threading.Event()
 # Of what processes computed, the last seconds count.
 _RECENT_S = 2.0
+_VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
 
 _WAYS = {
     # The second version counts as nvidia-smi does: without what is reserved.
@@ -136,9 +138,12 @@ class Driver:
         """
 
         def answer():
+            # The second one is of a function that this driver does not have yet.
+            error = self._nvml.NVMLError
+            other = getattr(self._nvml, "NVMLLibraryMismatchError", error)
             try:
                 return question(self._nvml)
-            except _refusals(self._nvml):
+            except (error, other):
                 return unknown
 
         return unknown if self._refuses else _ask(answer, unknown)
@@ -246,16 +251,12 @@ class Driver:
         Args:
             uuid: Its UUID.
         """
-        return None if self._refuses else _ask(lambda: self._use(uuid), None)
+        return self.ask(lambda nvml: self._use(nvml, uuid), None)
 
-    def _use(self, uuid):
-        nvml = self._nvml
-        try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
-            found = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-        except _refusals(nvml):
-            return None
+    def _use(self, nvml, uuid):
+        gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
         taken = {each.pid: each.usedGpuMemory for each in found}
         if None in taken.values():  # as on Windows
             return None
@@ -275,21 +276,17 @@ class Driver:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Lists the GPUs; none if the driver does not tell, or one is cut up (MIG)."""
-        return () if self._refuses else _ask(self._gpus, ())
+        return self.ask(self._gpus, ())
 
-    def _gpus(self):
-        nvml = self._nvml
+    def _gpus(self, nvml):
         found = []
-        try:
-            for index in range(nvml.nvmlDeviceGetCount()):
-                gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-                if self._is_cut_up(gpu):
-                    # CUDA then sees instances: other memory, another order.
-                    return ()
-                memory_mb = nvml.nvmlDeviceGetMemoryInfo(gpu).total // 2**20
-                found.append(Gpu(index, nvml.nvmlDeviceGetUUID(gpu), memory_mb))
-        except nvml.NVMLError:
-            return ()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            if self._is_cut_up(gpu):
+                # CUDA then sees instances: other memory, another order.
+                return ()
+            memory_mb = nvml.nvmlDeviceGetMemoryInfo(gpu).total // 2**20
+            found.append(Gpu(index, nvml.nvmlDeviceGetUUID(gpu), memory_mb))
         return tuple(found)
 
     def _is_cut_up(self, gpu):
@@ -298,13 +295,6 @@ class Driver:
         except self._nvml.NVMLError:
             return False  # a kind of GPU that cannot be
         return current == self._nvml.NVML_DEVICE_MIG_ENABLE
-
-
-def _refusals(nvml: Any) -> tuple[type[Exception], ...]:
-    """What NVML raises if it does not tell."""
-    # Of a function that this driver does not have yet.
-    other = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)
-    return nvml.NVMLError, other
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
@@ -363,3 +353,31 @@ def gpu(index: int, environ: Mapping[str, str] = os.environ) -> Gpu | None:
         or (entry[:4] == "GPU-" and each.uuid.startswith(entry))
     ]
     return matches[0] if len(matches) == 1 else None
+
+
+def has_gpus(root: Path = Path("/")) -> bool:
+    """Tells whether this machine shows a GPU of NVIDIA's, by a file or its driver."""
+    if on_bus(root) or device_files(root):
+        return True
+    return Driver().ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0) > 0
+
+
+def on_bus(root: Path) -> int:
+    """Returns how many GPUs the PCI bus has; a container sees those of the host."""
+    return sum(
+        _read(folder / "vendor") == _VENDOR
+        and _read(folder / "class").startswith(_DISPLAY)
+        for folder in (root / "sys/bus/pci/devices").glob("*")
+    )
+
+
+def device_files(root: Path) -> int:
+    """Returns how many files /dev/nvidia0, ... there are."""
+    return len([*(root / "dev").glob("nvidia[0-9]*")])
+
+
+def _read(path):
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

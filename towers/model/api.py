@@ -2,18 +2,29 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
-from towers.model import arguments
-from towers.model.config import Config
-from towers.model.moved import stages_with, update_with
-from towers.model.options import Stages, UpdateOptions, as_stages, as_update
+from towers.builders.train_function import has_own_steps
+from towers.keras_adapter.models import overrides
+from towers.layers import pipeline
+from towers.model.options import (
+    Auto,
+    Config,
+    Layout,
+    ParameterServer,
+    Stages,
+    UpdateOptions,
+    as_stages,
+    as_update,
+    stages_with,
+    update_with,
+)
 from towers.model.tower_model import TowerModel
-from towers.model.update.layout import Layout
 from towers.model.update.variable_update import VariableUpdate
 from towers.program.voice import say
 
@@ -70,9 +81,10 @@ def multi_gpu_model(
             them, which is the first GPU if there is one.
         variable_update: How the variables are updated. "parameter_server": on one
             device, once, by the sum of all gradients. "replicated": in a copy on each
-            tower. "asynchronous": on one device, by each tower's gradients, without
-            waiting for the others. "auto": as the first calls of training measure to be
-            faster. For options, a `ParameterServer`, `Replicated`, `Asynchronous` or
+            tower. "sharded": in parts, one of each large variable on each tower.
+            "asynchronous": on one device, by each tower's gradients, without waiting
+            for the others. "auto": as the first calls of training measure to be faster.
+            For options, a `ParameterServer`, `Replicated`, `Sharded`, `Asynchronous` or
             `Auto`.
         split_ratios: Relative size of each tower's part of a batch, as positive
             integers, such as (2, 3, 3) if the first GPU has less memory. By default the
@@ -127,13 +139,13 @@ def multi_gpu_model(
         ValueError: If a device does not exist, the model cannot run on towers, or
             another argument has a wrong value.
     """
-    arguments.check_model(model)
+    check_model(model)
     config = Config(
-        variable_update=arguments.chosen_update(model, as_update(variable_update)),
+        variable_update=chosen_update(model, as_update(variable_update)),
         stages=as_stages(stages),
         micro_batches=micro_batches,
         recompute=recompute,
-        loss_placement=arguments.present_placement(loss_placement),
+        loss_placement=present_placement(loss_placement),
         strict=strict,
         gradient_compression=gradient_compression,
         shard_embeddings=shard_embeddings,
@@ -145,6 +157,76 @@ def multi_gpu_model(
     )
     layout = Layout.of(gpus, config.stages.count, split_ratios)
     config.variable_update.check_towers(layout.firsts)
-    for line in arguments.idle(config):
+    for line in idle(config):
         say(line)
     return TowerModel(VariableUpdate(model, config, layout))
+
+
+# Checks the arguments of `multi_gpu_model` that depend on the model, or do nothing.
+#
+# All others are checked by the values that they are put into; see `Config`.
+
+
+def check_model(model: Any) -> None:
+    """Checks that towers can compute the steps of a model."""
+    if isinstance(model, TowerModel):
+        raise ValueError(
+            "Received a model that multi_gpu_model() has made; expected the user's own "
+            "Keras model, so pass the original one."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"Received an object of type {type(model).__name__}; expected a "
+            "keras.Model, so build one with Keras 3 (not tf_keras)."
+        )
+    for step in [f"make_{kind}_function" for kind in ("train", "test", "predict")]:
+        if overrides(model, step):
+            raise ValueError(
+                f"{type(model).__name__} overrides `{step}`, which computes on one "
+                "device; expected Keras's own, so override `train_step` or `test_step` "
+                "instead."
+            )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"Called in the scope of {type(tf.distribute.get_strategy()).__name__}; "
+            "towers replace tf.distribute, so leave the scope first."
+        )
+
+
+def present_placement(loss_placement: Any) -> Any:
+    """Returns what `loss_placement` is called now."""
+    if loss_placement != "gathered":
+        return loss_placement
+    say(
+        "loss_placement='gathered' is 'auto', which computes on one device what lets "
+        "examples meet; leave it out, as later releases do not know it."
+    )
+    return "auto"
+
+
+def chosen_update(model: keras.Model, update: UpdateOptions) -> UpdateOptions:
+    """Returns the way to update variables; of "auto", the one that such models need."""
+    if not isinstance(update, Auto) or not has_own_steps(model):
+        return update
+    say(
+        f"{type(model).__name__} defines its own step, such as `train_step`, so that "
+        "variable_update='auto' is 'parameter_server'."
+    )
+    return ParameterServer(update.device, packed=update.packed)
+
+
+def idle(config: Config) -> Iterator[str]:
+    """Yields a line for each option that changes nothing beside the others."""
+    stages, parts = config.stages, config.micro_batches
+    usual = stages.schedule == pipeline.SCHEDULES[0]
+    if not usual and parts == 1:
+        yield (
+            f"schedule='{stages.schedule}' changes nothing with one micro-batch, which "
+            "goes forward and back; pass micro_batches=2 or more."
+        )
+    if config.recompute == "stage" and (parts == 1 or (stages.count == 1 and usual)):
+        yield (
+            "recompute='stage' takes time and saves no memory here, as a stage keeps "
+            "the activations of one micro-batch either way; pass recompute='layer', or "
+            "several stages and micro-batches."
+        )

@@ -1,6 +1,7 @@
 """A call of `fit`, with what callbacks may do around it."""
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import warnings
@@ -9,18 +10,25 @@ from signal import Signals
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
 
 from towers.collectives.world import this_host
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError, HostsChange
-from towers.loop import described, listeners
-from towers.model import fit_data
+from towers.hosts.group import HostFailedError, HostsChange
+from towers.loop import alike, loop
 from towers.model.update import auto
 from towers.model.update.variable_update import VariableUpdate
+from towers.plan import Share
 from towers.program.features import feature
 
 # What a host shows of it is its own.
 _OF_A_HOST = ("verbose",)
+# Of what a data set refers to outside of itself, such as a table: it stays there.
+_IGNORE = 1
+# By class, its functions as they were when it became known.
+_KNOWN: dict[type, dict[str, Callable]] = {}
 
 
 class FitsAgain(Exception):
@@ -75,7 +83,7 @@ class FitCall:
     @property
     def callbacks(self) -> list[Any]:
         """The callbacks, those in a nest or a `CallbackList` as well."""
-        return [*listeners.flat(self.options.get("callbacks"))]
+        return [*flat(self.options.get("callbacks"))]
 
     def run(self, notes_place: bool) -> Any:
         """Calls `fit`, with what callbacks do around it; notes its `place` if asked."""
@@ -109,7 +117,7 @@ class FitCall:
         model = self.model
         if model.built or model.run_eagerly:
             return
-        if (x := fit_data.inputs(self.options)) is not None:
+        if (x := inputs(self.options)) is not None:
             with self._update.step_scope():
                 model.builder.pieces.creator.build_layers(x)
 
@@ -117,7 +125,7 @@ class FitCall:
         """Returns how many calls of training there will be, at a guess."""
         parameters = inspect.signature(keras.Model.fit).parameters.values()
         options = {each.name: each.default for each in parameters} | self.options
-        batches = options["steps_per_epoch"] or fit_data.count(options)
+        batches = options["steps_per_epoch"] or batch_count(options)
         batches = batches or auto.ASSUMED_BATCHES
         calls = math.ceil(batches / self.model.steps_per_execution)
         return calls * max(options["epochs"] - options["initial_epoch"], 0)
@@ -145,7 +153,7 @@ class FitCall:
         agreement.measure_latency()
         share = self.model.builder.plan.share
         for name, value in self.options.items():
-            self.options[name] = fit_data.of_host(value, share)
+            self.options[name] = of_host(value, share)
         self.agreement = agreement
         self._behind.append(feature("loop.agreement").FollowHosts(agreement))
 
@@ -164,7 +172,7 @@ class FitCall:
 
     def can_read_variables(self) -> bool:
         """Tells whether all variables can be read: lost hosts have kept no part."""
-        parts = self.model.builder.pieces.copies.hosts_parts
+        parts = self.model.builder.pieces.store.hosts_parts
         return not (group.is_broken() and parts.any())
 
     def agrees_to_save(self, wished: bool) -> bool:
@@ -225,10 +233,10 @@ def given(
     data = [each for each in data if each is not None]
     found = {"method": method, f"{method}()": numbers}
     if model is not None:
-        found |= described.of_model(model)
-    found["the data"] = described.of_data(data[0] if len(data) == 1 else data)
+        found |= alike.of_model(model)
+    found["the data"] = alike.of_data(data[0] if len(data) == 1 else data)
     if (validation := options.get("validation_data")) is not None:
-        found["the validation data"] = described.of_data(validation)
+        found["the validation data"] = alike.of_data(validation)
     return found
 
 
@@ -274,3 +282,190 @@ class _Place(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Notes it."""
         self.batch = batch
+
+
+# What `fit` is given to train on: how many batches, and of which size.
+
+
+def batch_size(options: Mapping[str, Any]) -> int | None:
+    """Returns the batch size of the data of `fit`, if it is known."""
+    data = options["x"]
+    if (pipeline := getattr(data, "pipeline", None)) is not None:
+        return pipeline.batch_size
+    if isinstance(data, tf.data.Dataset):
+        return array_length(data.element_spec)
+    if (examples := _examples(options)) is None:
+        return None
+    steps = options["steps_per_epoch"]
+    return options["batch_size"] or (math.ceil(examples / steps) if steps else 32)
+
+
+def batch_count(options: Mapping[str, Any]) -> int | None:
+    """Returns the number of batches of the data of `fit`, if it is known."""
+    data = options["x"]
+    if isinstance(data, keras.utils.PyDataset):
+        return data.num_batches
+    if isinstance(data, tf.data.Dataset):
+        cardinality = int(data.cardinality())
+        return cardinality if cardinality >= 0 else None
+    if (examples := _examples(options)) is None:
+        return None
+    return math.ceil(examples / batch_size(options))
+
+
+def of_host(data: Any, share: Share) -> Any:
+    """Returns data of which a host is given its rows only, where they can tell these.
+
+    Args:
+        data: What `fit` or another method is given. What
+            `towers.input_pipeline.make_dataset` has made can tell.
+        share: What the host computes of each batch.
+    """
+    pipeline = getattr(data, "pipeline", None)
+    if pipeline is None or pipeline.share is not None:
+        return data
+    known = getattr(data, "of_host", None)
+    if known is None or known.pipeline.share != share:
+        # Kept, as it counts epochs.
+        data.of_host = dataclasses.replace(pipeline, share=share).dataset()
+    return data.of_host
+
+
+def unopened(data: Any) -> Any:
+    """Returns a data set that has a shuffle of its own, as if never opened.
+
+    Where one fit follows another, each then opens it as a process does that has just
+    begun. What is no `tf.data.Dataset`, or cannot be copied, is returned as it is.
+    """
+    if not isinstance(data, tf.data.Dataset) or hasattr(data, "pipeline"):
+        return data
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(data),
+            external_state_policy=_IGNORE,
+        )
+        copied = tf.raw_ops.DatasetFromGraph(graph_def=_shuffled_anew(graph.numpy()))
+    except (tf.errors.OpError, ValueError, DecodeError):  # too large, say
+        return data
+    copied = tf.data.experimental.from_variant(copied, data.element_spec)
+    return copied.with_options(data.options())
+
+
+def _shuffled_anew(text: bytes) -> bytes:
+    """Has a data set's graph not share what its shuffles draw their orders from."""
+    graph = tf.compat.v1.GraphDef.FromString(text)
+    for node in (each for each in graph.node if each.op == "Const"):
+        for handle in node.attr["value"].tensor.resource_handle_val:
+            if "SeedGenerator" in handle.maybe_type_name:
+                # Of one that is not there, TensorFlow makes one.
+                handle.name = "none"
+    return graph.SerializeToString()
+
+
+def inputs(options: Mapping[str, Any]) -> Any:
+    """Returns inputs to build a model with, or their `tf.TypeSpec`s; see `fit`.
+
+    Nothing goes on by that. Of data that can be read only once, `None` is returned.
+    """
+    data = options["x"]
+    if is_arrays(options):
+        return keras.tree.map_structure(lambda array: np.asarray(array[:1]), data)
+    if isinstance(data, tf.data.Dataset):
+        first = loop.without_optionals(data.element_spec)
+    elif isinstance(data, keras.utils.PyDataset):
+        first = data[0]
+    else:
+        return None
+    return keras.utils.unpack_x_y_sample_weight(first)[0]
+
+
+def is_arrays(options: Mapping[str, Any]) -> bool:
+    """Tells whether the data of `fit` are arrays, which Keras cuts and shuffles."""
+    others = tf.data.Dataset, keras.utils.PyDataset
+    return (
+        not isinstance(options["x"], others) and array_length(options["x"]) is not None
+    )
+
+
+def array_length(arrays: Any) -> int | None:
+    """Returns the first dimension of arrays, or of their specs, if it is known."""
+    first = next(iter(keras.tree.flatten(arrays)), None)
+    shape = getattr(first, "shape", None)
+    if isinstance(shape, tf.TensorShape):
+        shape = shape.rank and shape.as_list()
+    return shape[0] if shape else None
+
+
+def _examples(options):
+    """The first dimension of arrays, without what is split off."""
+    examples = array_length(options["x"])
+    if examples and options["validation_split"] and options["validation_data"] is None:
+        return math.floor(examples * (1 - options["validation_split"]))
+    return examples
+
+
+# Tells whether a callback may change variables between two calls of training.
+#
+# Any callback may, except those that are known. Only an object of the known class
+# itself counts: a subclass may do anything, and so may an object that replaces a
+# function of its class.
+
+
+def changes_no_variable(kind: type) -> type:
+    """Declares, as a decorator, that a callback changes no variable between batches.
+
+    It may do so as an epoch begins or ends. That does not hold for its subclasses.
+    """
+    _KNOWN[kind] = _functions(kind)
+    return kind
+
+
+def may_change_variables(callbacks: Any) -> bool:
+    """Tells whether a callback of `fit`'s may change variables between batches."""
+    return not all(_is_known(each) for each in flat(callbacks))
+
+
+def flat(callbacks: Any) -> Iterator[Any]:
+    """Yields all callbacks of what `fit` takes, with those in a `CallbackList`."""
+    for callback in keras.tree.flatten(callbacks or ()):
+        yield callback
+        if isinstance(callback, keras.callbacks.CallbackList):
+            yield from flat(callback.callbacks)
+
+
+def _is_known(callback):
+    kind = callback.__class__  # also of one that a proxy stands for
+    known = _KNOWN.get(kind)
+    if known is None or known.keys() & vars(callback).keys():
+        return False
+    return known == _functions(kind)
+
+
+def _functions(kind):
+    return {
+        name: value
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if inspect.isfunction(value)
+    }
+
+
+for _kind in (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.Callback,
+    keras.callbacks.CallbackList,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    # Keras has it since 3.14.
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.SwapEMAWeights,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+):
+    changes_no_variable(_kind)

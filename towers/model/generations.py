@@ -12,11 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from towers.hosts import group
-from towers.hosts.membership import (
-    HostFailedError,
-    HostsChange,
-    HostsDifferError,
-)
+from towers.hosts.group import HostFailedError, HostsChange, HostsDifferError
 from towers.layers.variables import steps_done
 from towers.model.update.variable_update import VariableUpdate
 from towers.program.features import feature
@@ -71,13 +67,13 @@ def fit(
             if not group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
-            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
+            update.state_lost |= update.builder.pieces.store.hosts_parts.lose()
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise
             # Those that have come since end, by the same error.
             why, now = str(error), before
-            update.state_lost |= update.builder.pieces.copies.hosts_parts.lose()
+            update.state_lost |= update.builder.pieces.store.hosts_parts.lose()
         before = now
         feature("cluster.process_group").join_next(steps_done(update.model))
 
@@ -96,5 +92,5 @@ def _begin(update):
     """Joins a generation, unless this process is in one that goes on."""
     ends = group.change() is not None or group.is_broken()
     if group.joined() is None or ends:
-        update.state_lost |= update.builder.pieces.copies.hosts_parts.take_home()
+        update.state_lost |= update.builder.pieces.store.hosts_parts.take_home()
         feature("cluster.process_group").join_next(steps_done(update.model))

@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from towers.hosts import group
-from towers.hosts.membership import HostsChange
+from towers.hosts.group import HostsChange
 from towers.keras_adapter.randomness import undisturbed
 from towers.loop.agreement import CHANGE
-from towers.model import fit_data
+from towers.model import fit_call
 from towers.model.fit_call import FitCall
 from towers.model.update.variable_update import VariableUpdate
 from towers.program import words
@@ -82,7 +82,7 @@ def rehearse(
         return
     hosts = feature("cluster.hosts").place_among(*place, Echo(place[1]))
     swap(functools.partial(update.expect_hosts, hosts))
-    data = fit_data.of_host(data, update.builder.plan.share)
+    data = fit_call.of_host(data, update.builder.plan.share)
     options |= {"x": data, "callbacks": None, "verbose": 0}
     update.builder.context.agreement.wish = CHANGE
     with _noted(), undisturbed(), contextlib.suppress(HostsChange):
@@ -105,6 +105,6 @@ def _apart(options: Mapping[str, Any]) -> Any:
     if (pipeline := getattr(data, "pipeline", None)) is not None:
         return pipeline.dataset()
     if isinstance(data, tf.data.Dataset):
-        copied = fit_data.unopened(data)
+        copied = fit_call.unopened(data)
         return None if copied is data else copied
-    return data if fit_data.is_arrays(options) else None
+    return data if fit_call.is_arrays(options) else None

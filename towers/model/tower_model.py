@@ -19,11 +19,10 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.devices.names import HOST
 from towers.hosts import group
-from towers.hosts.membership import HostsChange, HostsDifferError
+from towers.hosts.group import HostsChange, HostsDifferError
 from towers.keras_adapter import runtime
 from towers.keras_adapter.datasets import free_aside
-from towers.loop import listeners
-from towers.model import fit_data
+from towers.model import fit_call
 from towers.model.fit_call import FitCall, given
 from towers.model.update.first_call import FirstCall
 from towers.model.update.variable_update import VariableUpdate
@@ -247,7 +246,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         call.state_lost = self._self_update.state_lost
         agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
-        may_write = listeners.may_change_variables(call.callbacks)
+        may_write = fit_call.may_change_variables(call.callbacks)
         try:
             with group.together():
                 if agreement is not None:
@@ -260,7 +259,7 @@ class TowerModel(wrapt.CallableObjectProxy):
                 self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
                 found = call.run(notes_place=self.builder.guard is not None)
-                self.builder.pieces.copies.hosts_parts.keep()
+                self.builder.pieces.store.hosts_parts.keep()
                 return found
         finally:
             self._self_call = before
@@ -287,7 +286,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         with self._self_update.step_scope():
             # Called from a loop of the user's, which may have changed variables.
             self.builder.broadcast_variables()
-            self.builder.pieces.copies.hosts_parts.begin_step()
+            self.builder.pieces.store.hosts_parts.begin_step()
             return self.builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -401,7 +400,7 @@ def _stops(parallel):
         with agreement.stops(parallel):
             yield
     except (HostsChange, HostsDifferError):
-        parallel.builder.pieces.copies.hosts_parts.join()
+        parallel.builder.pieces.store.hosts_parts.join()
         raise
 
 
@@ -425,8 +424,8 @@ def _together(parallel, name, args, kwargs):
             inside = parallel._self_call is not None
             agreement.check_alike(given(name, options, None if inside else model))
             share = parallel.builder.plan.share
-            args = [fit_data.of_host(each, share) for each in args]
-            kwargs = {k: fit_data.of_host(each, share) for k, each in kwargs.items()}
+            args = [fit_call.of_host(each, share) for each in args]
+            kwargs = {k: fit_call.of_host(each, share) for k, each in kwargs.items()}
         parallel.builder.follow_first_host()
         yield args, kwargs
         if many:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import keras
 
 from towers.layers.variables import steps_done
-from towers.loop import listeners
 from towers.loop.timers import StepTimers, Totals
-from towers.monitoring.bottleneck import hosts
+from towers.model import fit_call
 from towers.monitoring.steps import Calls
+from towers.program.features import feature
 
 # The parts of a step, in the order in which they come.
 _WORDS = {
@@ -105,7 +105,7 @@ class Split(NamedTuple):
         return [min(each / totals.compute_s, 1.0) for each in totals.stages_s]
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class StepTime(keras.callbacks.Callback):
     """Measures the parts of a training step.
 
@@ -182,8 +182,14 @@ class StepTime(keras.callbacks.Callback):
             **{f"step_ms/{name}": ms for name, ms in parts.items()},
             **{f"step_ms/tower_{k}": ms for k, ms in enumerate(towers)},
             **{f"stage_{k}/busy": busy for k, busy in enumerate(found.stages_busy)},
-            **hosts.scalars(self._timers.hosts, found.hosts),
+            **self._hosts_scalars(found.hosts),
         }
+
+    def _hosts_scalars(self, found):
+        if not found:
+            return {}
+        hosts = feature("monitoring.bottleneck.hosts")
+        return hosts.scalars(self._timers.hosts, found)
 
     def hosts_text(self, rate: float | None) -> list[str]:
         """Says what each of several hosts did, a line each.
@@ -192,6 +198,7 @@ class StepTime(keras.callbacks.Callback):
         """
         if not (self.split and self.split.hosts):
             return []
+        hosts = feature("monitoring.bottleneck.hosts")
         return hosts.lines(self._timers.hosts, self.split.hosts, rate)
 
     def busy(self) -> list[float]:

@@ -10,10 +10,10 @@ from towers.layers.variables import steps_done
 
 
 class Interval:
-    """So many steps of the optimizer between two reports.
+    """A number of optimizer steps between two reports.
 
     Attributes:
-        step: The optimizer's, when it was last asked.
+        step: The optimizer's step at the last call.
     """
 
     def __init__(self, log_steps: int):
@@ -26,7 +26,7 @@ class Interval:
         self.step = steps_done(model)
 
     def is_over(self, model: keras.Model) -> bool:
-        """Tells whether an interval has ended since the optimizer was last asked."""
+        """Tells whether an interval has ended since the last call."""
         before = self.step
         self.begin(model)
         return before // self._log_steps != self.step // self._log_steps
@@ -36,10 +36,10 @@ class Call(NamedTuple):
     """A call of training, of one or several steps.
 
     Attributes:
-        first: Its first batch, as the epoch counts.
-        end: The batch behind its last one.
-        seconds: Time inside it.
-        warm: Whether it began behind the warm-up, with the towers of the call before.
+        first: The index of its first batch in the epoch.
+        end: The index after its last batch.
+        seconds: Time inside the call.
+        warm: Whether it began after the warm-up, with the towers of the call before.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Takes the time of the calls of training; the first steps are the warm-up."""
+    """Measures the time of training calls; the first steps are the warm-up."""
 
     def __init__(self, warmup_steps: int, clock: Callable[[], float]):
         self._warmup_steps, self._clock = warmup_steps, clock
@@ -61,10 +61,10 @@ class Calls:
         self._first, self._begun_s = batch, self._clock()
 
     def end(self, model: keras.Model, batch: int) -> Call:
-        """Stops the clock; `batch` is as Keras tells it."""
+        """Stops the clock; `batch` is Keras's argument of `on_train_batch_end`."""
         seconds = self._clock() - self._begun_s
         end, warm = batches_done(model, batch), self._steps >= self._warmup_steps
-        # Other towers trace another graph in their first call.
+        # New towers trace another graph in their first call.
         builder = getattr(model, "builder", None)
         warm, self._builder = warm and builder is self._builder, builder
         self._steps += end - self._first

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import keras
 
 from towers._deprecated import accepts_old_names
-from towers.loop import listeners
+from towers.model import fit_call
 from towers.monitoring.steps import Calls
 
-# Calls of training that spread and jitter are taken of, at most.
+# The most calls used for the standard error and the jitter.
 _CALLS = 1000
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 @accepts_old_names
 class Throughput(keras.callbacks.Callback):
     """Measures how many examples per second are trained on.
@@ -30,7 +30,7 @@ class Throughput(keras.callbacks.Callback):
 
     Attributes:
         fractions: Fraction of a full batch that each tower of this host gets.
-        first_tower: The number of the first of them among those of all hosts.
+        first_tower: The number of the first of these towers among those of all hosts.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Throughput(keras.callbacks.Callback):
             warmup_steps: Steps at the beginning of the run that are not counted.
             fractions: Fraction of a full batch that each tower gets.
             clock: Returns seconds.
-            tokens: Number of tokens in an example, on average, without padding; 0 if
-                it is no text. Of text, tokens per second are said as well.
+            tokens: The mean number of tokens in an example, without padding; 0 if
+                examples are not text. For text, tokens per second are shown as well.
         """
         super().__init__()
         self._batch_size = batch_size
@@ -74,7 +74,7 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def tokens_per_sec(self) -> float | None:
-        """Tokens per second over the run so far, `None` where there are none."""
+        """Tokens per second over the run so far, `None` for data without tokens."""
         rate = self.examples_per_sec
         return rate * self._tokens if rate is not None and self._tokens else None
 
@@ -113,11 +113,11 @@ class Throughput(keras.callbacks.Callback):
             return {}
         rate = (self._counted - count) / (self._counted_s - seconds)
         towers = {f"/tower_{k}": part for k, part in enumerate(self.fractions)}
-        found = {
+        rates = {
             f"examples_per_sec{tower}": rate * part
             for tower, part in {"": 1.0, **towers}.items()
         }
-        return found | ({"tokens_per_sec": rate * self._tokens} if self._tokens else {})
+        return rates | ({"tokens_per_sec": rate * self._tokens} if self._tokens else {})
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the epoch's count."""
@@ -144,7 +144,7 @@ class Throughput(keras.callbacks.Callback):
         self._report(logs)
 
     def _report(self, logs):
-        # A mean, as all that Keras logs is: single steps jump.
+        # A mean, like all values that Keras logs: single steps vary.
         if self._epoch_counted_s:
             logs["examples_per_sec"] = self._epoch_counted / self._epoch_counted_s
 

@@ -1,4 +1,4 @@
-"""Steps that are not finite: where that began."""
+"""Explains steps that are not finite: finds where that began."""
 
 from towers.program import lazy
 

@@ -6,17 +6,17 @@ from towers._deprecated import accepts_old_names
 
 
 class NotFinite(Exception):
-    """A number of the run is infinite or not a number; what was saved before is not."""
+    """A value of the run is not finite; the checkpoints before it are finite."""
 
 
 @accepts_old_names
 class NotFiniteStep(NotFinite):
-    """A step of training is not finite; its batch was left out, and training ended.
+    """A training step is not finite; its batch was left out, and training ended.
 
     Attributes:
-        step: Number of the step.
-        origin: What was not finite first, a `NonFiniteOrigin`.
-        file: What `locate` reads, if it was written.
+        step: The number of the step.
+        origin: The first value that was not finite, a `NonFiniteOrigin`.
+        file: The file for `locate`, if it was written.
         checkpoint: The last checkpoint, "" before the first, `None` if none are made.
     """
 

@@ -1,9 +1,9 @@
-"""Finds out how a stage has failed, which TensorFlow does not hand on.
+"""Finds the error of a failed stage, which TensorFlow does not pass on.
 
-The batch is computed once more, op by op, on the host. No variable changes.
+The batch is computed again, op by op, on the host. No variable changes.
 
-TensorFlow cancels what waits for a function that fails before it hears why. What
-happens on a device alone, such as its memory running out, is not found.
+When a function fails, TensorFlow cancels all that waits for it before it learns why. An
+error of the device alone, such as running out of memory, is not found.
 """
 
 import keras
@@ -19,19 +19,19 @@ from towers.tower import eager
 
 
 def reason(builder: Builder, step: str) -> Exception | None:
-    """Computes the last batch once more, part by part, until that fails.
+    """Computes the last batch again, part by part, until a part fails.
 
     Args:
-        builder: Whose step has failed.
+        builder: The builder whose step has failed.
         step: "train", "test" or "predict".
 
     Returns:
-        What was raised; `None` if nothing was, or the batch is not known.
+        The error; `None` if nothing fails, or the batch is not known.
     """
     try:
         for data in builder.context.last_batch.take(step):
             _compute(builder, step, data)
-    except Exception as error:  # whatever a layer of the user's raises
+    except Exception as error:  # any error of a user's layer
         return error
     return None
 
@@ -42,7 +42,7 @@ def _compute(builder, step, data):
         data = (data, None, None)
     data = keras.utils.unpack_x_y_sample_weight(data)
     preprocess = builder.context.preprocess
-    # Of this host alone: the others need not have failed.
+    # Only this host computes again: the other hosts need not have failed.
     with tf.device(HOST):
         parts = builder.pieces.batches.cut(data)
     for part in parts:

@@ -1,7 +1,7 @@
-"""Says what was wrong with a step that a guard has stopped.
+"""Explains why a guard has stopped a step.
 
 The guard raises a bare `StoppedStep`, which the model hands to this module: so a step
-knows nothing of checkpoints and layers.
+needs no knowledge of checkpoints and layers.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.builders.step_function import has_own_steps
+from towers.builders.train_function import has_own_steps
 from towers.collectives import batch
 from towers.numerics import recorded_step, search
 from towers.numerics.errors import NotFiniteStep
@@ -29,14 +29,14 @@ def explain(
     place: str,
     file: str | None,
 ) -> NotFiniteStep:
-    """Finds out what was wrong with a step that a guard has stopped.
+    """Finds out why a guard has stopped a step.
 
     Args:
-        builder: Whose step it is.
+        builder: The builder of the step.
         stopped: The step.
-        given: The arguments of `fit` by name, if it is `fit` that runs.
-        place: Epoch and batch that `fit` is at, as a phrase; "" if they are not known.
-        file: Where to write the step, for `locate`, if anywhere.
+        given: The arguments of `fit` by name, if `fit` runs.
+        place: The epoch and batch of `fit`, as a phrase; "" if they are not known.
+        file: The file to write the step to, for `locate`, if any.
 
     Returns:
         The error to raise.
@@ -64,9 +64,9 @@ def explain(
 
 
 def _explain_own_step(builder, stopped, raw, given, place, file):
-    """The same for a step that the model defines itself, which is not repeated."""
+    """Explains a step that the model defines itself, without repeating the step."""
     plan = builder.plan
-    # Each host knows of its own towers. One that does not wait for others is alone.
+    # Each host knows its own towers. A tower that does not wait for others is alone.
     blamed = stopped.blamed if stopped.tower is None else (stopped.tower,)
     count = plan.pipeline.micro_batches
     # Towers that are alone are counted one by one, all others by their devices.
@@ -102,24 +102,24 @@ def _sentence(stopped, place, origin, row):
 
 
 def _trace_to_row(origin, raw, given):
-    """Returns an origin in the data, and a clause that names its row in `fit`'s."""
+    """Returns an origin in the data, and a clause with its row in the data of `fit`."""
     tensor, row = named(raw).get(origin.name), origin.rows[0]
     if tensor is None or not search.bad_rows(tensor, batch.batch_size(raw)):
         name = f"what `preprocess` has made of {origin.name}"
         return dataclasses.replace(origin, name=name), ""
-    places = find_row(given, origin.name, np.asarray(tensor[row]))
-    if not places:
+    matches = find_row(given, origin.name, np.asarray(tensor[row]))
+    if not matches:
         return origin, ""
-    equal = f" or one of {len(places) - 1} like it" if len(places) > 1 else ""
-    place = f"{origin.name}[{places[0]}]{equal}"
-    return origin, f"; it is {place} of what `fit` has got"
+    equal = f" or one of {len(matches) - 1} like it" if len(matches) > 1 else ""
+    row_name = f"{origin.name}[{matches[0]}]{equal}"
+    return origin, f"; it is {row_name} of what `fit` has got"
 
 
 def _record(builder, stopped, raw):
     model, ratios = builder.model, builder.plan.split_ratios
     if stopped.tower is not None:
-        # It is the batch of one of towers that do not wait for one another. Others may
-        # have updated since what it has computed with.
+        # The batch belongs to a tower that does not wait for others. Others may have
+        # updated the variables since.
         ratios = (1,)
     data = builder.preprocess_batch(raw, training=True)
     values = [variable.value for variable in search.variables_of(model)]

@@ -1,4 +1,4 @@
-"""A step that was stopped: what it takes to compute it again, kept in a file."""
+"""Keeps a stopped step in a file, with all that is needed to compute it again."""
 
 import json
 import os
@@ -16,16 +16,16 @@ _DATA = "x", "y", "sample_weight"
 
 
 class RecordedStep(NamedTuple):
-    """A step that was stopped, with all that it takes to compute it again.
+    """A stopped step, with all that is needed to compute it again.
 
     Attributes:
-        step: Its number.
+        step: The number of the step.
         data: (x, y, sample_weight), as the model sees them, each a nest of tensors.
         variables: Values of the model's variables, trainable ones first.
-        split_ratios: How much of the data each tower had, relative to the others.
-        first: Index of the first of these towers.
-        towers: Number of all towers.
-        micro_batches: How many of these towers are micro-batches of one.
+        split_ratios: The relative sizes of the towers' local batches.
+        first: The index of the first of these towers.
+        towers: The number of all towers.
+        micro_batches: How many of these towers are micro-batches of one tower.
     """
 
     step: int
@@ -48,15 +48,15 @@ def named(data: tuple[Any, Any, Any]) -> dict[str, Any]:
 
 
 def write(file: str, recorded: RecordedStep) -> None:
-    """Writes a step down, for `locate`.
+    """Writes a step to a file, for `locate`.
 
     Args:
-        file: Where to; folders are made.
+        file: The file; its folders are created.
         recorded: The step.
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: The batch has tensors that are ragged, or sparse.
+        ValueError: The batch has ragged or sparse tensors.
     """
     arrays, paths = {}, []
     parts = dict(zip(_DATA, recorded.data, strict=True))
@@ -77,10 +77,10 @@ def write(file: str, recorded: RecordedStep) -> None:
 
 
 def read(file: str | os.PathLike) -> RecordedStep:
-    """Reads what `write` has written.
+    """Reads a step that `write` has written.
 
     Raises:
-        ValueError: The file is none of that kind.
+        ValueError: The file does not hold a step.
     """
     try:
         with np.load(file) as arrays:
@@ -98,7 +98,7 @@ def read(file: str | os.PathLike) -> RecordedStep:
     x, y, sample_weight = (_as_lists(data.get(name)) for name in _DATA)
     about |= {"data": (x, y, sample_weight), "variables": values}
     about = rename_keys(about)
-    # Towers up to 0.8 computed a loss on each tower, or of gathered outputs.
+    # Up to 0.8, towers computed the loss on each tower, or on gathered outputs.
     about.pop("gathered", None)
     ratios = tuple(about.pop("split_ratios"))
     return RecordedStep(split_ratios=ratios, **about)
@@ -119,7 +119,7 @@ def _put(nest, path, tensor):
 
 
 def _as_lists(nest):
-    """Makes lists of what has numbers for keys."""
+    """Converts dictionaries with numbers for keys to lists."""
     if not isinstance(nest, dict):
         return nest
     parts = {key: _as_lists(part) for key, part in nest.items()}
@@ -128,15 +128,15 @@ def _as_lists(nest):
 
 
 def find_row(given: Mapping[str, Any], name: str, row: np.ndarray) -> list[int]:
-    """Finds a row that is not finite in the arrays that a batch was made of.
+    """Finds a row that is not finite in the arrays that the batch came from.
 
     Args:
-        given: What `fit` was given, by argument: x, y and sample_weight.
-        name: Of the tensor; see `named`.
+        given: The data arguments of `fit`, by name: x, y and sample_weight.
+        name: The name of the tensor; see `named`.
         row: The row.
 
     Returns:
-        The places of all equal rows; none in data that are no arrays.
+        The positions of all equal rows; none if the data are not arrays.
     """
     array = named([given.get(part) for part in _DATA]).get(name)
     if not hasattr(array, "__array__"):

@@ -1,9 +1,9 @@
-"""Finds where numbers stop being finite in a step that was stopped.
+"""Finds where numbers stop being finite in a stopped step.
 
-The step is computed once more, op by op, with the same variables, batch and random
-seeds, and each layer's call is watched: forward, the first whose outputs are not finite
-while its inputs are; backward, the first that makes such a gradient of one that is
-finite. Where no step is stopped, nothing of this runs.
+The step is computed again, op by op, with the same variables, batch and random seeds,
+and each layer's call is watched. Forward, the search finds the first layer with finite
+inputs and non-finite outputs; backward, the first that turns a finite gradient into a
+non-finite one. Steps that are not stopped run none of this.
 """
 
 import contextlib
@@ -32,25 +32,24 @@ from towers.layers.variables import not_trained
 from towers.numerics import recorded_step
 from towers.numerics.recorded_step import RecordedStep, named
 from towers.program import words
-from towers.tower import build
+from towers.tower import eager
 
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteOrigin:
-    """What was not finite first.
+    """The first value that was not finite.
 
     Attributes:
         source: "data", "variable" (before the step), "layer", "loss", "gradient" (of a
             step that the model defines itself), or "unknown".
-        name: Of the tensor, variable or layer, as a phrase.
-        during: "forward", "backward", "update" (of the step before), or "" where it was
-            there before.
-        tower: Index of the tower, `None` if it cannot be told.
-        towers: Number of towers.
-        micro_batches: How many of these towers are micro-batches of one.
-        rows: The examples in question, as rows of the batch; none if they cannot be
-            told.
-        examples: How many examples the step had.
+        name: The tensor, variable or layer, as a phrase.
+        during: "forward", "backward", "update" (of the step before), or "" if the value
+            was not finite before.
+        tower: The index of the tower, `None` if unknown.
+        towers: The number of towers.
+        micro_batches: How many of these towers are micro-batches of one tower.
+        rows: The examples in question, as rows of the batch; none if unknown.
+        examples: The number of examples in the step.
     """
 
     source: str
@@ -91,7 +90,7 @@ class NonFiniteOrigin:
 
     @property
     def advice(self) -> str:
-        """What to look at, as a clause."""
+        """A hint at where to look, as a clause."""
         if self.source == "variable" and not self.during:
             return "look for what has set it"
         return {
@@ -110,14 +109,14 @@ class NonFiniteOrigin:
         if self.tower is None:
             return ""
         count = self.micro_batches
-        found = f" on tower {self.tower // count} of {self.towers // count}"
+        clause = f" on tower {self.tower // count} of {self.towers // count}"
         if count > 1:
-            found += f", in micro-batch {self.tower % count} of {count}"
-        return found
+            clause += f", in micro-batch {self.tower % count} of {count}"
+        return clause
 
 
 def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
-    """Repeats a step that was stopped, and says what was not finite first.
+    """Repeats a stopped step, and finds the first value that is not finite.
 
     Examples:
         >>> parallel = multi_gpu_model(model, gpus=2, check_numerics="bad.npz")
@@ -126,15 +125,15 @@ def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
 
     Args:
         model: The same model, compiled with the same loss, on any machine. The step is
-            computed with the values of the file, and no variable of the model changes.
+            computed with the values of the file; no variable of the model changes.
         file: The file that was written when the step was stopped.
 
     Returns:
         The origin. `str()` gives a sentence.
 
     Raises:
-        ValueError: The file is not of such a step or of another model, or the model is
-            not compiled.
+        ValueError: The file does not hold such a step, or holds one of another model,
+            or the model is not compiled.
     """
     model = getattr(model, "__wrapped__", model)
     if not model.compiled:
@@ -145,12 +144,12 @@ def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
             "examples, and from_logits=True unless the model ends in a softmax)."
         )
     recorded = recorded_step.read(file)
-    build.from_symbols(model, recorded.data)
+    eager.from_symbols(model, recorded.data)
     shapes = [tuple(variable.shape) for variable in variables_of(model)]
-    found = [tuple(value.shape) for value in recorded.variables]
-    if shapes != found:
+    saved = [tuple(value.shape) for value in recorded.variables]
+    if shapes != saved:
         raise ValueError(
-            f"Received {os.fspath(file)} with {len(found)} variables for a model with "
+            f"Received {os.fspath(file)} with {len(saved)} variables for a model with "
             f"{len(shapes)}, or of other shapes; expected the model that it was "
             "written for."
         )
@@ -158,15 +157,15 @@ def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
 
 
 def search(model: keras.Model, recorded: RecordedStep) -> NonFiniteOrigin:
-    """Says what was not finite first in a step, which the device of the scope computes.
+    """Finds the first value of a step that is not finite, on the device of the scope.
 
     Args:
         model: A built, compiled model. No variable changes.
         recorded: The step.
     """
-    found = _search(model, recorded)
+    origin = _search(model, recorded)
     towers, count = recorded.towers, recorded.micro_batches
-    return dataclasses.replace(found, towers=towers, micro_batches=count)
+    return dataclasses.replace(origin, towers=towers, micro_batches=count)
 
 
 def _search(model, recorded):
@@ -177,34 +176,34 @@ def _search(model, recorded):
             return NonFiniteOrigin("variable", f"'{variable.path}'", during)
     size = batch.batch_size(recorded.data)
     bounds = batch.split_bounds(size, recorded.split_ratios)
-    found = _search_batch(model, recorded.data, values, bounds)
-    if found is None:
+    origin = _search_batch(model, recorded.data, values, bounds)
+    if origin is None:
         return NonFiniteOrigin("unknown")
-    if found.tower is None and found.rows:
-        (tower,) = (k for k, (i, end) in enumerate(bounds) if i <= found.rows[0] < end)
-        found = dataclasses.replace(found, tower=tower)
-    if found.tower is not None:
-        found = dataclasses.replace(found, tower=recorded.first + found.tower)
-    return found
+    if origin.tower is None and origin.rows:
+        (tower,) = (k for k, (i, end) in enumerate(bounds) if i <= origin.rows[0] < end)
+        origin = dataclasses.replace(origin, tower=tower)
+    if origin.tower is not None:
+        origin = dataclasses.replace(origin, tower=recorded.first + origin.tower)
+    return origin
 
 
 # The batch.
 
 
 def _search_batch(model, data, values, bounds):
-    """What is not finite first in a batch, `None` if all is.
+    """Returns the first non-finite value of a batch, `None` if all are finite.
 
-    `bounds` are those of the towers' rows.
+    `bounds` are the bounds of the towers' rows.
     """
-    found = _replay(model, data, values, bounds)
-    if found is None:
+    origin = _replay(model, data, values, bounds)
+    if origin is None:
         return None
-    found = in_data(data) or found
-    return dataclasses.replace(found, examples=batch.batch_size(data))
+    origin = in_data(data) or origin
+    return dataclasses.replace(origin, examples=batch.batch_size(data))
 
 
 def in_data(data: tuple[Any, Any, Any]) -> NonFiniteOrigin | None:
-    """Finds what is not finite in (x, y, sample_weight); `None` if all is."""
+    """Finds a non-finite value in (x, y, sample_weight); `None` if all are finite."""
     size = batch.batch_size(data)
     for name, tensor in named(data).items():
         if rows := bad_rows(tensor, size):
@@ -225,8 +224,8 @@ def _replay(model, data, values, bounds):
         tape.watch(params)
         with _watched() as calls:
             outputs = call_model(model, x, training=True)
-        if found := _forward(model, calls, size):
-            return found
+        if origin := _forward(model, calls, size):
+            return origin
         loss = compute_loss(model, x, y, outputs, sample_weight)
         if not _is_finite(loss):
             tower = _tower_of_loss(model, (x, y, outputs, sample_weight), bounds)
@@ -235,28 +234,28 @@ def _replay(model, data, values, bounds):
 
 
 def _tower_of_loss(model, given, bounds):
-    """The first tower whose rows alone have a loss that is not finite, if one has."""
+    """Returns the first tower whose rows alone have a non-finite loss, if any."""
     for k, (start, end) in enumerate(bounds):
         if start == end:
             continue
         try:
-            mine = compute_loss(model, *batch.take(given, start, end))
+            tower_loss = compute_loss(model, *batch.take(given, start, end))
         except Exception:
-            # It is the user's loss, which may need the whole batch.
+            # The user's loss may need the whole batch.
             return None
-        if not _is_finite(mine):
+        if not _is_finite(tower_loss):
             return k
     return None
 
 
 class _Call(NamedTuple):
-    """A call of a layer, or of another of Keras's operations, that has ended.
+    """A finished call of a layer, or of another of Keras's operations.
 
     Attributes:
-        operation: What was called.
-        inputs: The floating tensors that it was called with: copies of its own, so
-            that their gradients are those of this call alone.
-        outputs: Those that it returned.
+        operation: The operation that was called.
+        inputs: Copies of its floating inputs, so that their gradients are those of this
+            call alone.
+        outputs: Its floating outputs.
     """
 
     operation: keras.Operation
@@ -266,7 +265,7 @@ class _Call(NamedTuple):
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[_Call]]:
-    """Inside, calls are noted as they end: inner ones before those around them."""
+    """A context that lists calls as they end: inner calls before outer ones."""
     calls = []
 
     def watched(call, operation, *args, **kwargs):
@@ -291,7 +290,7 @@ def _copy(value):
 
 
 def _forward(model, calls, size):
-    """The first call that makes what is not finite of what is."""
+    """Returns the first call that has finite inputs and non-finite outputs."""
     reached = None
     for operation, inputs, outputs in calls:
         if not _all_finite(inputs):
@@ -310,7 +309,7 @@ def _forward(model, calls, size):
 
 
 def _backward(model, calls, tape, loss, params, outputs, size):
-    """The call that makes a gradient that is not finite of one that is."""
+    """Returns the call that turns a finite gradient into a non-finite one."""
     ends = [t for t in _ends(outputs) if _is_float(t)]
     sources = [ends, params, [call.inputs for call in calls]]
     sources.append([call.outputs for call in calls])
@@ -334,7 +333,7 @@ def _backward(model, calls, tape, loss, params, outputs, size):
 
 
 def _ends(outputs):
-    """All that a loss of outputs may depend on: them, and their logits."""
+    """Returns the outputs and their logits, on which a loss may depend."""
     flat = tf.nest.flatten(outputs)
     return [*flat, *(logits for logits in map(logits_of, flat) if logits is not None)]
 
@@ -363,7 +362,7 @@ def _rows_of(tensors, size):
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Returns what a call may assign: the trained variables, and the state."""
+    """Returns the variables that a call may assign: trained ones, then the state."""
     return model.trainable_variables + not_trained(model)
 
 

@@ -26,11 +26,11 @@ from towers.collectives import batch
 from towers.collectives.world import this_host
 from towers.devices.listing import rows, table
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError
+from towers.hosts.group import HostFailedError
 from towers.parity import check_parity
 from towers.program import ending, startup
 from towers.program.commands import fail
-from towers.train.parts import my_model
+from towers.train.parts import fine_tune, my_model
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data, open_data
 from towers.train.parts.devices import (
@@ -43,7 +43,6 @@ from towers.train.parts.devices import (
 from towers.train.parts.model import build_model, compile_model, make_preprocess
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
-from towers.train.parts.training import fine_tune
 from towers.train.settings import Settings
 
 

@@ -15,9 +15,15 @@ from towers.devices.names import resolve
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model
-from towers.model.moved import stages_with, update_with
-from towers.model.options import Asynchronous, UpdateOptions, as_stages, as_update
-from towers.model.update.layout import grouped
+from towers.model.options import (
+    Asynchronous,
+    UpdateOptions,
+    as_stages,
+    as_update,
+    grouped,
+    stages_with,
+    update_with,
+)
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
 from towers.parity.trials import Setting, Trials, in_place, quietly

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.step_function import has_own_steps
+from towers.builders.train_function import has_own_steps
 from towers.collectives.world import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,

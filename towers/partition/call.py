@@ -25,8 +25,10 @@ from towers.keras_adapter.graphs import (
     without_auto_control_deps,
 )
 from towers.keras_adapter.variables import empty, fill
+from towers.layers.parameters import ShardedParameter
 from towers.loop.timers import StepTimers
 from towers.partition.combined import REDUCE_SCOPE, Combination, Travelled
+from towers.partition.gathers import gather_once
 from towers.partition.phases import Phase, Taken
 from towers.partition.placement.placement import LOOK_UP, Placement
 from towers.partition.trace import OptimizerCall, Trace
@@ -67,7 +69,10 @@ class StepGuard(Protocol):
 
 
 class UpdatesApart(Protocol):
-    """Adds gradients for the owners of variables, and updates these."""
+    """Adds gradients for the owners of variables, and updates these.
+
+    A `Store` of `builders/stores/` does.
+    """
 
     def add(
         self,
@@ -83,24 +88,22 @@ class UpdatesApart(Protocol):
             whole: By their places, the gradients of which home has all.
         """
 
-    def together(
-        self, sums: Sequence[Sequence[reduce.Gradient]]
-    ) -> Sequence[reduce.Gradient]:
-        """Returns those of the sums that are all there are, once."""
-
     def apply(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
         """Applies the optimizer with the sums that `add` has returned."""
 
 
 class Copied(NamedTuple):
-    """The variables of which each tower has a copy.
+    """The variables of which each tower has a copy, and who updates them.
+
+    A tower reads its copies. Without `apart`, the update in the trace runs once for
+    each tower, and changes its copies. With it, the update is not in the trace.
 
     Attributes:
         handles: For each tower, by the `id` of a variable's handle, that of its copy.
-            The first tower's copy is the variable itself.
+            Home reads what the first tower does; its copy is the variable itself. One
+            empty mapping stands for no copies: home reads, and sends the values.
         all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
-        apart: Does what an optimizer does, if that is more than to apply it to each
-            copy.
+        apart: Adds gradients and applies optimizers, in place of the trace.
     """
 
     handles: Sequence[Mapping[int, tf.Tensor]]
@@ -630,10 +633,8 @@ class PartitionedCall:
             # Gradients are added as they come; only the update waits for checks.
             sums = apart.add(update, parts, whole)
             gates = [] if self._gate is None else [self._gate]
-            with (
-                tf.control_dependencies(gates),
-                self._guarded(parts, apart.together(sums)),
-            ):
+            every = [gradient for gradient in sums[0] if gradient is not None]
+            with tf.control_dependencies(gates), self._guarded(parts, every):
                 apart.apply(sums)
 
     def _gradients_for(self, update):
@@ -687,34 +688,84 @@ class PartitionedCall:
         return of_devices
 
     def _exchange(self, phase):
-        """Has hosts exchange what a phase reads of tables that they divide.
+        """Gives home and towers what a phase reads of variables in parts.
 
-        Rows are those of this host's towers, or what home looks up, as all hosts do.
+        Whole values are gathered once in a step. Rows are looked up where they lie.
         """
         graph, placement = self._trace.graph, self._placement
-        look_ups, ids_of_look_ups = [], []
+        operations = [*map(graph.get_operation_by_name, phase.operations)]
+        parts = {op.name: placement.table_of(op) for op in operations}
+        look_ups = [op for op in operations if op.type == LOOK_UP]
+        reads = [op for op in operations if op.type != LOOK_UP]
         with tf.device(self._plan.home), tf.name_scope("exchange"):
-            for op in map(graph.get_operation_by_name, phase.operations):
-                if op.type != LOOK_UP:
-                    whole = tf.convert_to_tensor(placement.table_of(op))
+            for op in reads:
+                if not isinstance(parts[op.name], ShardedParameter):
+                    whole = tf.convert_to_tensor(parts[op.name])
                     self._home[key(op.outputs[0])] = whole
-                    continue
-                ids, towers = op.inputs[1], range(len(self._towers))
-                look_ups.append(op)
-                if phase.place.on_towers:
-                    taken = Taken(ids, False, False)
-                    of_makers = [self._on_tower(k, taken) for k in towers]
-                else:
-                    of_makers = self._at_home([ids])
-                ids_of_look_ups.append(of_makers)
-            tables, rows = [*map(placement.table_of, look_ups)], []
-            if look_ups:
-                look_up = feature("collectives.spread.tables").look_up
-                rows = look_up(self._plan.hosts, tables, ids_of_look_ups)
+        self._gather_once(
+            [op for op in reads if isinstance(parts[op.name], ShardedParameter)]
+        )
+        local = [op for op in look_ups if isinstance(parts[op.name], ShardedParameter)]
+        for op in local:
+            self._look_up(op, parts[op.name], phase.place.on_towers)
+        spread = [op for op in look_ups if op not in local]
+        if not spread:
+            return
+        with tf.device(self._plan.home), tf.name_scope("exchange"):
+            ids = [self._ids_of(op, phase.place.on_towers) for op in spread]
+            tables = [parts[op.name] for op in spread]
+            look_up = feature("collectives.spread.tables").look_up
+            rows = look_up(self._plan.hosts, tables, ids)
         makers = self._towers if phase.place.on_towers else [self._home]
-        for op, of_makers in zip(look_ups, rows, strict=True):
+        for op, of_makers in zip(spread, rows, strict=True):
             for made, value in zip(makers, of_makers, strict=True):
                 made[key(op.outputs[0])] = value
+
+    def _ids_of(self, op, on_towers):
+        """Returns the numbers of rows that each tower, or home, looks up."""
+        ids = op.inputs[1]
+        if not on_towers:
+            return self._at_home([ids])
+        taken = Taken(ids, False, False)
+        return [self._on_tower(k, taken) for k in range(len(self._towers))]
+
+    def _look_up(self, op, parameter, on_towers):
+        """Looks up rows of a parameter whose parts are on this host's devices."""
+        devices = self._plan.devices if on_towers else [self._plan.home]
+        makers = self._towers if on_towers else [self._home]
+        with tf.device(self._plan.home):
+            ids_of_makers = self._ids_of(op, on_towers)
+        for made, device, ids in zip(makers, devices, ids_of_makers, strict=True):
+            with tf.device(device), tf.name_scope("look_up"):
+                flat = tf.reshape(ids, [-1])
+                rows = [found for found, _ in parameter.look_up(flat)]
+                shape = tf.concat([tf.shape(ids), parameter.shape[1:]], 0)
+                rows = tf.reshape(parameter.join(flat, rows), shape)
+                made[key(op.outputs[0])] = tf.ensure_shape(rows, op.outputs[0].shape)
+
+    def _gather_once(self, reads):
+        """Gives the towers' devices the values of parameters that are read whole.
+
+        Those of a stage have the stage's parameters.
+        """
+        values, replicas = [op.outputs[0] for op in reads], self._plan.replicas
+        parameters = [self._placement.table_of(op) for op in reads]
+        for stage in range(self._plan.pipeline.stages):
+            devices = [tower.devices[stage] for tower in replicas]
+            places = [
+                i
+                for i, parameter in enumerate(parameters)
+                if any(map(parameter.shards[0].device.endswith, devices))
+            ]
+            if not places:
+                continue
+            mine = [parameters[i] for i in places]
+            gathered = gather_once(mine, devices, self._plan.packs)
+            names = [key(values[i]) for i in places]
+            for replica, of_device in enumerate(gathered):
+                of_read = zip(names, of_device, strict=True)
+                self._sent[replica, stage] |= of_read
+            self._home.update(zip(names, gathered[0], strict=True))
 
 
 def has_known_shapes(phase: Phase) -> bool:

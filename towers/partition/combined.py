@@ -27,9 +27,9 @@ from towers.analysis.kinds import (
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
 from towers.loop.timers import StepTimers
-from towers.partition.errors import PartitionError
 from towers.partition.placement.placement import Placement
 from towers.plan import Plan
+from towers.tower.errors import PartitionError
 
 # Where TensorBoard shows what adds over towers: the name is used as it stands.
 REDUCE_SCOPE = "reduce/"

@@ -1,22 +1,69 @@
-"""Puts a gather in the place of each read of a sharded parameter.
+"""Gathers parameters in parts: once in a step (`gather_once`), or for each use.
 
-An operation that takes a parameter takes what a gather of its own makes of the parts on
-all devices. So the whole value is there while it is needed, and no longer: the gradient
-of a layer gathers its parameters again. A gather begins when the one before the last
-was used up, as otherwise all would begin at once, and all parameters would be there. So
-one parameter travels while another one is used.
+For each use, an operation that takes a parameter takes what a gather of its own makes
+of the parts on all devices. So the whole value is there while it is needed, and no
+longer: the gradient of a layer gathers its parameters again. A gather begins when the
+one before the last was used up, as otherwise all would begin at once, and all
+parameters would be there. So one parameter travels while another one is used.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
+from towers.collectives import packing
 from towers.keras_adapter.graphs import GraphDef, add_copy
 from towers.layers.parameters import ShardedParameter
 
 # How many whole parameters a tower has at once: one in use, and one that arrives.
 _AT_ONCE = 2
+
+
+def gather_once(
+    parameters: Sequence[ShardedParameter],
+    devices: Sequence[str],
+    packs: Callable[[str], bool],
+) -> list[list[tf.Tensor]]:
+    """Puts parameters together on each of several devices.
+
+    Args:
+        parameters: The parameters.
+        devices: The devices.
+        packs: Tells whether values travel packed to a device.
+
+    Returns:
+        For each device, the value of each parameter.
+    """
+    by_source = {}
+    for parameter in parameters:
+        for shard in parameter.shards:
+            by_source.setdefault(shard.device, []).append(shard)
+    values, buffers = {}, {}
+    for source, shards in by_source.items():
+        with tf.device(source), tf.name_scope("gather"):
+            values[source] = [*map(tf.convert_to_tensor, shards)]
+            if any(map(packs, devices)):
+                buffers[source] = packing.pack(values[source])
+    gathered = []
+    for device in devices:
+        with tf.device(device), tf.name_scope("gather"):
+            received = {}
+            for source, shards in by_source.items():
+                arrived = values[source]
+                if packs(device) and not source.endswith(device):
+                    arrived = packing.unpack(buffers[source], arrived)
+                received |= zip(map(id, shards), arrived, strict=True)
+            gathered.append(
+                [
+                    parameter.joined(
+                        [received[id(shard)] for shard in parameter.shards]
+                    )
+                    for parameter in parameters
+                ]
+            )
+    return gathered
 
 
 class _Gather(NamedTuple):

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from towers.analysis.axes.own import Decided
 from towers.devices.names import HOST
-from towers.layers.parameters import ShardedParameter
 from towers.layers.pipeline import ONE_STAGE, Pipeline
+from towers.layers.sharded_variable import ShardedVariable
 from towers.loop.timers import StepTimers
 from towers.partition.call import (
     DEFAULT_EXECUTION,
@@ -29,11 +29,11 @@ from towers.partition.call import (
     StepGuard,
     has_known_shapes,
 )
-from towers.partition.errors import PartitionError, where
 from towers.partition.phases import Phase, phases
 from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
+from towers.tower.errors import PartitionError, where
 
 # Most functions need one, and those with totals behind what is own some more.
 _TRACES = 9
@@ -69,8 +69,7 @@ def judge(
     home: str = HOST,
     pipeline: Pipeline = ONE_STAGE,
     keeps_loss_scale: bool = False,
-    divided: Mapping[int, Any] = MappingProxyType({}),
-    parameters: Mapping[int, ShardedParameter] = MappingProxyType({}),
+    stand_ins: Mapping[int, ShardedVariable] = MappingProxyType({}),
 ) -> Verdict:
     """Traces a function of a batch, and decides what becomes of its operations.
 
@@ -85,8 +84,7 @@ def judge(
         home: The device of home.
         pipeline: How the devices of a tower share the model, whose layers are known.
         keeps_loss_scale: See `Trace`.
-        divided: As for `Placement`; the function reads the stand-ins.
-        parameters: The same.
+        stand_ins: As for `Placement`; the function reads them.
     """
     own = Decided() if loss_placement == "tower" else None
     trace = functools.partial(
@@ -96,7 +94,7 @@ def judge(
         keeps_loss_scale=keeps_loss_scale,
     )
     given = {"copied": copied, "decided": own, "home": home}
-    given |= {"divided": divided, "parameters": parameters}
+    given["stand_ins"] = stand_ins
     settled = functools.partial(_settled, pipeline=pipeline, **given)
     verdict = settled(functools.partial(trace, True))
     if verdict.refused is None:
@@ -105,7 +103,7 @@ def judge(
     return settled(functools.partial(trace, False))
 
 
-def _settled(trace, copied, decided, home, pipeline, divided, parameters):
+def _settled(trace, copied, decided, home, pipeline, stand_ins):
     """Traces and places, again where one trace decides for the next."""
     at_home = frozenset()
     for traces in itertools.count(1):
@@ -114,7 +112,7 @@ def _settled(trace, copied, decided, home, pipeline, divided, parameters):
         known = {} if copies is None else copies.handles[-1]
         placement = Placement(
             *(traced, lambda handle, known=known: id(handle) in known, home),
-            *(divided, parameters),
+            stand_ins,
         )
         verdict = Verdict(traced, placement, copies, pipeline)
         before = decided, at_home

@@ -19,7 +19,15 @@ one.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import keras
@@ -40,17 +48,20 @@ from towers.analysis.kinds import (
     Total,
 )
 from towers.analysis.layer_calls import key, recorded_layers
+from towers.analysis.operations import BLOCK_PRODUCTS
 from towers.collectives.batch import FRACTION
 from towers.keras_adapter.graphs import (
     FUNCTION_CALL,
     GRADIENT,
     STOP_RECORDING,
     calls_functions,
+    gradient_module,
     is_compiled,
     made_in,
+    nodes_of,
     run_in_place,
 )
-from towers.keras_adapter.layers import LAYER_CALL
+from towers.keras_adapter.layers import LAYER_CALL, layers_of, stateless_scope_here
 from towers.keras_adapter.optimizers import (
     APPLY,
     SCALE_LOSS,
@@ -58,10 +69,28 @@ from towers.keras_adapter.optimizers import (
     known_variables,
 )
 from towers.keras_adapter.patching import patched
-from towers.layers import embeddings, fused, overwritten, recurrent, sharded
+from towers.keras_adapter.variables import swapped_values, value_behind
+from towers.layers import embeddings, fused, sharded
 from towers.layers.labels import Labels
-from towers.partition import backward
 from towers.tower.errors import ModelError
+
+# They assign no weight. Those of a user's might.
+_CELLS = (keras.layers.GRUCell, keras.layers.LSTMCell, keras.layers.SimpleRNNCell)
+_LAYERS = (
+    *(keras.layers.ConvLSTM1D, keras.layers.ConvLSTM2D, keras.layers.ConvLSTM3D),
+    *(keras.layers.GRU, keras.layers.LSTM, keras.layers.SimpleRNN),
+)
+_FLOAT8 = [
+    f"{of}_{what}"
+    for of in ("inputs", "kernel", "outputs_grad")
+    for what in ("scale", "amax_history")
+]
+# Their gradients do not take what they have taken.
+_PASS_ON = set(
+    "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
+)
+# Tells whether an operation takes the whole batch's value of an input.
+IsTotal = Callable[[tf.Operation, int], bool]
 
 
 class Region(NamedTuple):
@@ -315,7 +344,10 @@ class Trace:
                 ]
             if not self.updates_apart:
                 gradients = sharded.expand(variables, gradients)
-                return original(optimizer, gradients, sharded.targets(variables))
+                targets = sharded.targets(variables)
+                return original(
+                    optimizer, *sharded.each_missing_once(gradients, targets)
+                )
             for variable in [*variables, *all_variables(optimizer)]:
                 for value in sharded.places(variable):
                     value.assign(value)
@@ -344,7 +376,7 @@ class Trace:
     def _call(self, original, layer, *args, **kwargs):
         if not self._here():
             return original(layer, *args, **kwargs)
-        with made_in(self.graph) as made, recurrent.read_before(layer):
+        with made_in(self.graph) as made, _weights_read_once(layer):
             outputs = original(layer, *args, **kwargs)
         keys = [
             key(t)
@@ -377,8 +409,8 @@ class Trace:
         if output_gradients is not None:
             given = tf.nest.flatten(output_gradients)
         if self._here() and symbolic and self._records_all:
-            starts = backward.source_keys(self.graph, sources)
-            flat, given = backward.terms(flat, given, starts, self.reader.of)
+            starts = source_keys(self.graph, sources)
+            flat, given = terms(flat, given, starts, self.reader.of)
         kinds = [*map(self.reader.of, flat)] if symbolic else []
         of_sources = [
             self.reader.of(source) if tf.is_symbolic_tensor(source) else NONE
@@ -391,16 +423,16 @@ class Trace:
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, flat_sources)
             or not all(map(self._fits, flat, kinds, given))
-            or any(map(backward.is_custom, backward.operations_behind(flat)))
-            or (totals := backward.totals(flat, self.is_total, self.reader.totals))
+            or any(map(is_custom, operations_behind(flat)))
+            or (totals := totals_within(flat, self.is_total, self.reader.totals))
             is None
         ):
             # Each operation of the gradient is read by itself, as any other.
             self.reads_gradients |= self._here()
             if symbolic and self._here() and (own := self.reader.own) is not None:
-                begin = backward.source_keys(self.graph, sources)
+                begin = source_keys(self.graph, sources)
                 known = self.is_total, self.reader.totals
-                own.contested |= backward.hindering(flat, *known, begin)
+                own.contested |= hindering(flat, *known, begin)
                 own.contested |= {*map(key, flat)} & {*self.reader.extremes}
             return self._gradient_by_hand(
                 *(original, tape, target, sources),
@@ -443,9 +475,7 @@ class Trace:
             return gradients
         own.by_hand.update(op.name for op in made)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
-        for tensor in [
-            t for op in backward.operations_behind(targets) for t in op.outputs
-        ]:
+        for tensor in [t for op in operations_behind(targets) for t in op.outputs]:
             self.reader.of(tensor)
             own.send_home(tensor)
         return gradients
@@ -495,8 +525,8 @@ class Trace:
 
         TensorFlow's own numbers depend on the shape of the values, which the tower has.
         """
-        numbers = backward.joined_parts(gradient.indices)
-        values = backward.joined_parts(gradient.values)
+        numbers = joined_parts(gradient.indices)
+        values = joined_parts(gradient.values)
         ids = [t.op.inputs[0] for t in numbers if t.op.type == "Reshape"]
         known = all(t.op.name in self.lookups for t in ids)
         shaped = all(t.op.type == "Reshape" for t in values)
@@ -551,8 +581,8 @@ class Trace:
 
         Then the gradient of a tower's part is not a part of the gradient.
         """
-        totals = backward.totals_taken(targets, self.is_total).values()
-        return backward.flows_to([*totals], backward.source_keys(self.graph, sources))
+        totals = totals_taken(targets, self.is_total).values()
+        return flows_to([*totals], source_keys(self.graph, sources))
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
         """Tells whether an operation takes the whole batch's value of an input."""
@@ -566,7 +596,7 @@ class Trace:
 
 
 def _check_cut(optimizer):
-    if (why := sharded.refuse_others(optimizer)) is not None:
+    if (why := sharded.why_not_cut(optimizer)) is not None:
         raise ModelError(
             f"Received shard_embeddings with a step that applies {why}, to a table; "
             "expected an optimizer that updates each number by itself, such as Adagrad "
@@ -600,7 +630,7 @@ def _overwriting_uses(gradient, source):
     """Returns what each use of a variable has made, if that is to overwrite it."""
     if gradient is None or not getattr(source, "overwrite_with_gradient", False):
         return []
-    return overwritten.each_use(gradient)
+    return largest_of_each_use(gradient)
 
 
 def _seed(fraction, target, kind, given):
@@ -631,3 +661,256 @@ def _packed(structure, values):
         return tf.nest.pack_sequence_as(like, parts, expand_composites=True)
 
     return tf.nest.map_structure(one, structure)
+
+
+# Recurrent layers read their weights before the loop, and not in it.
+
+
+@contextlib.contextmanager
+def _weights_read_once(layer: keras.layers.Layer) -> Iterator[None]:
+    """Inside, a recurrent layer may be called: it reads its weights here, once.
+
+    Keras's loop would read them in each of its steps, which a tower on another device
+    would have to wait for. Layers whose cells are not Keras's own are left as they are.
+    """
+    if not layer.built or not _is_kerass(layer) or stateless_scope_here() is not None:
+        yield
+        return
+    weights = layer.weights
+    values = [tf.convert_to_tensor(value_behind(weight)) for weight in weights]
+    with swapped_values(weights, values):
+        yield
+
+
+def _is_kerass(layer):
+    if type(layer) in _LAYERS:
+        return True
+    cell = layer.cell if type(layer) is keras.layers.RNN else None
+    cells = cell.cells if type(cell) is keras.layers.StackedRNNCells else [cell]
+    return all(type(each) in _CELLS for each in cells)
+
+
+# Variables that are overwritten with their gradient, as Keras's float8 has them.
+#
+# Where a layer computes in 8 bits, it keeps a scale and a history of largest absolute
+# values, for its inputs, its kernel and its outputs' gradient (delayed scaling, as in
+# NVIDIA's Transformer Engine). Their new values come as their gradients. The scale is
+# made of the old history, so it is the same on all towers. The new history is the old
+# one with the largest absolute value of the batch, which is the largest of the towers'.
+# A tower's gradients have the size that they have on one device (see `trace.py`), so
+# this holds for their histories, too. Keras also takes the largest when it accumulates
+# gradients.
+#
+# If a model uses a layer twice, one device adds up what both uses return. So a tower
+# keeps the uses apart: the largest is taken for each, and then they are added.
+
+
+def overwritten_unlike_float8(model: keras.Model) -> list[keras.Variable]:
+    """Returns those that are not of Keras's float8: how they combine is unknown."""
+    known = {
+        id(getattr(layer, name, None))
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+        for name in _FLOAT8
+    }
+    variables = model.trainable_variables
+    return [v for v in variables if v.overwrite_with_gradient and id(v) not in known]
+
+
+def largest_of_each_use(gradient: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what each use of a variable returned for it, as a largest value.
+
+    Args:
+        gradient: The sum of all uses, in a graph.
+    """
+    waiting, found = [gradient], []
+    while waiting:
+        current = waiting.pop()
+        if current.op.type in ("AddN", "AddV2", "Identity"):
+            waiting += current.op.inputs
+        else:
+            found.append(tf.reduce_max(current[tf.newaxis], axis=0))
+    return found
+
+
+# Finds the operations of a graph that a gradient of some tensors flows through.
+#
+# A gradient of a sum of kinds is that of its terms. A masked mean is each tower's part
+# of a quotient, a norm of weights the same on each: so the tape is asked for the terms,
+# each with its own factor.
+
+
+def operations_behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
+    """Yields the operations through which a gradient of some tensors flows."""
+    waiting, seen = [tensor.op for tensor in tensors], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen and op.type != "StopGradient":
+            seen.add(op.name)
+            yield op
+            waiting += [t.op for t in op.inputs if not t.dtype.is_integer]
+
+
+def flows_to(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
+    """Tells whether a gradient of some tensors flows to a tensor of those keys."""
+    return any(
+        key(tensor) in keys
+        for op in operations_behind(tensors)
+        for tensor in (*op.inputs, *op.outputs)
+    )
+
+
+def source_keys(graph: tf.Graph, sources: Any) -> set[Any]:
+    """Returns the keys of what stands for variables and tensors in a graph."""
+    sources = [*sharded.sources_of(tf.nest.flatten(sources))]
+    handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
+    symbolic = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+    return symbolic | {
+        key(inside) for outside, inside in graph.captures if id(outside) in handles
+    }
+
+
+def totals_taken(
+    tensors: Sequence[tf.Tensor], is_total: IsTotal
+) -> dict[Any, tf.Tensor]:
+    """Returns the totals that operations behind some tensors take, by their keys."""
+    return {
+        key(tensor): tensor
+        for op in operations_behind(tensors)
+        for i, tensor in enumerate(op.inputs)
+        if is_total(op, i)
+    }
+
+
+def totals_within(
+    targets: Sequence[tf.Tensor], is_total: IsTotal, known: Mapping[Edge, Total]
+) -> dict[Any, Total] | None:
+    """Returns the totals behind some tensors, whose gradients take them as well.
+
+    Returns `None` where another operation, whose gradient takes it, too, takes a
+    tower's part of one. `known` has those that are more than sums.
+    """
+    behind, parts = {}, set()
+    for op in operations_behind(targets):
+        for i, tensor in enumerate(op.inputs):
+            if is_total(op, i):
+                edge, total = Edge(op.name, i), Total(tensor, SUM)
+                behind[key(tensor)] = known.get(edge, total)
+            elif op.type not in _PASS_ON:
+                parts.add(key(tensor))
+    return None if parts & behind.keys() else behind
+
+
+def hindering(
+    targets: Sequence[tf.Tensor],
+    is_total: IsTotal,
+    known: Mapping[Edge, Total],
+    begin: Collection[Any],
+) -> set[Any]:
+    """Returns the keys of totals without which a gradient is one of towers' parts.
+
+    They are those that depend on its sources, whose keys are `begin`; or all, where
+    `totals` knows none.
+    """
+    every = totals_taken(targets, is_total)
+    if totals_within(targets, is_total, known) is None:
+        return {*every}
+    return {name for name, tensor in every.items() if flows_to([tensor], begin)}
+
+
+def joined_parts(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what a tensor was joined from, in order; itself if from nothing."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type != "ConcatV2":
+        return [tensor]
+    inputs = tensor.op.inputs[:-1]
+    return [part for each in inputs for part in joined_parts(each)]
+
+
+def is_custom(op: tf.Operation) -> bool:
+    """Tells whether a user has defined the gradient of an operation.
+
+    It may be in a branch or in a loop.
+    """
+    return any(
+        node.op == "IdentityN"
+        and "_gradient_op_type" in node.attr
+        and not _is_known(gradient_module(node))
+        for node in nodes_of(op)
+    )
+
+
+def _is_known(module):
+    return module in BLOCK_PRODUCTS or module.startswith(("keras.", "tensorflow."))
+
+
+def terms(
+    targets: Sequence[tf.Tensor],
+    given: Sequence[tf.Tensor | None],
+    source_keys: Collection[Any],
+    kind: Callable[[tf.Tensor], Dependence],
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    """Returns what a gradient may be taken of instead of some targets.
+
+    A scalar that is a sum of several kinds, such as of a quotient of totals, a mean and
+    a norm of weights, is no tower's part of anything. Its terms are.
+
+    Args:
+        targets: What to differentiate.
+        given: The gradient given for each; `None` for one.
+        source_keys: The keys of what to differentiate for.
+        kind: Tells how a tensor depends on the examples.
+
+    Returns:
+        The terms, and the gradients given for them.
+    """
+    pairs = []
+    for target, factor in zip(targets, given, strict=True):
+        leaves = [*_leaves(target, factor, source_keys, kind)]
+        if kind(target) is MEAN and all(
+            kind(leaf) is MEAN or not flows_to([leaf], source_keys)
+            for leaf, _ in leaves
+        ):
+            leaves = [(target, factor)]
+        pairs += leaves
+    return [term for term, _ in pairs], [factor for _, factor in pairs]
+
+
+def _leaves(target, given, source_keys, kind):
+    waiting = [(target, given)]
+    while waiting:
+        term, factor = waiting.pop()
+        before = None
+        # A mean that is a quotient of parts has no part of a mean to be divided.
+        linear = kind(term) is NONE or (
+            kind(term) is MEAN and {*map(kind, term.op.inputs)} <= {MEAN, NONE}
+        )
+        # What it is differentiated for is no sum of others.
+        if term.shape.rank == 0 and linear and key(term) not in source_keys:
+            before = _terms_of(term.op, factor, source_keys)
+        if before is None:
+            yield term, factor
+        else:
+            waiting += before
+
+
+def _terms_of(op, factor, source_keys):
+    """Returns the terms of a sum or of a multiple, each with its factor; or `None`."""
+    if op.type in ("AddN", "AddV2"):
+        return [(term, factor) for term in op.inputs]
+    if op.type == "Identity":
+        return [(op.inputs[0], factor)]
+    if op.type == "Sub":
+        minus = tf.cast(-1, op.inputs[1].dtype) if factor is None else -factor
+        return [(op.inputs[0], factor), (op.inputs[1], minus)]
+    if op.type not in ("Mul", "RealDiv"):
+        return None
+    left, right = op.inputs
+    if op.type == "Mul" and not flows_to([left], source_keys):
+        left, right = right, left
+    if flows_to([right], source_keys):
+        return None
+    if op.type == "RealDiv":
+        return [(left, (1 if factor is None else factor) / right)]
+    return [(left, right if factor is None else right * factor)]

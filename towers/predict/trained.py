@@ -16,8 +16,13 @@ from towers.predict.arguments import FILES
 from towers.predict.examples import as_tensors
 from towers.predict.model import read as read_model
 from towers.predict.preprocessor import Preprocessor
-from towers.train.outputs import model_files
-from towers.train.outputs.preprocessing import OWN, Preprocessing
+from towers.train.outputs.preprocessing import (
+    CLASSES,
+    OWN,
+    TOKENIZER,
+    Preprocessing,
+    read_classes,
+)
 from towers.train.parts.my_model import MyModel
 
 # What is predicted by tasks whose runs write classes.json.
@@ -116,9 +121,9 @@ def load_model(
             "runs that only a run names; read that file, and name it by --model (in "
             "Python, model)."
         )
-    folder = os.path.join(model_dir, model_files.TOKENIZER)
+    folder = os.path.join(model_dir, TOKENIZER)
     tokenizer = text.load(folder) if os.path.isdir(folder) else None
-    classes = model_files.read_classes(model_dir)
+    classes = read_classes(model_dir)
     trained = read_model(model_dir, checkpoint)
     _check_whole(model_dir, known, classes, tokenizer)
     preprocessor = Preprocessor(known, tokenizer, own)
@@ -130,8 +135,8 @@ def _check_whole(model_dir, known, classes, tokenizer):
     of_classes = known.known_task and known.known_task.kind in _OF_CLASSES
     missing = {
         # Only who wrote train_data knows the names of its classes.
-        model_files.CLASSES: of_classes and classes is None and known.input != OWN,
-        model_files.TOKENIZER: known.input == "tokens" and tokenizer is None,
+        CLASSES: of_classes and classes is None and known.input != OWN,
+        TOKENIZER: known.input == "tokens" and tokenizer is None,
     }
     for name in filter(missing.get, missing):
         raise ValueError(

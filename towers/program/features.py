@@ -12,11 +12,13 @@ FEATURES = {
     "cluster.environment": "what a launcher says of several hosts",
     "cluster.hosts": "several hosts: what they add, gather and send",
     "cluster.process_group": "several hosts: how they meet",
-    "collectives.optimizer_shards": 'optimizer state in shards, or "sharded" with Muon',
+    "collectives.spread.parameters": "several hosts: optimizer state that they divide",
     "collectives.spread.tables": "several hosts: tables that they divide",
-    "collectives.spread.variable": "several hosts: variables that they divide",
     "devices.free": "--gpu_indices=free",
-    "elastic.preemption": "--preemption_notice",
+    "doctor.gpus.at_start": "GPUs of NVIDIA's: why TensorFlow does not use them",
+    "elastic.notice": "--preemption_notice, as flags are checked",
+    "elastic.balance": "--split_ratios=auto",
+    "elastic.preemption": "--preemption_notice, as a run trains",
     "elastic.shares": "--share_gpus",
     "loop.agreement": "several hosts: what they agree on with each batch",
     "loop.host_times": "several hosts: which of them holds up the others",
@@ -33,7 +35,8 @@ FEATURES = {
     "stages.phases": "recompute, without stages",
     "stages.staged": "several stages",
     "stages.table": "several stages: what is said of them",
-    "train.parts.devices.auto_count": "--num_gpus=auto",
+    "train.parts.auto_count": "--num_gpus=auto",
+    "train.parts.fine_tune": "--init_weights, --freeze",
 }
 """Modules of towers, each with who asks for it."""
 

@@ -8,6 +8,7 @@ as one of a plain Python process, whoever has forked it.
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -15,7 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from towers.keras_adapter.pools import end_pools
+
 Handler = Callable[[int, Any], Any] | int | None
+_SECONDS = 5.0
 
 
 class _HasDescriptor(Protocol):
@@ -141,3 +145,31 @@ os.register_at_fork(
     after_in_parent=_release_signals,
     after_in_child=_become_a_child,
 )
+
+
+# Ends pools of processes as the program exits, also those that would not end.
+
+
+@functools.cache
+def end_pools_at_exit() -> None:
+    """Has the exit wait for no pool of `multiprocessing` for ever.
+
+    A signal that is sent to a group of processes ends those of a pool while one of them
+    has the lock of the pool. Python, as it exits, would wait for that lock. It ends the
+    processes that stay afterwards.
+    """
+    begun, ended = threading.Event(), threading.Event()
+
+    def end():
+        begun.wait()
+        # What Python does first as well.
+        end_pools()
+        ended.set()
+
+    def wait():
+        begun.set()
+        ended.wait(_SECONDS)
+
+    # Now: while Python exits, it begins no thread.
+    threading.Thread(target=end, daemon=True).start()
+    at_exit(wait)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import wrapt
 
 from towers.keras_adapter import versions
-from towers.program import forks, keras_settings, pools, progress, sieve, words
+from towers.program import forks, keras_settings, progress, sieve, words
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ def leave(code: int) -> NoReturn:
     """
     global _exit_code
     _exit_code = code
-    pools.end_at_exit()
+    forks.end_pools_at_exit()
     sys.exit(code)
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from towers.program.flags.suggestions import unknown_flag
+from towers.program.flags.arguments import unknown_flag
 from towers.train import tower_flags
 from towers.train.settings import NAMES, Settings, is_given
 

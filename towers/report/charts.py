@@ -96,14 +96,13 @@ def lines(
     return _svg(name, draw, x_label, legend=len(curves) > 1)
 
 
-def stacked(name: str, parts: Mapping[str, Series], *, x_label: str = "step") -> str:
+def stacked(name: str, parts: Mapping[str, Series]) -> str:
     """Draws parts of a whole, on top of one another.
 
     Args:
         name: As for `lines`.
         parts: By what the legend calls them, measured at the same steps; each value is
             that of the steps since the last.
-        x_label: As for `lines`.
 
     Returns:
         The element `<svg>`.
@@ -123,7 +122,7 @@ def stacked(name: str, parts: Mapping[str, Series], *, x_label: str = "step") ->
             area.set_gid(_slug(label))
         axes.margins(x=0)
 
-    return _svg(name, draw, x_label, legend=True)
+    return _svg(name, draw, "step", legend=True)
 
 
 def _thinned(steps, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

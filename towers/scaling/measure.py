@@ -152,10 +152,4 @@ def run(
         f"Training on {count} towers took longer than {child.PROBE_S} s; expected "
         "less, so give a smaller --batch_size.",
     )
-    if "towers" not in told:
-        raise ValueError(
-            f"A process ended before it had any tower ({told['why']}); expected memory "
-            "for TensorFlow at least, so allow more."
-        )
-    names = Trial.__dataclass_fields__
-    return Trial(**{name: told[name] for name in names if name in told})
+    return child.as_value(Trial, told)

@@ -11,7 +11,6 @@ from towers.program.flags import command_line
 from towers.train import checks, tower_flags
 from towers.train import flags as train_flags
 from towers.train.settings import Settings, is_given
-from towers.train.tower_flags import idle
 
 _SCALING = {"module_name": "Scaling"}
 _HOSTS = {"module_name": "Several hosts (predicted)"}
@@ -119,9 +118,11 @@ def read(argv: Sequence[str], doc: str) -> Scaling:
     check_plot(scaling.plot, "scaling.svg", "scaling.png")
     # With one epoch, images are not kept in memory, as in training.
     once = scaling.train_epochs == 1
-    names = [name for name in idle.OF_A_RUN if not (once and name == "train_epochs")]
+    names = [
+        name for name in tower_flags.OF_A_RUN if not (once and name == "train_epochs")
+    ]
     # Each trial has a folder of its own, and leaves nothing.
-    idle.say(scaling, ["model_dir", "clean", *names], "towers.scaling")
+    tower_flags.say_idle(scaling, ["model_dir", "clean", *names], "towers.scaling")
     return scaling
 
 

@@ -1,8 +1,10 @@
 """RigL: blocks move to where gradients are large, while a model trains."""
 
+import collections
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives.world import this_host
+from towers.models.block_sparse.layout import sums_of_blocks
 from towers.program.voice import say
 from towers.sparse.changing import (
     begin_anew,
@@ -17,8 +20,6 @@ from towers.sparse.changing import (
     intervals,
     squares_of_blocks,
 )
-from towers.sparse.gradients import norms_of_blocks
-from towers.sparse.moves import moved
 
 
 class RigL(keras.callbacks.Callback):
@@ -136,3 +137,137 @@ def _batches(data: Any, begin: int) -> Iterable[Any]:
 
 def _tensor(values):
     return None if values is None else tf.convert_to_tensor(values)
+
+
+# Gradients of whole kernels, of which layers have only some blocks.
+
+
+def norms_of_blocks(
+    model: keras.Model, layers: Sequence[keras.layers.Layer]
+) -> Callable[[Any, Any, Any], list[tf.Tensor]]:
+    """Makes a function that tells how large gradients of blocks are.
+
+    Args:
+        model: A compiled model.
+        layers: Layers of it that are block-sparse.
+
+    Returns:
+        A function of x, y and sample weights. It returns for each layer the norms of
+        the gradients of all blocks, also of those that are not there: float32
+        [input blocks, output blocks]. It changes no variable.
+    """
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def norms(x, y, sample_weight):
+        kernels = [tf.zeros(layer.dense_shape) for layer in layers]
+        with (
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+            # What training would change, such as statistics and seeds, stays as it is.
+            keras.StatelessScope(collect_losses=True),
+            _added(layers, kernels),
+        ):
+            tape.watch(kernels)
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x, y, outputs, sample_weight, training=True)
+            # In float16, gradients would be zero without it.
+            loss = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, kernels)
+        return [
+            # Of batches of any size, shapes of gradients are not known.
+            _norms(tf.ensure_shape(gradient, layer.dense_shape), layer.layouts[0])
+            for gradient, layer in zip(gradients, layers, strict=True)
+        ]
+
+    return norms
+
+
+@contextlib.contextmanager
+def _added(layers: Sequence[Any], kernels: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Inside, layers add what kernels make of their inputs."""
+    try:
+        for layer, kernel in zip(layers, kernels, strict=True):
+            layer.added_kernel = kernel
+        yield
+    finally:
+        for layer in layers:
+            layer.added_kernel = None
+
+
+def _norms(gradient, layout):
+    """The norm of each block of a matrix [..., inputs, outputs]."""
+    squares = tf.square(tf.cast(gradient, tf.float32))
+    return tf.sqrt(sums_of_blocks(squares, layout.mask.shape, layout.block_shape))
+
+
+# Which blocks RigL moves: from the smallest weights to the largest gradients.
+
+
+def moved(
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    magnitudes: np.ndarray,
+    gradients: np.ndarray,
+    number: int,
+) -> np.ndarray:
+    """Tells which input each block reads after blocks have moved.
+
+    RigL (Evci et al. 2020, https://arxiv.org/abs/1911.11134) drops the weights with the
+    smallest magnitudes, and grows those with the largest gradients. Here each input and
+    each output keeps its number of blocks, so that shapes stay as they are: the blocks
+    that are dropped exchange their inputs. Beginning with the largest gradient, a block
+    is grown where it can be by such an exchange.
+
+    Args:
+        inputs: The input of each block, int [blocks].
+        outputs: The output of each block, int [blocks].
+        magnitudes: Of the weights of each block, [blocks].
+        gradients: Magnitudes of the gradients of all blocks, also of those that are not
+            there, [inputs, outputs].
+        number: How many blocks may move.
+
+    Returns:
+        The input of each block, int [blocks]. No two blocks are at one place.
+    """
+    inputs = inputs.copy()
+    free = np.argsort(magnitudes, kind="stable")[:number].tolist()
+    by_input, by_output = collections.defaultdict(set), collections.defaultdict(set)
+    for block in free:
+        by_input[inputs[block]].add(block)
+        by_output[outputs[block]].add(block)
+    there = np.zeros(gradients.shape, bool)
+    there[inputs, outputs] = True
+    wanted = gradients.copy()
+    # Where blocks stay, none can grow.
+    kept = np.setdiff1d(np.arange(len(inputs)), free)
+    wanted[inputs[kept], outputs[kept]] = -np.inf
+    for place in np.argsort(-wanted, axis=None, kind="stable"):
+        source, target = np.unravel_index(place, wanted.shape)
+        givers, takers = by_input[source], by_output[target]
+        for block in takers & givers:
+            # It was dropped, and grows again.
+            takers.discard(block)
+            givers.discard(block)
+        if there[source, target]:
+            continue
+        pair = _exchange(inputs, outputs, there, takers, givers)
+        if pair is not None:
+            taker, giver = pair
+            before = inputs[taker]
+            there[before, target] = there[source, outputs[giver]] = False
+            there[source, target] = there[before, outputs[giver]] = True
+            inputs[taker], inputs[giver] = source, before
+            # The taker is where it is to be; the giver may move once more.
+            by_output[target].discard(taker)
+            by_input[before].discard(taker)
+            by_input[source].discard(giver)
+            by_input[before].add(giver)
+    return inputs
+
+
+def _exchange(inputs, outputs, there, takers, givers):
+    """Returns a taker and a giver that may exchange their inputs; None without any."""
+    for taker in sorted(takers):
+        for giver in sorted(givers):
+            if not there[inputs[taker], outputs[giver]]:
+                return taker, giver
+    return None

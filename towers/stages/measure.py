@@ -1,7 +1,7 @@
-"""Measures how long each layer of a model takes, forward and backward.
+"""Measures the time of each layer of a model, forward and backward.
 
-The graph of a tower is cut layer by layer, as it is cut into stages otherwise, and its
-phases run one after another, on one device, with zeros for a batch.
+A tower's graph is cut layer by layer, in the way it is otherwise cut into stages. The
+phases run one after another, on one device, with a batch of zeros.
 """
 
 import time
@@ -21,17 +21,18 @@ def seconds_of_parts(
     device: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Measures what a tower computes, part by part.
+    """Measures the time of a tower's computation, part by part.
 
     Args:
-        towers: What it computes, each of which takes tensors of known shapes.
-        parts: Number of the parts. What belongs to none counts for the one that it
+        towers: The functions that the tower computes; all their inputs have known
+            shapes.
+        parts: The number of parts. An operation of no part counts for the part that it
             takes from.
-        device: Where to compute.
+        device: The device to compute on.
         clock: Returns seconds.
 
     Returns:
-        The seconds that each part takes, the least of some rounds.
+        The seconds that each part takes, the minimum over some rounds.
 
     Raises:
         ValueError: A shape is not known.
@@ -45,25 +46,25 @@ def seconds_of_parts(
 
 
 def _seconds(staged, device, clock):
-    """Runs all phases on zeros; returns the seconds of each."""
+    """Runs all phases on zeros; returns the seconds of each phase."""
     made = {}
-    for each in staged.inputs:
-        if not each.shape.is_fully_defined() or each.dtype == tf.variant:
+    for tensor in staged.inputs:
+        if not tensor.shape.is_fully_defined() or tensor.dtype == tf.variant:
             raise ValueError(
-                f"Received '{each.name}' of shape {each.shape} in what a tower "
+                f"Received '{tensor.name}' of shape {tensor.shape} in what a tower "
                 "computes; expected shapes that are known before it runs."
             )
         with tf.device(device):
-            made[key(each)] = tf.zeros(each.shape, each.dtype)
+            made[key(tensor)] = tf.zeros(tensor.shape, tensor.dtype)
     seconds = []
     for phase in staged.phases:
         begun_s = clock()
         with tf.device(device):
-            found, _ = phase([made[each] for each in phase.takes])
-        for value in found[:1]:
-            # All of a phase comes at once.
+            results, _ = phase([made[name] for name in phase.takes])
+        for value in results[:1]:
+            # All results of a phase come at once.
             if value.dtype not in (tf.resource, tf.variant):
                 value.numpy()
         seconds.append(clock() - begun_s)
-        made.update(zip(phase.makes, found, strict=True))
+        made.update(zip(phase.makes, results, strict=True))
     return seconds

@@ -1,14 +1,15 @@
-"""Cuts the graph of what a tower computes into phases, each of one part at a time.
+"""Cuts the graph that a tower computes into phases, each of one part at a time.
 
-A part is a stage, or a layer. A phase is a function. It takes what earlier phases, of
-this part or of others, have made, and returns what later ones need. So the phases of
-several micro-batches may run side by side, and in any order that the data allow.
+A part is a stage or a layer. A phase is a function. It takes results of earlier phases,
+of this part or of others, and returns what later phases need. So the phases of several
+micro-batches may run side by side, in any order that the data allow.
 
 The graph is cut, not the model: skip connections, layers that are called twice, and
-Python of the user's have no list of stages. A phase takes nothing from a later level:
-an operation's level is one more than that of another stage's operation that it takes
-from. Gradients of weights are cut off, for when a stage is idle. What is computed again
-is part of the backward phase, as TensorFlow merges equal operations.
+Python code of the user have no list of stages. A phase takes nothing from a later
+level: an operation's level is one more than the level of another stage's operation that
+it takes from. Gradients of weights form phases of their own, for when a stage is idle.
+Recomputed operations are part of the backward phase, as TensorFlow merges equal
+operations.
 """
 
 import collections
@@ -41,13 +42,13 @@ _FEED = "towers_feed_"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class StagePlace:
-    """Where an operation stands: what is of one place is computed together.
+    """The place of an operation; operations of one place are computed together.
 
     Attributes:
         level: The order of phases: a phase takes nothing from a later level.
-        part: The part of the model that it belongs to: a stage, or a layer.
-        backward: Whether it is of the gradient.
-        deferred: Whether no other part waits for it, beside what others wait for.
+        part: The part of the model that the operation belongs to: a stage or a layer.
+        backward: Whether the operation belongs to the gradient.
+        deferred: Whether other parts never wait for the operation.
     """
 
     level: int
@@ -57,14 +58,14 @@ class StagePlace:
 
 
 class StagePhase:
-    """What one part computes at a time.
+    """A function with the operations of one place.
 
     Attributes:
-        place: Where its operations stand.
-        takes: The tensors that it is called with, by their keys.
-        makes: Those that it returns.
-        work: About how long it takes; see `work.py`.
-        timed: Whether it tells when it ended.
+        place: The place of its operations.
+        takes: Its inputs, by their keys.
+        makes: Its results, by their keys.
+        work: Its estimated time; see `work.py`.
+        timed: Whether it returns the time at which it ended.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class StagePhase:
         timed: bool = False,
         inline: bool = False,
     ):
-        """Traces the function, which computes what it makes from what it takes.
+        """Traces the function, which computes `makes` from `takes`.
 
-        `timed` tells whether it is to look at the clock when it ends. Outside, the
-        clock would be looked at late, where all threads are busy with other phases.
-        `inline` tells whether TensorFlow copies it into the step's graph. If not, it
-        begins when all that it takes is there.
+        `timed` makes the phase read the clock when it ends. Outside of the phase, the
+        clock would be read late while all threads are busy with other phases. With
+        `inline`, TensorFlow copies the function into the step's graph; otherwise, it
+        begins when all inputs are there.
         """
         self.place, self.takes, self.makes = place, takes, makes
         self.work, self.timed = work, timed
@@ -102,15 +103,15 @@ class StagePhase:
         """Adds a call to the graph being built, on the device of the scope.
 
         Args:
-            values: Those of `takes`.
-            size: Number of rows, if there may be none, for which nothing is computed.
+            values: The values of `takes`.
+            size: The number of rows, if it may be 0; then nothing is computed.
 
         Returns:
-            What it makes, and when it ended, in seconds, if it is `timed`.
+            The values of `makes`, and the end in seconds if the phase is `timed`.
         """
-        found = self._function if size is None else self._guarded
-        found = found(*values) if size is None else found(size, *values)
-        return (found[:-1], found[-1]) if self.timed else (found, None)
+        result = self._function if size is None else self._guarded
+        result = result(*values) if size is None else result(size, *values)
+        return (result[:-1], result[-1]) if self.timed else (result, None)
 
     @functools.cached_property
     def _guarded(self):
@@ -143,53 +144,54 @@ def cut(
     """Cuts a graph into phases.
 
     Args:
-        graph: The graph of what a tower computes.
-        outputs: What it returns.
-        labels: What its operations were made for.
-        given: The keys of what it is called with, each with the part that has it, if
-            any does.
-        captured: The keys of what it takes from outside, and that.
-        recompute: Whether a part computes again, on the way back, what it has made on
-            the way forward (Chen et al. 2016). It then keeps what it was called with.
-        deferring: Whether what no other part waits for has phases of its own, such as
-            gradients of weights, and metrics. What computes again has it at once.
-        timed: Whether phases tell when they end.
+        graph: The graph that a tower computes.
+        outputs: The graph's results.
+        labels: The layers that its operations were made for.
+        given: The keys of the inputs, each with the part that holds the input, if any
+            does.
+        captured: The keys of the captured tensors, and the tensors outside.
+        recompute: Whether a part recomputes its forward operations in the backward pass
+            (Chen et al. 2016). It then keeps only its inputs.
+        deferring: Whether operations that no other part waits for, such as gradients of
+            weights, and metrics, get phases of their own. Recomputing phases include
+            them.
+        timed: Whether phases return the time at which they end.
 
     Returns:
         The phases, in an order in which they may run.
     """
     order = _in_order(outputs, {*given, *captured})
-    places = _Places(order, labels, given).places
+    place_of = _Places(order, labels, given).places
     if deferring:
-        places = _deferred(order, places, recompute)
+        place_of = _deferred(order, place_of, recompute)
     members = collections.defaultdict(dict)
     for op in order:
-        if (place := places.get(op.name)) is not None:
+        if (place := place_of.get(op.name)) is not None:
             members[place][op.name] = op
     if recompute:
         for place in members:
             if place.backward:
-                members[place] = _with_forward(order, members[place], places, place)
+                members[place] = _with_forward(order, members[place], place_of, place)
     made = {key(t) for t in outputs}
     for inside in members.values():
         for op in inside.values():
-            # What is computed again comes from itself.
+            # A recomputed tensor comes from the phase itself.
             made.update(key(t) for t in op.inputs if t.op.name not in inside)
     parts = _Parts(graph, made, captured, timed)
-    return [parts.phase(place, members[place], places) for place in sorted(members)]
+    return [parts.phase(place, members[place], place_of) for place in sorted(members)]
 
 
 def recomputing(
     function: tf.types.experimental.ConcreteFunction, labels: Labels
 ) -> tf.types.experimental.ConcreteFunction:
-    """Returns what computes the same as a function, and keeps less for its gradient.
+    """Returns a function with the same results that keeps less for its gradient.
 
-    Each part of a model computes again, on the way back, what it has made on the way
-    forward; see `cut`.
+    Each part of a model recomputes its forward operations in the backward pass; see
+    `cut`.
 
     Args:
-        function: Takes and returns tensors; nothing in it is on a device.
-        labels: What its operations were made for.
+        function: Takes and returns tensors; places none of its operations on a device.
+        labels: The layers that its operations were made for.
     """
     graph = function.graph
     captured = {key(inside): outside for outside, inside in graph.captures}
@@ -202,57 +204,58 @@ def recomputing(
     def run(*values):
         made = dict(zip(takes, values, strict=True))
         for phase in phases:
-            found, _ = phase([made[each] for each in phase.takes])
-            made.update(zip(phase.makes, found, strict=True))
-        return [made[each] for each in returns]
+            results, _ = phase([made[name] for name in phase.takes])
+            made.update(zip(phase.makes, results, strict=True))
+        return [made[name] for name in returns]
 
     return traced(
         run, *(tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs[: len(takes)])
     )
 
 
-def _deferred(order, places, recompute):
-    """The places of operations, with those apart that no other part waits for.
+def _deferred(order, place_of, recompute):
+    """Returns places in which operations that no other part waits for are deferred.
 
-    A sum of gradients of several parts makes none of these wait for another.
+    A sum of the gradients of several parts makes no part wait for another.
     """
     waited_for = set()
     for op in reversed(order):
-        if (place := places.get(op.name)) is None:
+        if (place := place_of.get(op.name)) is None:
             continue
         if recompute and place.backward:
             waited_for.add(op.name)
         is_sum = op.type == "AddN" and place.backward
         for source in (*(t.op for t in op.inputs), *op.control_inputs):
-            passed_on = places.get(source.name) != place and not is_sum
+            passed_on = place_of.get(source.name) != place and not is_sum
             if passed_on or op.name in waited_for:
                 waited_for.add(source.name)
-    some = {places[name] for name in waited_for if name in places}
+    some = {place_of[name] for name in waited_for if name in place_of}
     return {
         name: dataclasses.replace(place, deferred=True)
         if place in some and name not in waited_for
         else place
-        for name, place in places.items()
+        for name, place in place_of.items()
     }
 
 
-def _with_forward(order, members, places, place):
-    """The operations of a backward phase, with those that it computes again."""
+def _with_forward(order, members, place_of, place):
+    """Returns the operations of a backward phase, with those that it recomputes."""
     inside = set(members)
     for op in reversed(order):
         if op.name not in inside:
             continue
         for tensor in op.inputs:
-            of = places.get(tensor.op.name)
-            mine = of is not None and not of.backward and of.part == place.part
-            # What Python computes, and may compute otherwise, is done once.
-            if mine and not any(effects.of([tensor.op])):
+            of = place_of.get(tensor.op.name)
+            forward = of is not None and not of.backward and of.part == place.part
+            # Python functions run once, as they may return something else the next
+            # time.
+            if forward and not any(effects.of([tensor.op])):
                 inside.add(tensor.op.name)
     return {op.name: op for op in order if op.name in inside}
 
 
 def _in_order(outputs, given):
-    """The operations behind `outputs`, each behind those that it takes from."""
+    """Returns the operations behind `outputs`, each after those that it takes from."""
     given = {name.partition(":")[0] for _, name in given}
     before, by_name, waiting = {}, {}, [t.op for t in outputs]
     while waiting:
@@ -261,18 +264,20 @@ def _in_order(outputs, given):
             continue
         by_name[op.name] = op
         sources = [*(t.op for t in op.inputs), *op.control_inputs]
-        before[op.name] = [each.name for each in sources if each.name not in given]
+        before[op.name] = [
+            source.name for source in sources if source.name not in given
+        ]
         waiting += sources
     names = graphlib.TopologicalSorter(before).static_order()
     return [by_name[name] for name in names]
 
 
 class _Places:
-    """Finds where each operation stands; constants stand nowhere: each phase has them.
+    """Finds the place of each operation; constants have none: each phase copies them.
 
-    A part's place is on the level of its number, on the way back in reverse. Where a
-    part takes something from a later one, as a layer does that is called twice, it has
-    another place, on a level behind that.
+    A part's place is on the level of its number, and in reverse on the way back. A part
+    that takes something from a later part, as a layer does that is called twice, gets
+    another place, on a level behind that part.
     """
 
     def __init__(self, order, labels, given):
@@ -294,7 +299,7 @@ class _Places:
                 self._put(op, part, part, False)
         self._put_where_needed(order, forward)
         levels = [place.level for place in self.places.values()]
-        # There is nothing to place if the loss takes no outputs of the model.
+        # No operation has a place if the loss takes no outputs of the model.
         self._deepest = max(levels, default=0)
         for op in backward:
             part, level = self._of_gradient(op)
@@ -303,14 +308,14 @@ class _Places:
         self._put_where_needed(order, backward)
 
     def _put(self, op, part, level, backward):
-        for each in self._taken(op):
-            same = (each.part, each.backward) == (part, backward)
-            level = max(level, each.level + (not same))
+        for source in self._taken(op):
+            same = (source.part, source.backward) == (part, backward)
+            level = max(level, source.level + (not same))
         self.places[op.name] = StagePlace(level, part, backward)
 
     def _taken(self, op):
-        found = (self.places.get(tensor.op.name) for tensor in op.inputs)
-        return [place for place in found if place is not None]
+        sources = (self.places.get(tensor.op.name) for tensor in op.inputs)
+        return [place for place in sources if place is not None]
 
     def _part(self, op):
         if (part := self._labels.parts.get(op.name)) is not None:
@@ -319,19 +324,19 @@ class _Places:
         parts = [part for part in parts if part is not None]
         if taken := self._taken(op):
             last = max(taken).part
-            # A loop, or a branch, is where the last of its layers is.
+            # A loop, or a branch, stands where the last of its layers stands.
             return max([last, *parts]) if calls_functions(op) else last
         return max(parts, default=None)
 
     def _of_gradient(self, op):
-        """The part of an operation of the gradient, and its level if nothing waits."""
+        """Returns the part and the level of an operation of the gradient."""
         taken = self._taken(op)
         forward = [place for place in taken if not place.backward]
         if forward and calls_functions(op):
-            # It takes what a loop, or a branch, has kept for it.
+            # It takes tensors that a loop, or a branch, has kept for it.
             last = max(forward)
             return last.part, 2 * self._deepest + 1 - last.level
-        # A sum stands where the last gradient comes from; TensorFlow puts it with any.
+        # A sum stands with its last gradient; TensorFlow labels it with any of them.
         is_sum = op.type == "AddN" and taken and max(taken).backward
         for name in () if is_sum else self._labels.beside.get(op.name, ()):
             place = self.places.get(name)
@@ -347,14 +352,14 @@ class _Places:
         return None, 0
 
     def _put_where_needed(self, order, wanted):
-        """Puts what depends on no layer where it is needed first."""
+        """Puts operations that depend on no layer where they are needed first."""
         needed = collections.defaultdict(set)
         names = {op.name for op in wanted}
         for op in reversed(order):
             if op.name in names and op.name not in self.places:
                 first = sorted(needed[op.name])[:2]
                 clear = len(first) == 1 or (first and first[0].level < first[1].level)
-                # On the first level nothing else is computed, so all may take it.
+                # The first level computes nothing else, so all phases may take from it.
                 self.places[op.name] = first[0] if clear else StagePlace(0, 0)
             if place := self.places.get(op.name):
                 for tensor in op.inputs:
@@ -367,9 +372,9 @@ class _Parts:
 
     Attributes:
         graph: The graph.
-        wanted: The keys of what phases take from others, or the tower returns.
+        wanted: The keys of tensors that other phases take, or that the tower returns.
         captured: See `cut`.
-        timed: The same.
+        timed: See `cut`.
     """
 
     graph: tf.Graph
@@ -381,9 +386,9 @@ class _Parts:
         self,
         place: StagePlace,
         members: Mapping[str, tf.Operation],
-        places: Mapping[str, StagePlace],
+        place_of: Mapping[str, StagePlace],
     ) -> StagePhase:
-        """Makes the phase of some operations; those of other places are made again."""
+        """Makes the phase of one place; operations of other places are recomputed."""
         part, takes, captured, constants = GraphDef(), {}, {}, {}
 
         def name(tensor):
@@ -408,7 +413,7 @@ class _Parts:
         makes = {
             key(tensor): tensor
             for op in members.values()
-            if places[op.name] == place
+            if place_of[op.name] == place
             for tensor in op.outputs
             if key(tensor) in self.wanted
         }
@@ -422,10 +427,10 @@ class _Parts:
             feeds = (feed for feed, _ in takes.values())
             fed.update(zip(feeds, values, strict=True))
             names = [tensor.name for tensor in makes.values()]
-            found = tf.graph_util.import_graph_def(part, fed, names, name="")
-            for tensor, like in zip(found, makes.values(), strict=True):
+            results = tf.graph_util.import_graph_def(part, fed, names, name="")
+            for tensor, like in zip(results, makes.values(), strict=True):
                 tensor.set_shape(like.shape)
-            return found
+            return results
 
         tensors = {outside: tensor for outside, (_, tensor) in takes.items()}
         effort = sum(map(work.of, members.values()))

@@ -1,6 +1,6 @@
-"""In which order the stages of a tower take their turns at its micro-batches.
+"""Orders the turns that the stages of a tower take at its micro-batches.
 
-The order is made by acting out a step: each stage takes one of the turns that could
+A simulation of a step gives the order: each stage takes one of the turns that could
 begin next. Turns that nothing else waits for fill the time in which a stage would wait
 (Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
 """
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """What a stage computes at once of a micro-batch.
+    """The phases that a stage runs at once for a micro-batch.
 
     Attributes:
         stage: The stage.
-        backward: Whether it is on the way back.
-        deferred: Whether no other stage waits for it.
-        after: The turns of the same micro-batch that it takes something from.
-        duration: How long it takes, in any unit.
+        backward: Whether the turn is part of the backward pass.
+        deferred: Whether other stages never wait for the turn.
+        after: The turns of the same micro-batch that the turn takes something from.
+        duration: The time it takes, in any unit.
     """
 
     stage: int
@@ -30,12 +30,12 @@ class Turn(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A turn of a micro-batch, and when it comes.
+    """A turn of a micro-batch, and the time at which it begins.
 
     Attributes:
-        begins: When, in the unit of durations.
-        micro_batch: Number of the micro-batch.
-        turn: Index of the turn.
+        begins: The time, in the unit of durations.
+        micro_batch: The number of the micro-batch.
+        turn: The index of the turn.
     """
 
     begins: float
@@ -47,12 +47,12 @@ def order(turns: Sequence[Turn], micro_batches: int, schedule: str) -> list[Slot
     """Returns the turns of all micro-batches, in an order in which each may begin.
 
     Args:
-        turns: Those of each micro-batch, each behind those that it takes from.
-        micro_batches: How many there are.
+        turns: The turns of each micro-batch, each after those that it takes from.
+        micro_batches: The number of micro-batches.
         schedule: "gpipe" or "1f1b"; see `layers.pipeline.Pipeline`.
 
     Returns:
-        The turns. Those of one stage are to be taken in this order.
+        The turns. Each stage must take its turns in this order.
     """
     return [*_acted_out(tuple(turns), micro_batches, schedule)]
 
@@ -64,27 +64,27 @@ def _acted_out(turns, micro_batches, schedule):
 
 
 class _Step:
-    """A step that is acted out."""
+    """The simulation of a step."""
 
     def __init__(self, turns, micro_batches, schedule):
         self._turns, self._gpipe = turns, schedule == "gpipe"
         self._idle = dict.fromkeys((turn.stage for turn in turns), 0.0)
-        # When each turn of each micro-batch ends, as far as they have come.
+        # For each micro-batch, the end of each turn that has been simulated.
         self._ends = [{} for _ in range(micro_batches)]
         uses = [*map(self._uses, range(len(turns)))]
-        # For each turn, the last one of its stage that needs what comes of it.
-        self._released = [max(found, default=k) for k, found in enumerate(uses)]
-        # Turns that leave something for later, which the next one does.
+        # For each turn, the last turn of its stage that needs its results.
+        self._released = [max(users, default=k) for k, users in enumerate(uses)]
+        # Turns that leave work for a later turn, which the next one does.
         self._leaving = {
             k
             for k in range(len(turns) - 1)
             if turns[k + 1].deferred and k + 1 in uses[k]
         }
         forward = [
-            k for k, each in enumerate(turns) if not each.backward | each.deferred
+            k for k, turn in enumerate(turns) if not turn.backward | turn.deferred
         ]
         self._forward = {*forward}
-        # As many hold activations as there are turns from here to the way back.
+        # As many micro-batches hold activations as turns remain before the way back.
         self._at_most = {k: len(forward) - i for i, k in enumerate(forward)}
 
     def act_out(self):
@@ -120,7 +120,7 @@ class _Step:
         if any(j not in ends[micro_batch] for j in turn.after):
             return False
         if k in self._leaving and self._holding(k, k + 1):
-            # What it leaves for later is still to be done for another micro-batch.
+            # Work left for later is still to be done for another micro-batch.
             return False
         if self._gpipe:
             return not turn.backward or all(self._forward <= e.keys() for e in ends)
@@ -129,13 +129,13 @@ class _Step:
         return self._holding(k, self._released[k]) < self._at_most[k]
 
     def _holding(self, k, last):
-        """How many micro-batches have had a turn, and not yet a later one."""
+        """Returns how many micro-batches have had turn `k`, and not yet turn `last`."""
         return sum(k in ends and last not in ends for ends in self._ends)
 
     def _uses(self, k):
-        """The turns of the same stage that take from a turn, or from these."""
-        found = {k}
+        """Returns the turns of the same stage that depend on turn `k`'s results."""
+        users = {k}
         for j, turn in enumerate(self._turns):
-            if turn.stage == self._turns[k].stage and found & {*turn.after}:
-                found.add(j)
-        return found - {k}
+            if turn.stage == self._turns[k].stage and users & {*turn.after}:
+                users.add(j)
+        return users - {k}

@@ -1,8 +1,8 @@
 """Cuts a function of a tower for the devices that share it, and orders their turns.
 
 The function's graph is cut into phases, which are functions. The graph of a step calls
-them for each micro-batch, each on its stage's device. Nothing but the data, and the
-turns of each device, says what waits for what.
+them for each micro-batch, each on its stage's device. Only the data, and the order of
+turns on each device, make one phase wait for another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from towers.stages.schedule import Slot, Turn, order
 
 
 class Staged:
-    """A function of a tower, cut into phases, which stages take turns at.
+    """A function of a tower, cut into phases, which stages run in turns.
 
     Attributes:
-        inputs: The tensors of its graph that it is called with.
-        outputs: Those that it returns.
-        turns: What stages compute at once, in an order in which they may.
+        inputs: The inputs of the function, tensors of its graph.
+        outputs: Its outputs.
+        turns: The turns of stages, in an order that the data allow.
         phases_of: The phases of each turn.
     """
 
@@ -39,14 +39,15 @@ class Staged:
         """Cuts the function.
 
         Args:
-            graph: Its graph.
-            inputs: What it is called with.
-            outputs: What it returns.
-            labels: What its operations were made for.
+            graph: The function's graph.
+            inputs: The function's inputs.
+            outputs: The function's outputs.
+            labels: The layers that its operations were made for.
             pipeline: How the devices of a tower share the model.
-            parts: The part of the model that has an input, by the input's key, where
-                one has it.
-            timed: Whether its phases tell when they end; on a GPU they do not know it.
+            parts: For the key of an input, the part of the model that holds the input,
+                if any does.
+            timed: Whether phases return the time at which they end; on a GPU they
+                cannot.
         """
         self.inputs, self.outputs = inputs, outputs
         phases = cut(
@@ -64,11 +65,11 @@ class Staged:
 
     @property
     def phases(self) -> list[StagePhase]:
-        """Its phases, in the order of one micro-batch."""
+        """The phases, in the order of one micro-batch."""
         return [phase for phases in self.phases_of for phase in phases]
 
     def taken_by(self, stage: int) -> list[Key]:
-        """Returns the keys of what phases of a stage take, in order, each once."""
+        """Returns the keys of the inputs of a stage's phases, in order, each once."""
         phases = (
             phase
             for turn, phases in zip(self.turns, self.phases_of, strict=True)
@@ -78,67 +79,67 @@ class Staged:
         return [*dict.fromkeys(name for phase in phases for name in phase.takes)]
 
     def slots(self, micro_batches: int) -> list[Slot]:
-        """Returns in which order stages take turns at some micro-batches."""
+        """Returns the order in which stages take turns at some micro-batches."""
         return order(self.turns, micro_batches, self._pipeline.schedule)
 
     def waits(self, slots: Sequence[Slot]) -> list[list[int]]:
         """Returns, for each of some slots, the slots that it has to wait for.
 
-        They are those whose turns it takes something from, and the one before it of its
-        stage.
+        These are the slots of turns that it takes something from, and its stage's slot
+        before it.
         """
         on_stage: dict[int, int] = {}
-        places: dict[tuple[int, int], int] = {}
+        slot_of: dict[tuple[int, int], int] = {}
         waits = []
         for k, slot in enumerate(slots):
             turn = self.turns[slot.turn]
-            after = [places[slot.micro_batch, before] for before in turn.after]
+            after = [slot_of[slot.micro_batch, before] for before in turn.after]
             after += [on_stage[turn.stage]] if turn.stage in on_stage else []
             waits.append(after)
-            on_stage[turn.stage] = places[slot.micro_batch, slot.turn] = k
+            on_stage[turn.stage] = slot_of[slot.micro_batch, slot.turn] = k
         return waits
 
     def kept(self) -> list[list[tuple[tf.Tensor, int]]]:
-        """Returns what the stage of each turn keeps from then on for later turns.
+        """Returns the tensors that the stage of each turn keeps for later turns.
 
-        It is what the turn makes, or takes from another stage, with the index of the
-        last turn that needs it. What is handed on to another stage, and is not needed
-        again, is left out.
+        A stage keeps tensors that the turn makes, or takes from another stage. Each
+        comes with the index of the last turn that needs it. A tensor that is handed on
+        to another stage, and not needed again, is left out.
         """
         by_turn = [*zip(self.turns, self.phases_of, strict=True)]
         last = {
-            (turn.stage, each): k
+            (turn.stage, name): k
             for k, (turn, phases) in enumerate(by_turn)
             for phase in phases
-            for each in phase.takes
+            for name in phase.takes
         }
         known = {(turn.stage, key(t)) for turn in self.turns for t in self.inputs}
-        found = []
+        kept = []
         for k, (turn, phases) in enumerate(by_turn):
-            found.append([])
+            kept.append([])
             for phase in phases:
-                for each, tensor in [*phase.takes.items(), *phase.makes.items()]:
-                    place = turn.stage, each
-                    if place not in known and last.get(place, k) > k:
-                        found[-1].append((tensor, last[place]))
-                    known.add(place)
-        return found
+                for name, tensor in [*phase.takes.items(), *phase.makes.items()]:
+                    held = turn.stage, name
+                    if held not in known and last.get(held, k) > k:
+                        kept[-1].append((tensor, last[held]))
+                    known.add(held)
+        return kept
 
 
 def _turns(phases, stages):
-    """Puts together what a stage computes at once; returns turns, and their phases."""
+    """Groups phases that a stage runs at once; returns turns, and their phases."""
     groups = []
     for phase in phases:
         of = stages[phase.place.part], phase.place.backward
         if not groups or groups[-1][0] != of:
             groups.append((of, {False: [], True: []}))
         groups[-1][1][phase.place.deferred].append(phase)
-    # What other stages wait for comes first.
-    split = [(*of, *each) for of, both in groups for each in both.items() if each[1]]
+    # Phases that other stages wait for come first.
+    split = [(*of, *group) for of, both in groups for group in both.items() if group[1]]
     turns, makers = [], {}
-    for k, (stage, backward, deferred, mine) in enumerate(split):
-        taken = {makers.get(each, k) for phase in mine for each in phase.takes} - {k}
-        makers |= {each: k for phase in mine for each in phase.makes}
-        duration = max(1.0, sum(phase.work for phase in mine))
+    for k, (stage, backward, deferred, members) in enumerate(split):
+        taken = {makers.get(name, k) for phase in members for name in phase.takes} - {k}
+        makers |= {name: k for phase in members for name in phase.makes}
+        duration = max(1.0, sum(phase.work for phase in members))
         turns.append(Turn(stage, backward, deferred, tuple(sorted(taken)), duration))
-    return turns, [mine for *_, mine in split]
+    return turns, [members for *_, members in split]

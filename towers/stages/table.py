@@ -14,13 +14,13 @@ from towers.stages.work import numbers
 
 
 class Held(NamedTuple):
-    """What a stage holds in the memory of its device, in bytes.
+    """The bytes that a stage holds in the memory of its device.
 
     Attributes:
         weights: The model's variables.
-        gradients: As much as the trainable ones of them.
-        slots: The optimizer's variables: those of the fullest device of the stage.
-        activations: What is kept for the way back, at most.
+        gradients: The gradients of the trainable variables.
+        slots: The optimizer's variables, on the fullest device of the stage.
+        activations: The activations kept for the way back, at most.
     """
 
     weights: int
@@ -30,10 +30,10 @@ class Held(NamedTuple):
 
 
 def held_by_stages(pipeline: Pipeline, kept: Sequence[int]) -> list[Held]:
-    """Returns what each stage holds; what is cut is on the devices of all stages.
+    """Returns the memory of each stage, without tables on the devices of all stages.
 
     Args:
-        pipeline: How the devices of a tower share the model, which is built.
+        pipeline: Describes how the devices of a tower share the model, which is built.
         kept: The bytes of activations that each stage keeps; see `activation_bytes`.
     """
     model = pipeline.model
@@ -49,9 +49,9 @@ def held_by_stages(pipeline: Pipeline, kept: Sequence[int]) -> list[Held]:
             gradients[stage] += bytes_of(variable)
         if variable.trainable and model.optimizer is not None:
             for slot in slots_of(model.optimizer, variable):
-                for place in sharded.places(slot):
-                    slots[stage][place.device] += bytes_of(place)
-    fullest = (max(each.values(), default=0) for each in slots)
+                for shard in sharded.places(slot):
+                    slots[stage][shard.device] += bytes_of(shard)
+    fullest = (max(bytes_on.values(), default=0) for bytes_on in slots)
     return [*map(Held, weights, gradients, fullest, kept)]
 
 
@@ -59,9 +59,9 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
     """Returns a table of the stages of a tower.
 
     Args:
-        pipeline: How its devices share the model.
+        pipeline: Describes how the tower's devices share the model.
         kept: The bytes of activations that each stage keeps; see `activation_bytes`.
-        rows: Examples of a micro-batch.
+        rows: The number of examples of a micro-batch.
     """
     model = pipeline.model
     held_by = held_by_stages(pipeline, kept)
@@ -102,9 +102,9 @@ def activation_bytes(
     """Returns the bytes that each stage keeps for the way back, at most.
 
     Args:
-        towers: What a tower computes as it trains, one after another.
-        pipeline: How its devices share the model.
-        rows: Examples of a micro-batch, where the graph does not know it.
+        towers: The functions that a tower computes in a training step, in order.
+        pipeline: Describes how the tower's devices share the model.
+        rows: The number of examples of a micro-batch, for sizes unknown to the graph.
     """
     kept = [_kept_at_most(staged, pipeline, rows) for staged in towers]
     return [*map(sum, zip([0] * pipeline.stages, *kept, strict=True))]

@@ -1,1 +1,1 @@
-"""What a model's step needs beside its graph: preprocessing, variables, sentences."""
+"""Parts of a step beside its graph: preprocessing, variables, error messages."""

@@ -1,6 +1,6 @@
-"""Calls of a model that are part of no step, such as to build it.
+"""Calls a model outside of any step, such as to build it.
 
-They print nothing, do not stop in a debugger, and leave Python attributes as they were.
+Such calls print nothing, do not stop in a debugger, and restore Python attributes.
 """
 
 import contextlib
@@ -16,15 +16,26 @@ import numpy as np
 import tensorflow as tf
 
 from towers.keras_adapter.layers import layers_of
+from towers.keras_adapter.models import (
+    compiled_loss,
+    compiled_loss_as_built,
+    compute_loss_replaced,
+    overrides,
+    symbolic_build,
+)
 from towers.keras_adapter.patching import Target, patched
+from towers.tower.errors import explained_build
+from towers.tower.preprocess import Preprocess
 
-# What `breakpoint()` calls.
+# The function that `breakpoint()` calls.
 _SET_TRACE = Target(pdb, "set_trace")
 _PLAIN = bool, int, float, complex, str, bytes, type(None), np.generic
+_SPARSE = tf.SparseTensor | tf.SparseTensorSpec
+_RAGGED = tf.RaggedTensor | tf.RaggedTensorSpec
 
 
 class Attributes:
-    """The Python attributes of a user's layers, at one moment."""
+    """The Python attributes of a user's layers at one moment."""
 
     def __init__(self, model: keras.Model):
         # The model is one of its layers.
@@ -35,12 +46,12 @@ class Attributes:
         ]
 
     def restore(self, what: Any = object) -> None:
-        """Gives attributes back that have changed.
+        """Restores the attributes that have changed.
 
         Args:
-            what: Their type, before and now, or several. Of all objects, new ones are
-                taken away, and lists, dicts, sets and `tf.Variable`s have again what
-                was in them.
+            what: The type, or types, that an attribute must have, before and now. With
+                `object`, new attributes are removed, and lists, dicts, sets and
+                `tf.Variable`s get their former contents back.
         """
         for layer, before in self._before:
             for name, (value_now, content_now) in _own(layer).items():
@@ -57,7 +68,7 @@ class Attributes:
 
 
 def _own(layer):
-    """What a layer has besides what every layer has: values, and contents of some."""
+    """Returns a layer's own attributes, as values and copies of mutable contents."""
     return {
         name: (value, _content(value))
         for name, value in vars(layer).items()
@@ -71,7 +82,7 @@ def _of_every_layer():
 
 
 def _content(value):
-    """A copy of what can change within a value, `None` if nothing can."""
+    """Returns a copy of a mutable value's contents, `None` for other values."""
     if isinstance(value, list | dict | set):
         kinds = list, dict, set
         return next(kind for kind in kinds if isinstance(value, kind))(value)
@@ -98,7 +109,7 @@ def _same(old, new):
         return np.array_equal(content, content_now)
     if content is None:
         return True
-    # Not by the values, which may be tensors.
+    # Compares identities, as values may be tensors.
     return _identities(content) == _identities(content_now)
 
 
@@ -110,15 +121,15 @@ def _identities(content):
 
 @contextlib.contextmanager
 def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
-    """Inside, calls of the model leave no trace, as they are part of no step.
+    """A context in which calls of the model leave no trace.
 
-    What this thread prints is dropped, `breakpoint()` does not stop, and the attributes
-    of layers get their values back.
+    Output of this thread is dropped, `breakpoint()` does not stop, and the attributes
+    of layers are restored.
 
     Args:
         model: The model.
-        builds: Whether layers are built. Then numbers alone are given back: counters,
-            and not what layers keep when they are built.
+        builds: Whether layers are built. Then only numbers, such as counters, are
+            restored, and layers keep what they store when they are built.
     """
     attributes = Attributes(model)
     silent = contextlib.redirect_stdout(_Silent(sys.stdout))
@@ -130,7 +141,7 @@ def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
 
 
 class _Silent:
-    """A stream that drops what one thread writes."""
+    """A stream that drops the output of one thread."""
 
     def __init__(self, stream):
         self._stream, self._thread = stream, threading.get_ident()
@@ -142,3 +153,67 @@ class _Silent:
 
     def __getattr__(self, name):
         return getattr(self._stream, name)
+
+
+# Creates what Keras creates late: variables of layers, losses, metrics and optimizer.
+#
+# A tower cannot create a variable, so all have to exist before one is traced.
+
+
+def from_symbols(
+    model: keras.Model, data: Any, preprocess: Preprocess | None = None
+) -> None:
+    """Creates the variables of a model, its compiled losses, metrics and optimizer.
+
+    Args:
+        model: A compiled Keras model.
+        data: A batch as Keras's `train_step` gets it, or its `tf.TypeSpec`s.
+        preprocess: What towers do to the batch before the model sees it, if anything.
+    """
+    if preprocess is None:
+        _build(model, data)
+        return
+    data = keras.utils.unpack_x_y_sample_weight(data)
+    x, y, weight = preprocess.spec(data, training=True)
+    # Metrics take y as it was given, the loss what has been made of it.
+    with compiled_loss_as_built(model):
+        _build(model, (x, data[1], weight))
+    _build(model, (x, y, weight))
+
+
+def symbols(data: Any) -> Any:
+    """Returns Keras's symbols for a nest of tensors, or of their `tf.TypeSpec`s."""
+    return tf.nest.map_structure(_symbol, data)
+
+
+def _build(model, data):
+    def losses(x, y, y_pred, sample_weight, training):
+        """Stands in for a `compute_loss` of the user's, which need not use these."""
+        with contextlib.suppress(Exception):
+            compiled_loss(model)(y, y_pred, sample_weight)
+
+    of_the_user = contextlib.nullcontext()
+    if overrides(model, "compute_loss"):
+        # It may need more than symbols, such as a gradient.
+        of_the_user = compute_loss_replaced(model, losses)
+    with of_the_user, explained_build(model):
+        symbolic_build(model, tf.nest.map_structure(_symbol_or_spec, data))
+
+
+def _symbol_or_spec(tensor):
+    if isinstance(tensor, _SPARSE):
+        return tf.SparseTensorSpec(tensor.shape, tensor.dtype)
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.type_spec_from_value(tensor)
+    return tensor if isinstance(tensor, tf.RaggedTensorSpec) else _symbol(tensor)
+
+
+def _symbol(tensor):
+    if tensor is None:
+        return None
+    return keras.KerasTensor(
+        tensor.shape,
+        tf.as_dtype(tensor.dtype).name,
+        sparse=isinstance(tensor, _SPARSE),
+        ragged=isinstance(tensor, _RAGGED),
+    )

@@ -1,7 +1,9 @@
-"""What a model does that a tower cannot, in one sentence."""
+"""Turns errors of a model that a tower cannot run into one sentence."""
 
 import contextlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 
 import keras
@@ -12,7 +14,7 @@ from towers.keras_adapter.models import compiled_loss
 from towers.layers import sharded
 from towers.program import words
 
-# What TensorFlow says where shapes do not fit.
+# TensorFlow's wordings for shapes that do not fit.
 _SHAPES_DO_NOT_FIT = (
     "Dimensions must be equal",
     "Dimensions of inputs should match",
@@ -28,6 +30,8 @@ _SHAPES_DO_NOT_FIT = (
 _IN_THE_LOSS = ", in its loss"
 
 _ROWS_DIFFER = r"(Received .* with different numbers of rows; .*?)\] \[Condition"
+# Whose lines tell a user nothing.
+_LIBRARIES = "keras", "tensorflow", "towers"
 
 
 class ModelError(ValueError):
@@ -35,12 +39,12 @@ class ModelError(ValueError):
 
 
 class StageError(ModelError):
-    """A stage has failed, and it is not known how."""
+    """A stage has failed for an unknown reason."""
 
 
 @contextlib.contextmanager
 def explained_build(model: keras.Model) -> Iterator[None]:
-    """Inside, Keras builds a model for a batch; an error about shapes is a sentence.
+    """A context in which Keras builds a model; rewrites errors about shapes.
 
     Args:
         model: The model.
@@ -51,35 +55,35 @@ def explained_build(model: keras.Model) -> Iterator[None]:
     try:
         yield
     except (ValueError, tf.errors.InvalidArgumentError) as error:
-        if isinstance(error, ModelError) or (said := _about_shapes(error)) is None:
+        if isinstance(error, ModelError) or (message := _about_shapes(error)) is None:
             raise
         raise ModelError(
             f"Model '{model.name}' cannot compute a whole batch{_where(model, error)} "
-            f"({said}); expected y and sample_weight whose shapes fit those of the "
+            f"({message}); expected y and sample_weight whose shapes fit those of the "
             "outputs. If one device raises the same error, no number of towers can."
         ) from error
 
 
 @contextlib.contextmanager
 def explained_shapes(model: keras.Model) -> Iterator[None]:
-    """Inside, towers are traced or run; an error about shapes becomes a sentence.
+    """A context in which towers are traced or run; rewrites errors about shapes.
 
     Args:
         model: Their model.
 
     Raises:
-        ModelError: Where shapes do not fit, as TensorFlow has found.
+        ModelError: TensorFlow reports that shapes do not fit.
     """
     try:
         yield
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ModelError):
             raise
-        # What `batch.check_rows` says, where numbers are known in the graph only.
+        # The message of `batch.check_rows`, where only the graph knows the numbers.
         if rows := re.search(_ROWS_DIFFER, str(error)):
             raise ModelError(rows[1]) from error
-        said = _about_shapes(error)
-        if said is None:
+        message = _about_shapes(error)
+        if message is None:
             raise
         where = _where(model, error)
         if where == _IN_THE_LOSS:
@@ -92,14 +96,14 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
             )
         raise ModelError(
             f"Model '{model.name}' cannot compute a local batch, a part of the rows"
-            f"{where} ({said}); expected {expected}. If one device raises the same "
+            f"{where} ({message}); expected {expected}. If one device raises the same "
             "error, the shapes do not fit there either."
         ) from error
 
 
 @contextlib.contextmanager
 def explained_trace(model: keras.Model) -> Iterator[None]:
-    """Inside, a step is traced; an error that towers are to know better is a sentence.
+    """A context in which a step is traced; rewrites errors that towers can explain.
 
     Args:
         model: The model.
@@ -132,8 +136,8 @@ def _about_shapes(error):
     lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
     for line in lines:
         if any(wording in line for wording in _SHAPES_DO_NOT_FIT):
-            said = re.sub(r"^\(\d+\) [A-Z_]+:\s*", "", line.strip())
-            return re.split(r" for '|\[\[| \[Op:", said)[0].strip().rstrip(".")
+            message = re.sub(r"^\(\d+\) [A-Z_]+:\s*", "", line.strip())
+            return re.split(r" for '|\[\[| \[Op:", message)[0].strip().rstrip(".")
     return None
 
 
@@ -154,25 +158,25 @@ def _where(model, error):
 def explained_stages(
     model: keras.Model, reason: Callable[[], Exception | None]
 ) -> Iterator[None]:
-    """Inside, a model runs in stages; an error that a stage has lost is a sentence.
+    """A context in which a model runs in stages; finds the error of a failed stage.
 
-    TensorFlow cancels what waits for a function that fails, on all devices, before it
-    hears how the function has failed.
+    When a function fails, TensorFlow cancels all that waits for it, on all devices,
+    before it reports the failure.
 
     Args:
         model: The model.
-        reason: Finds out how a stage has failed; returns `None` if it cannot.
+        reason: Finds the error of a failed stage; returns `None` if it cannot.
 
     Raises:
-        ModelError: Where a stage has failed.
-        StageError: The same, if it is not known how.
+        ModelError: A stage has failed.
+        StageError: A stage has failed for an unknown reason.
     """
     try:
         yield
     except tf.errors.CancelledError as error:
         failed = f"A stage of model '{model.name}' has failed"
-        found = reason()
-        if found is None:
+        cause = reason()
+        if cause is None:
             raise StageError(
                 f"{failed}, and TensorFlow does not hand on how; computed again op by "
                 "op, on the host, the batch does not fail, so perhaps a device has run "
@@ -180,30 +184,32 @@ def explained_stages(
                 "TensorFlow prints, with TF_CPP_MIN_LOG_LEVEL=1 in the environment, or "
                 "pass stages=1 to multi_gpu_model."
             ) from error
-        said = words.error_sentence(found).strip()
+        text = words.error_sentence(cause).strip()
         raise ModelError(
-            f"{failed}: {type(found).__name__}: {said}. The batch was computed again "
+            f"{failed}: {type(cause).__name__}: {text}. The batch was computed again "
             "to find that out, op by op, on the host, which changes no variable."
-        ) from found
+        ) from cause
 
 
 @contextlib.contextmanager
 def explained_look_ups(model: keras.Model) -> Iterator[None]:
-    """Inside, a model looks up rows; TensorFlow numbers those of a shard from 0.
+    """A context in which a model looks up rows; corrects ids in errors.
+
+    TensorFlow counts the rows of a shard from 0.
 
     Args:
         model: The model.
 
     Raises:
-        ModelError: Where a table that is cut into rows does not have one of the ids.
+        ModelError: A table that is cut by rows lacks one of the ids.
     """
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        found = re.search(r"= (-?\d+) is not in \[0, (\d+)\)", str(error))
-        if found is None:
+        match = re.search(r"= (-?\d+) is not in \[0, (\d+)\)", str(error))
+        if match is None:
             raise
-        row, size = map(int, found.groups())
+        row, size = map(int, match.groups())
         last = 0 if row < 0 else -1
         tables = [
             f"{row + cut.starts[last]} for table '{variable.path}', whose "
@@ -224,18 +230,18 @@ def explained_look_ups(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_leaks(model: keras.Model) -> Iterator[None]:
-    """Inside, a step is traced; an error about a tensor that it kept is a sentence.
+    """A context in which a step is traced; rewrites errors about leaked tensors.
 
     Args:
         model: The model.
 
     Raises:
-        ModelError: Where a tensor of one call is used in another.
+        ModelError: A tensor of one call is used in another.
     """
     try:
         yield
     except ValueError as error:
-        # TensorFlow has no public name for it.
+        # TensorFlow has no public name for this error.
         if type(error).__name__ != "InaccessibleTensorError":
             raise
         raise ModelError(
@@ -244,3 +250,21 @@ def explained_leaks(model: keras.Model) -> Iterator[None]:
             "`tf.function`; towers cannot carry it, so return it as an output, or "
             "assign outside."
         ) from error
+
+
+class PartitionError(ModelError):
+    """A function of a batch does something that several towers cannot do together."""
+
+
+def where(op: tf.Operation) -> str:
+    """Returns the line of the user's that made an operation, as a phrase, or ""."""
+    known = [
+        os.path.dirname(sys.modules[name].__file__) + os.sep
+        for name in _LIBRARIES
+        if name in sys.modules
+    ]
+    for frame in reversed(op.traceback or ()):
+        file, line = frame[0], frame[1]
+        if not any(os.path.abspath(file).startswith(folder) for folder in known):
+            return f" at {file}:{line}"
+    return ""

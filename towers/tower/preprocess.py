@@ -1,8 +1,7 @@
-"""What a user has done to the examples on the towers, before the model sees them.
+"""Runs a user's preprocessing on the towers, before the model sees the examples.
 
-Batches then travel as they are stored, such as in 8 bits, and each tower makes of its
-local batch what the model computes with. The model itself, and what is saved of it,
-know nothing of this.
+Batches then travel as they are stored, such as in 8 bits, and each tower converts its
+local batch. The model, and its saved files, know nothing of preprocessing.
 """
 
 from collections.abc import Callable
@@ -20,10 +19,11 @@ Function = Callable[[Any, Any, bool], tuple[Any, Any]]
 
 
 class Preprocess:
-    """A function `preprocess(x, y, training)` of the user's, checked.
+    """A user's function `preprocess(x, y, training)`, with checks.
 
     It takes x and y of some examples, nests of tensors with one row an example (y is
-    `None` in prediction), and whether they are to be trained on. It returns x and y.
+    `None` in prediction), and whether the examples are for training. It returns x and
+    y.
     """
 
     def __init__(self, function: Function):
@@ -36,18 +36,19 @@ class Preprocess:
         return repr(self._function)
 
     def __call__(self, local_batch: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Preprocesses one local batch, where it is called.
+        """Preprocesses one local batch, on the device of the caller.
 
         Args:
             local_batch: (x, y, sample_weight).
-            training: Whether they are to be trained on.
+            training: Whether the examples are for training.
 
         Returns:
             The same, with another x and y.
 
         Raises:
-            ModelError: If the function is not as expected. Where the number of rows is
-                known only when the graph runs, `tf.errors.InvalidArgumentError` then.
+            ModelError: The function breaks a rule above. If only the running graph
+                knows the number of rows, it raises a `tf.errors.InvalidArgumentError`
+                instead.
         """
         x, y, sample_weight = local_batch
         rows = batch.batch_size(x)
@@ -72,9 +73,9 @@ class Preprocess:
         return *returned, sample_weight
 
     def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Tells what a batch is after preprocessing, in shapes and types.
+        """Returns the specs of a batch after preprocessing.
 
-        Of (x, y, sample_weight), it may have tensors, arrays or `tf.TypeSpec`s.
+        `data` is (x, y, sample_weight), as tensors, arrays or `tf.TypeSpec`s.
         """
         x, y, sample_weight = data
         with tf.device(None):
@@ -83,23 +84,23 @@ class Preprocess:
 
 
 class OnEachTower(keras.layers.Layer):
-    """Calls a function with the rows of a tower, which takes them for the batch.
+    """Calls a function with the rows of one tower as if they were the batch.
 
-    It returns one row for each example. Where it lets examples meet, those of a tower
-    meet, and the step is not that of one device: so it is for what is random anyway,
-    such as mixing examples.
+    The function returns one row for each example. If it mixes examples, it mixes only
+    those of a tower, and the step differs from that of one device. So it suits random
+    operations, such as mixing examples.
     """
 
-    # See `trust.py`.
+    # See `layer_calls.py`.
     takes_rows_for_batch = True
 
     def __init__(self, function: Callable[..., Any]):
-        """Keeps the function; it is called with what the layer is called with."""
+        """Keeps the function, which gets the inputs of the layer."""
         super().__init__(autocast=False, trainable=False)
         self._function = function
 
     def call(self, *inputs: Any) -> Any:
-        """Calls the function."""
+        """Calls the function with the inputs."""
         return self._function(*inputs)
 
 
@@ -120,7 +121,7 @@ def _refuse_effects(graph):
 
 
 def _check_rows(before, returned):
-    """Checks that a row has been returned for each example."""
+    """Checks that the function has returned a row for each example."""
     for tensor in tf.nest.flatten(returned):
         if tensor is None or tf.TensorShape(tensor.shape).rank == 0:
             continue

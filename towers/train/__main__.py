@@ -7,6 +7,8 @@ Exit codes: 0 done; 1 error; 3 a loss, gradient or variable was not finite; 4 st
 still, with --on_stall=stop; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
+import re
+
 # The command-line door: flags become settings, settings a job, and the job runs.
 
 if __name__ == "__main__":
@@ -32,12 +34,12 @@ import tensorflow as tf
 from towers import input_pipeline
 from towers.collectives.world import this_host
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError, HostsDifferError
+from towers.hosts.group import HostFailedError, HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.continuing.resume import OtherDataError, ResumeError
-from towers.lifecycle.signals import Stopped
 from towers.numerics.errors import NotFinite
-from towers.program import ending, raised, startup, voice
+from towers.processes.signals import Stopped
+from towers.program import ending, startup, voice
 from towers.program.commands import fail, quieten
 from towers.tower.errors import ModelError
 from towers.train import checks, continued
@@ -51,6 +53,9 @@ _PROGRAM = "towers.train"
 _IN_A_SENTENCE = (
     *(HostsDifferError, ModelError, ResumeError, SaveError, UnknownMonitorError),
 )
+_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+_FIRST = "Traceback (most recent call last):"
+_PACKAGES = ("/site-packages/", "/dist-packages/")
 
 
 def main(settings: Settings) -> int:
@@ -62,6 +67,8 @@ def main(settings: Settings) -> int:
     job = None
     try:
         startup.end()
+        # Only one of several hosts writes: which one this is has to be known.
+        group.join_as_started("auto")
         # First of all: what is read of a run is what nobody else changes.
         with group.together(), _alone(settings):
             job = assemble(settings)
@@ -92,7 +99,7 @@ def main(settings: Settings) -> int:
     except _IN_A_SENTENCE as error:
         return fail(error, _PROGRAM)
     except (ValueError, OSError, tf.errors.OpError) as error:
-        if said := raised.in_graph(str(error)):
+        if said := raised_in_graph(str(error)):
             voice.end_progress_bar()
             return fail(f"an error was raised at {said}", _PROGRAM)
         # While setting up, what goes wrong is the user's input, and said in one
@@ -137,6 +144,33 @@ def _say_stopped(job: Job | None, cause: str, code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def raised_in_graph(message: str) -> str | None:
+    """Finds the user's line in the message of an error of TensorFlow's.
+
+    Args:
+        message: of the error. TensorFlow writes Python's traceback into it, among its
+            own nodes.
+
+    Returns:
+        A sentence with file, line and error; None where no user's code has raised one.
+    """
+    _, begun, rest = message.partition(_FIRST)
+    if not begun:
+        return None
+    frames, error = [], ""
+    for line in rest.splitlines():
+        if frame := _FRAME.match(line):
+            frames.append(frame)
+        elif frames and line and not line.startswith((" ", "\t")):
+            error = line
+            break
+    own = [frame for frame in frames if not any(p in frame["path"] for p in _PACKAGES)]
+    if not own or not error:
+        return None
+    path, line, name = own[-1].group("path", "line", "name")
+    return f"{path}:{line}, in {name}: {error}"
 
 
 if __name__ == "__main__":

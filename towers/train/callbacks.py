@@ -1,38 +1,82 @@
 """The callbacks of a run: what saves it, watches it and says how far it is."""
 
 import contextlib
+import dataclasses
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import wrapt
 
 from towers.collectives.world import this_host
-from towers.elastic.batch_size import BatchPerTower
 from towers.elastic.resize import Resize
 from towers.hosts import group
+from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoints.best import Monitor
-from towers.lifecycle.stop_at_step import StopAtStep
-from towers.loop import listeners
-from towers.model.fit_call import FitCall
+from towers.model import fit_call
+from towers.model.fit_call import FitCall, FitsAgain
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
-from towers.monitoring.evaluation import EvaluationProgress
-from towers.monitoring.lines import Lines
+from towers.monitoring.lines import EvaluationProgress, Lines
 from towers.monitoring.stall.callback import Stall
+from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
-from towers.monitoring.watch import Watch
+from towers.program import forks
 from towers.program.features import feature
 from towers.train import checks
 from towers.train.job import Job, folder_aside
-from towers.train.outputs import files, model_size, reports
-from towers.train.outputs.versions import versions
+from towers.train.outputs import files, start
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
-from towers.train.settings import DIFFERING, NAMES, is_given
+from towers.train.settings import DIFFERING, NAMES, REPORTS, is_given
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What measures a run: each part answers one question.
+
+    Attributes:
+        throughput: How fast is it?
+        starvation: What does a step's time go to, and what is it bound by?
+        devices: What do the devices have to do?
+    """
+
+    throughput: Throughput
+    starvation: Starvation
+    devices: DeviceReport
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """The callbacks, to be placed before those that show what they add to logs."""
+        return [self.throughput, self.starvation, self.devices]
+
+    @property
+    def measures(self) -> list[Callable[[], dict[str, float]]]:
+        """What to write to TensorBoard; see `TensorBoard`."""
+        return [part.measured for part in self.callbacks]
+
+    def text(self) -> str:
+        """Says what was measured of the whole run, in lines."""
+        lines = [self.throughput.text()]
+        fractions, busy = self.throughput.fractions, self.starvation.busy()
+        if len(fractions) > 1:
+            lines += [
+                f"  tower {k}: {self.throughput.text(part)}, computing {share:.0%} of "
+                "the time"
+                for k, (part, share) in enumerate(
+                    zip(fractions, busy, strict=False), self.throughput.first_tower
+                )
+            ]
+        rate = self.throughput.examples_per_sec
+        lines += [f"  {each}" for each in self.starvation.hosts_text(rate)]
+        if step := self.starvation.text():
+            lines.append(f"a step: {step}")
+        return "\n".join([*lines, self.devices.text()])
+
 
 # What is looked at most comes first.
 _HYPER_PARAMETERS = (
@@ -96,18 +140,16 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         callbacks.append(_of_first_host(_Log(path, append=True)))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
-    if (descriptor := reports.wanted()) is not None:
+    if (descriptor := reports_descriptor()) is not None:
         callbacks.append(
-            reports.Reports(
-                descriptor, lambda: job.checkpoint.latest, settings.log_steps
-            )
+            Reports(descriptor, lambda: job.checkpoint.latest, settings.log_steps)
         )
     if lines:
         callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
     return callbacks
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class _Log(keras.callbacks.CSVLogger):
     """Keeps the columns that a log has, where a run goes on."""
 
@@ -146,7 +188,7 @@ def _nothing(*args, **kwargs):
     pass
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class FirstHostWrites(keras.callbacks.Callback):
     """Has nobody else write to the model_dir, where hosts come and go."""
 
@@ -166,7 +208,7 @@ class FirstHostWrites(keras.callbacks.Callback):
             yield
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class AtTheEnd(keras.callbacks.Callback):
     """Calls a function once training has ended, while hosts are together."""
 
@@ -179,7 +221,7 @@ class AtTheEnd(keras.callbacks.Callback):
         self._function()
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class _Describe(keras.callbacks.Callback):
     """Writes what describes a run as it begins: what cannot go on changes no file."""
 
@@ -196,7 +238,7 @@ class UnknownMonitorError(ValueError):
     """--monitor names nothing that is logged."""
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class _TaskLogs(keras.callbacks.Callback):
     """Adds what the task logs to Keras's logs, and looks for the metric to monitor."""
 
@@ -318,10 +360,10 @@ def make_tensorboard(
         watch: Says at the end what was measured.
         resize: Tells of changes of the towers, if there may be some.
     """
-    found = "\n".join(f"{name}: {value}" for name, value in versions().items())
+    found = "\n".join(f"{name}: {value}" for name, value in start.versions().items())
     texts = {
         "flags": job.settings.as_text(),
-        "model": model_size.summary_text(job.model),
+        "model": start.summary_text(job.model),
         "devices": job.table,
         "versions": found,
     }
@@ -381,3 +423,150 @@ def make_stall(job: Job) -> Stall:
 def as_markdown(lines: str) -> str:
     """Indents lines, which Markdown shows as they are."""
     return "".join(f"    {line}\n" for line in lines.splitlines())
+
+
+@fit_call.changes_no_variable
+class Reports(keras.callbacks.Callback):
+    """Writes a line of JSON now and then.
+
+    "progress" has the step and the logs. After an epoch there is a line with "metrics",
+    the epoch and its logs, and "checkpoint", the last one.
+
+    Args:
+        descriptor: Where to.
+        latest: Returns the path of the last checkpoint, if there is one.
+        log_steps: Steps between two lines of progress.
+    """
+
+    def __init__(
+        self, descriptor: int, latest: Callable[[], str | None], log_steps: int
+    ):
+        super().__init__()
+        # Neither forks nor programs that the run starts keep it open.
+        os.set_inheritable(descriptor, False)
+        pipe = open(descriptor, "wb", buffering=0, closefd=False)
+        self._pipe, self._latest = forks.close_in_children(pipe), latest
+        self._interval = Interval(log_steps)
+
+    def on_train_begin(self, logs=None):
+        """Says at which step the run begins."""
+        self._interval.begin(self.model)
+        self._write({"progress": {"step": self._interval.step}})
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Writes the progress, if its turn has come."""
+        if self._interval.is_over(self.model):
+            numbers = {name: float(value) for name, value in logs.items()}
+            self._write({"progress": {"step": self._interval.step, **numbers}})
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Writes the epoch's metrics, and the last checkpoint."""
+        numbers = {name: float(value) for name, value in (logs or {}).items()}
+        self._interval.begin(self.model)
+        self._write({"progress": {"step": self._interval.step, **numbers}})
+        self._write(
+            {
+                "metrics": {"epoch": epoch + 1, **numbers},
+                "checkpoint": self._latest(),
+            }
+        )
+
+    def _write(self, line):
+        with contextlib.suppress(OSError):  # the launcher has gone
+            self._pipe.write(f"{json.dumps(line)}\n".encode())
+
+
+def reports_descriptor(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the file descriptor to report to; `None` if no launcher asks."""
+    text = environ.get(REPORTS, "")
+    return int(text) if text.isdecimal() else None
+
+
+@fit_call.changes_no_variable
+class StopAtStep(keras.callbacks.Callback):
+    """Stops `fit` once the optimizer has made so many steps, earlier runs included.
+
+    With several steps in one call, the call that reaches the number is finished.
+    """
+
+    def __init__(self, max_steps: int):
+        """Initializes the callback.
+
+        Args:
+            max_steps: Optimizer steps in all.
+        """
+        super().__init__()
+        self._max_steps = max_steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Stops if this was the last step."""
+        if steps_done(self.model) >= self._max_steps:
+            self.model.stop_training = True
+
+
+# The batch grows and shrinks with the number of towers, where that is asked for.
+#
+# Data, position and learning rate depend on the size of the batch. So an exception ends
+# `fit` where an epoch begins with another number of towers, and the run fits again from
+# there, as one does that was stopped. An epoch that has begun keeps its batch.
+
+
+class BatchSizeChange(FitsAgain):
+    """The next epoch, or the rest of this one, has batches of another size.
+
+    Attributes:
+        size: Examples in a batch of all towers from now on.
+    """
+
+    def __init__(self, size: int, is_news: bool = True):
+        """Takes the size, and whether it is another one for the run."""
+        super().__init__(f"Batches of {size} examples follow.")
+        self.size, self.is_news = size, is_news
+
+
+@fit_call.changes_no_variable
+class BatchPerTower(keras.callbacks.Callback):
+    """Ends `fit` where an epoch begins with another number of towers than the last one.
+
+    Within an epoch, batches keep their size: data are counted in batches. Whoever calls
+    `fit` opens data of the other size, scales the learning rate, and calls it again.
+    """
+
+    def __init__(self, per_tower: int, size: int, epoch_begins: Callable[[], bool]):
+        """Takes the sizes.
+
+        Args:
+            per_tower: Examples in the batch of a tower.
+            size: Examples in a batch of the data.
+            epoch_begins: Tells whether no batch of the epoch is done.
+        """
+        super().__init__()
+        self._per_tower, self._size = per_tower, size
+        self._epoch_begins = epoch_begins
+
+    def before_hosts_compare(self) -> None:
+        """Has hosts that have just come take the size of the others.
+
+        Raises:
+            BatchSizeChange: A host has another size than the first one; on all hosts.
+        """
+        sizes = this_host().exchange(self._size)
+        if len({*sizes}) > 1:
+            raise BatchSizeChange(sizes[0], is_news=False)
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the size, for a run that goes on."""
+        return {"size": self._size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Does nothing: whoever opens data reads it; see `Checkpoint.batch_size`."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Compares the size with the number of towers.
+
+        Raises:
+            BatchSizeChange: They do not fit; on all hosts.
+        """
+        size = self._per_tower * sum(self.model.builder.plan.replicas_by_host)
+        if self._epoch_begins() and size != self._size:
+            raise BatchSizeChange(size)

@@ -5,7 +5,6 @@ import os
 import sys
 from typing import Literal
 
-from towers.elastic import notice
 from towers.input_pipeline import data_flags, specs, tokenizer_specs
 from towers.input_pipeline.local_store import store_flags
 from towers.models import spec
@@ -15,6 +14,7 @@ from towers.program.commands import (
     read_image_size,
     read_randaugment,
 )
+from towers.program.features import feature
 from towers.train import tower_flags
 from towers.train.parts import metrics
 from towers.train.settings import DEFAULT_DATA, Settings, is_given
@@ -318,6 +318,7 @@ def _check_run(settings: Settings) -> None:
             "them, as nothing is left to go on from after --clean."
         )
     if settings.preemption_notice is not None:
+        notice = feature("elastic.notice")
         notice.check(settings.preemption_notice, "--preemption_notice")
 
 

@@ -13,7 +13,7 @@ from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_chec
 from towers.lifecycle.continuing import resume
 from towers.lifecycle.continuing.resume import OtherDataError
 from towers.program import words
-from towers.train.outputs import recorded
+from towers.train.outputs import preprocessing
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
 from towers.train.settings import DEFAULTS, NAMES, Settings, is_given
@@ -164,8 +164,8 @@ def check_classes(folder: str, setup: Setup) -> None:
 def _task_before(model_dir: str) -> str | None:
     """Returns the task of a run, if its files tell."""
     try:
-        return recorded.read(model_dir, lambda content: content.get("task"))
-    except recorded.FAULTS:
+        return preprocessing.read(model_dir, lambda content: content.get("task"))
+    except preprocessing.FAULTS:
         return None
 
 

@@ -15,8 +15,7 @@ from towers.collectives.world import this_host
 from towers.devices import listing
 from towers.devices.configuration import Devices
 from towers.devices.names import HOST
-from towers.elastic.generations import Generations
-from towers.elastic.wish import WishSource
+from towers.elastic.generations import Generations, WishSource
 from towers.hosts import group
 from towers.input_pipeline.records import quarantine
 from towers.layers.variables import steps_done
@@ -25,11 +24,12 @@ from towers.lifecycle.checkpoints import store
 from towers.loop import alike
 from towers.model.tower_model import TowerModel
 from towers.program import forks, words
+from towers.program.features import feature
 from towers.program.progress import Progress
 from towers.train import checks, continued
 from towers.train.parts import data as data_parts
 from towers.train.parts import model as model_parts
-from towers.train.parts import my_model
+from towers.train.parts import my_model, training
 from towers.train.parts import setup as setup_parts
 from towers.train.parts.data import Data
 from towers.train.parts.devices import (
@@ -40,8 +40,7 @@ from towers.train.parts.devices import (
 )
 from towers.train.parts.own_data import OwnData
 from towers.train.parts.setup import Setup
-from towers.train.parts.training import fine_tune, objective
-from towers.train.parts.training.optimizer import scale_rate
+from towers.train.parts.training import scale_rate
 from towers.train.settings import Settings
 
 BAD_RECORDS = "bad_records.json"
@@ -218,7 +217,10 @@ def assemble(settings: Settings) -> Job:
     if not settings.clean:
         continued.check_model(folder, model)
     goes_on = not settings.clean and bool(store.find(folder))
-    notes = fine_tune.prepare(settings, model, goes_on)
+    notes = []
+    if settings.init_weights is not None or settings.freeze is not None:
+        fine_tune = feature("train.parts.fine_tune")
+        notes = fine_tune.prepare(settings, model, goes_on)
 
     known = os.path.join(model_dir, BAD_RECORDS)
     with Progress(f"Preparing {what}"):
@@ -264,8 +266,8 @@ def _with_batch_per_tower(job):
 def _ready_to_train(job):
     """Reads what only training needs."""
     data = job.data.keep_at_hand()
-    weights = objective.class_weight(job.setup, data)
-    said = [] if weights is None else [objective.class_weight_text(job.setup, weights)]
+    weights = training.class_weight(job.setup, data)
+    said = [] if weights is None else [training.class_weight_text(job.setup, weights)]
     return dataclasses.replace(
         job, data=data, class_weight=weights, notes=[*job.notes, *said]
     )

@@ -10,18 +10,18 @@ import io
 import os
 from typing import Any, Literal, Self
 
-from towers.hosts.membership import JOIN_SECONDS
+from towers.hosts.group import JOIN_SECONDS
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import (
     BAD_RECORDS,
     CACHES,
+    FILE_KINDS,
     MISSING,
     RECIPES,
     SCALES,
 )
 from towers.input_pipeline.local_store.store_flags import LIMIT_GB
 from towers.models import spec
-from towers.train.outputs.absolute_paths import with_absolute_path
 from towers.train.parts import metrics
 
 # Names alone: what they stand for is imported with TensorFlow. A test compares.
@@ -31,6 +31,7 @@ OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb"),
     *("Lion", "Muon", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD"),
 )
+CLOUDS = ("aws", "azure", "gcp")
 DEFAULT_DATA = "digits"
 TASKS = (
     *("classification", "regression", "binary", "multilabel", "segmentation"),
@@ -70,6 +71,7 @@ OF_A_HOST = (
     *("data_dir", "cache_dir", "model_dir", "preemption_notice"),
     *("local_store", "local_store_gb"),
 )
+_FILES = ("model_dir", "data_dir", "cache_dir", "local_store", "init_weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,3 +368,31 @@ def _canonical(asked, names, flag, what):
     raise ValueError(
         f"Received --{flag}={asked}; expected {what}, such as {', '.join(near)}."
     )
+
+
+def with_absolute_path(name: str, value: str) -> str | None:
+    """Returns the value of a flag that names a file; `None` of any other flag."""
+    if name == "init_weights" and value == "imagenet":
+        return None
+    if name in _FILES and value:
+        return _absolute(os.path.expanduser(value))
+    if name == "preemption_notice" and value not in CLOUDS:
+        return _absolute(os.path.expanduser(value))
+    if name in ("dataset", "eval_dataset"):
+        kind, _, path = value.partition(":")
+        named = kind in FILE_KINDS and value != specs.PYTHON
+        if kind == "npy":
+            return f"{kind}:{','.join(map(_absolute, path.split(',')))}"
+        return f"{kind}:{_absolute(path)}" if named else None
+    if name == "tokenizer" and ":" in value:
+        kind, _, path = value.partition(":")
+        return f"{kind}:{_absolute(os.path.expanduser(path))}"
+    if name == "model" and spec.is_user_file(value):
+        path, function = spec.split_user_file(value)
+        return f"{path.absolute()}:{function}"
+    return None
+
+
+def _absolute(path: str) -> str:
+    remote = "://" in path
+    return path if remote else os.path.abspath(path)

@@ -21,25 +21,26 @@ from towers.input_pipeline.sources.targets import LARGEST, Target, TargetKind
 from towers.program.progress import Progress
 from towers.program.python_calls import until_exit
 
-# Numbers, or pixels of masks, that are looked at at once.
+# Numbers, or pixels of masks, to check at once.
 _AT_ONCE = 2**23
 
 
 class ArrayFileSource(IndexedSource):
     """Arrays of examples and labels in files of NumPy's.
 
-    What is not compressed stays on the disk, from where batches are read.
+    Uncompressed arrays stay on disk; batches are read from there.
 
     Args:
         kind: "npz" or "npy".
-        paths: of the file; or of two or four files, with commas between.
-        target: what the labels are: "class", "numbers", "labels" or "mask". None: as
-            their type, shape and values tell.
+        paths: the path of the file; or the paths of two or four files, with commas
+            between.
+        target: kind of the labels: "class", "numbers", "labels" or "mask". None:
+            inferred from their type, shape and values.
         num_classes: number of classes. None: the largest label plus one.
         class_names: one name for each class, number or label.
-        eval_fraction: of the examples to hold out, if no others are there to evaluate
-            on; None for a tenth.
-        missing: what stands for a number that is missing (NaN) in a row of numbers; see
+        eval_fraction: fraction of the examples to hold out, if there are no others to
+            evaluate on; None for a tenth.
+        missing: the replacement of a missing number (NaN) in a row of numbers; see
             ``TableSource``.
 
     Raises:
@@ -88,8 +89,8 @@ class ArrayFileSource(IndexedSource):
         if self.target.kind != "mask":
             train = self.splits.get("train", 0)
             y = self._labels if self._rows is None else self._labels[self._rows]
-            found = {"train": y[:train], "test": y[train:]}
-            self.notes += label_notes.notes(self.target, found)
+            labels_of = {"train": y[:train], "test": y[train:]}
+            self.notes += label_notes.notes(self.target, labels_of)
         if self.input_kind == "row":
             self.image_fields = tuple(map(str, range(self.image_shape[0])))
             self._measure(missing)
@@ -100,14 +101,14 @@ class ArrayFileSource(IndexedSource):
         self.reads += (self._fraction, missing)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Reads examples and labels from their files; see ``Source.parse``."""
         x_type, y_type = self._examples[0].dtype, self._labels_type
         x, y = tf.numpy_function(until_exit(self._read), [records], [x_type, y_type])
         x = tf.ensure_shape(x, [None, *self.image_shape])
         return x, tf.ensure_shape(y, [None, *self._label_shape])
 
     def medians(self) -> Sequence[float]:
-        """See ``Source.medians``; all training rows are in memory meanwhile."""
+        """Returns medians of columns; all training rows are in memory meanwhile."""
         rows = np.concatenate([*self._in_parts("train")])
         return np.nanmedian(rows, axis=0).tolist()
 
@@ -123,7 +124,7 @@ class ArrayFileSource(IndexedSource):
         return x, y
 
     def _hold_out(self, sizes: dict[str, int], fraction: float | None) -> None:
-        """Sets the splits, and where their examples lie if these are drawn."""
+        """Sets the splits, and the rows of their examples if these are drawn."""
         self.splits, self._rows, self._fraction = sizes, None, 0
         if [*sizes] != ["train"]:
             if fraction:
@@ -152,7 +153,7 @@ class ArrayFileSource(IndexedSource):
         num_classes: int | None,
         class_names: Sequence[str] | None,
     ) -> None:
-        """Finds out what the labels are, and takes them as they are kept."""
+        """Infers the kind of the labels, and stores them."""
         forms = {(part.shape[1:], part.dtype.kind in "iub") for part in parts}
         if len(forms) > 1:
             raise self._unexpected(name, parts[-1])
@@ -187,7 +188,7 @@ class ArrayFileSource(IndexedSource):
         self._keep(target, y.astype(np.float32))
 
     def _set_column(self, name, y, asked, num_classes, class_names):
-        """Labels [N], which are taken as those of a table are."""
+        """Takes labels [N] as those of a table."""
         if y.dtype.kind in "US":
             texts = y if y.dtype.kind == "U" else np.char.decode(y, "utf-8")
             column, kind = pa.array(texts, pa.string()).dictionary_encode(), pa.string()
@@ -205,7 +206,7 @@ class ArrayFileSource(IndexedSource):
         self._keep(labels.target, targets)
 
     def _set_masks(self, name, y, asked, num_classes, class_names):
-        """Labels [N, H, W], which stay in the file."""
+        """Takes labels [N, H, W], which stay in the file."""
         of_pixels = len(self.image_shape) == 3 and y.shape[1:] == self.image_shape[:2]
         if y.dtype.kind not in "biu" or asked not in (None, "mask") or not of_pixels:
             raise self._unexpected(name, y)
@@ -246,7 +247,7 @@ class ArrayFileSource(IndexedSource):
         )
 
     def _in_parts(self, split: str) -> Iterator[np.ndarray]:
-        """Rows of a split's examples, some at a time, in the order of the file."""
+        """Yields rows of a split's examples, some at a time, in the file's order."""
         first = 0 if split == "train" else self.splits.get("train", 0)
         end, step = first + self.splits[split], max(_AT_ONCE // self.image_shape[0], 1)
         for begin in range(first, end, step):
@@ -254,7 +255,7 @@ class ArrayFileSource(IndexedSource):
             yield rows
 
     def _measure(self, missing: str) -> None:
-        """Measures the columns of rows of numbers, and checks these."""
+        """Measures and checks the columns of rows of numbers."""
         self.moments, self.missing = Moments.of_nothing(self.image_shape[0]), missing
         with Progress("Measuring columns", sum(self.splits.values())) as progress:
             for split in self.splits:
@@ -279,7 +280,7 @@ class ArrayFileSource(IndexedSource):
 
 
 def _is_one_hot(y: np.ndarray) -> bool:
-    """Tells whether each row has one 1, and else 0."""
+    """Tells whether each row has a single 1, and 0 elsewhere."""
     if y.dtype.kind not in "biuf" or not len(y):
         return False
     ones = y == 1

@@ -1,30 +1,30 @@
-"""Arrays of examples, as models take them: pictures of uint8, or rows of numbers."""
+"""Arrays of examples as models take them: pictures of uint8, or rows of numbers."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# Values of pictures other than bytes, and how they become 0 to 255.
+# Ranges of pictures other than bytes, and their scale and shift to 0 to 255.
 _RANGES = ((0, 1, 255, 0), (-1, 1, 127.5, 127.5), (0, 255, 1, 0))
-# Examples that tell the range of all.
+# The number of examples from which the range of all is inferred.
 _SAMPLE = 1000
 
 
 class Examples:
-    """An array of examples, which may lie on the disk and is read by rows.
+    """An array of examples, which may be on disk and is read by rows.
 
     Args:
-        name: of the array, for messages.
+        name: the array's name in messages.
         array: pictures [N, H, W] or [N, H, W, C], or rows of numbers [N] or [N, F].
 
     Attributes:
-        shape: of an example: (H, W, C) or (F,).
-        dtype: as which examples are read: uint8 or float64.
-        name: of the array.
-        notes: what was decided without being asked for, phrases after the name.
+        shape: the shape of an example: (H, W, C) or (F,).
+        dtype: the type in which examples are read: uint8 or float64.
+        name: the array's name.
+        notes: defaults that were chosen, as phrases after the name.
 
     Raises:
-        ValueError: the array has something else.
+        ValueError: the array has another shape or type.
     """
 
     def __init__(self, name: str, array: np.ndarray):
@@ -57,7 +57,7 @@ class Examples:
         """Reads some examples, by their numbers: uint8 pictures, or float64 rows.
 
         Raises:
-            ValueError: a picture has other values than those that were looked at.
+            ValueError: a picture has values outside of the inferred range.
         """
         some = np.asarray(self._array[rows])
         if self.dtype == np.float64 or some.dtype == np.uint8:
@@ -75,7 +75,7 @@ class Examples:
         return pixels.astype(np.uint8)
 
     def _choose_range(self):
-        """Looks at some pictures to tell how their values become bytes."""
+        """Infers from some pictures how their values become bytes."""
         if not len(self):
             return
         rows = np.unique(np.linspace(0, len(self) - 1, _SAMPLE).astype(np.int64))
@@ -102,12 +102,12 @@ class Examples:
         )
 
 
-def sentences(found: Sequence[Examples]) -> list[str]:
-    """Says what was decided about arrays, once for those that are alike."""
-    phrases = dict.fromkeys(phrase for each in found for phrase in each.notes)
+def sentences(arrays: Sequence[Examples]) -> list[str]:
+    """Describes the defaults for arrays, once for those that are alike."""
+    phrases = dict.fromkeys(phrase for array in arrays for phrase in array.notes)
     sentences = []
     for phrase in phrases:
-        names = [each.name for each in found if phrase in each.notes]
+        names = [array.name for array in arrays if phrase in array.notes]
         verb = "is" if len(names) == 1 else "are"
         sentences.append(f"{' and '.join(names)} {verb} {phrase}.")
     return sentences

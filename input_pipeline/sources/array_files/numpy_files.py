@@ -1,4 +1,4 @@
-"""Reads ``.npz`` and ``.npy`` files, mapped into memory where that is possible."""
+"""Reads ``.npz`` and ``.npy`` files, mapped into memory if possible."""
 
 import math
 import os
@@ -10,10 +10,10 @@ import numpy as np
 from towers.program import words
 
 SUFFIXES = (".npz", ".npy")
-# A compressed array that is larger is said.
+# Compressed arrays above this size are reported.
 _LARGE = 10**9
-# The header of a member of a zip file; the lengths of its name and extra field follow
-# at 26, and then these.
+# The header of a member of a zip file. The lengths of its name and extra field are at
+# 26; both follow the header.
 _ZIP_HEADER, _LENGTHS = 30, 26
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -22,16 +22,16 @@ _HEADERS = {
 
 
 def load(path: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Reads the arrays of a file; those that are not compressed stay on the disk.
+    """Reads the arrays of a file; uncompressed ones stay on disk.
 
     Nothing is unpickled: a pickle may run any code.
 
     Args:
-        path: of the file.
+        path: the path of the file.
 
     Returns:
         The arrays by their names, in the order of the file, the only one of a ``.npy``
-        file as ""; and sentences on what takes much memory.
+        file as ""; and sentences on arrays that take much memory.
 
     Raises:
         ValueError: the file has no arrays of numbers or texts, or is damaged.
@@ -81,7 +81,7 @@ def _members(path):
 
 
 def _array(path, file, name=""):
-    """Maps the array that begins where a file is."""
+    """Maps the array that begins at the file's position."""
     shape, is_fortran, dtype = _header(file)
     _check(dtype, name)
     if not math.prod(shape):

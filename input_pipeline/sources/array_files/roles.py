@@ -1,4 +1,4 @@
-"""Which arrays of a file are examples, and which their labels, as their names tell."""
+"""Infers from the names of arrays which are examples, and which their labels."""
 
 import os
 import re
@@ -34,26 +34,26 @@ class Pair(NamedTuple):
 def pairs(
     where: str, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Pair], list[str]]:
-    """Finds what to train on, "train", and what to evaluate on, "test".
+    """Finds the arrays to train on, "train", and to evaluate on, "test".
 
     Args:
-        where: file, for messages.
-        arrays: by their names, in the order of the file.
+        where: the file, for messages.
+        arrays: the arrays by their names, in the order of the file.
 
     Returns:
-        The splits that there are, and sentences on what was guessed or left out.
+        The existing splits, and sentences on what was guessed or left out.
 
     Raises:
         ValueError: names do not tell, or there are not as many labels as examples.
     """
-    found: dict[str, dict[str, str]] = {}
+    names_of: dict[str, dict[str, str]] = {}
     for name in arrays:
         if (role := _role(name)) is not None:
             split, letter = role
-            found.setdefault(split, {}).setdefault(letter, name)
-    whole = {split: two for split, two in found.items() if len(two) == 2}
+            names_of.setdefault(split, {}).setdefault(letter, name)
+    whole = {split: two for split, two in names_of.items() if len(two) == 2}
     notes = []
-    if not whole and len(arrays) == 2 and not found:
+    if not whole and len(arrays) == 2 and not names_of:
         x, y = arrays
         whole = {"train": {"x": x, "y": y}}
         notes.append(
@@ -87,11 +87,11 @@ def pairs(
 
 
 def examples(where: str, arrays: Mapping[str, np.ndarray]) -> tuple[str, np.ndarray]:
-    """Finds the examples to predict for: of several, those that are held out.
+    """Finds the examples to predict for: the held-out ones, if there are several.
 
     Args:
-        where: file, for messages.
-        arrays: by their names.
+        where: the file, for messages.
+        arrays: the arrays by their names.
 
     Raises:
         ValueError: names do not tell.
@@ -110,13 +110,13 @@ def examples(where: str, arrays: Mapping[str, np.ndarray]) -> tuple[str, np.ndar
 
 
 def named_by_files(paths: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Reads what follows ``npy:``: files of x and y, and perhaps of x_test and y_test.
+    """Reads the files of ``npy:``: x and y, and perhaps x_test and y_test.
 
     Args:
-        paths: with commas between.
+        paths: the paths, with commas between.
 
     Returns:
-        As ``numpy_files.load`` does, and the arrays by these names.
+        The arrays by these names, and notes, as from ``numpy_files.load``.
     """
     arrays, notes = {}, []
     for name, path in zip(
@@ -132,7 +132,7 @@ def named_by_files(paths: str) -> tuple[dict[str, np.ndarray], list[str]]:
 
 
 def _role(name: str) -> tuple[str, str] | None:
-    """The split of an array, and "x" or "y"; None if its name does not tell."""
+    """Returns the split of an array, and "x" or "y"; None if its name does not tell."""
     parts = re.split(r"[_\W]+", os.path.basename(name).lower())
     splits = [part for part in parts if part in ("train", "training", *HELD_OUT)]
     others = [part for part in parts if part not in splits]

@@ -1,4 +1,4 @@
-"""``array_record:GLOB``: tf.Examples in ArrayRecord files, which are read anywhere."""
+"""``array_record:GLOB``: tf.Examples in ArrayRecord files, with random access."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +20,8 @@ from towers.program.extras import install_command
 class ArrayRecordSource(ExampleFiles, IndexedSource):
     """ArrayRecord files.
 
-    Any record is read by its number, so that a shuffle is complete and an epoch begins
-    anywhere at once; write the files with ``group_size:1``. They have to be on a local
+    Records are read by their numbers, so a shuffle is complete and an epoch begins
+    anywhere at once; write the files with ``group_size:1``. They must be on a local
     disk. Python reads them: the workers of a tf.data service cannot.
 
     Args:
@@ -44,7 +44,7 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
                 f"not installed: {install_command('array_record')}"
             ) from error
         super().__init__(pattern, **options)
-        self._places = {}  # the first record's number and how many, for each file
+        self._places = {}  # each file's first number and count
         first = 0
         for split, paths in self._files.items():
             counts = [_count_records(path) for path in paths]
@@ -61,11 +61,11 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
         self._count_classes()
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Fetches and parses examples by their numbers; see ``Source.parse``."""
         return self._parse_examples(self._fetch(records))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """See ``Source.walk``."""
+        """Yields the records of a file, including bad ones; see ``Source.walk``."""
         first, count = self._places[path]
         for index in range(count):
             record = Record(path, f"record {index}", first + index)
@@ -80,14 +80,14 @@ class ArrayRecordSource(ExampleFiles, IndexedSource):
             yield record
 
     def labels(self, path: str, limit: int | None = None) -> tf.data.Dataset:
-        """See ``Source.labels``."""
+        """Returns the labels of a file, in batches; see ``Source.labels``."""
         first, count = self._places[path]
         count = count if limit is None else min(count, limit)
         numbers = tf.data.Dataset.range(first, first + count).batch(LABELS_AT_ONCE)
         return numbers.map(lambda batch: self._parse_labels(self._fetch(batch)))
 
     def _fetch(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Serialized tf.Examples [B]."""
+        """Returns serialized tf.Examples [B]."""
 
         def read(numbers):
             try:
@@ -107,7 +107,7 @@ def _count_records(path: str) -> int:
         if not tf.io.gfile.stat(path).length:
             return 0
         reader = array_record_module.ArrayRecordReader(path)
-        # What is cut off, or damaged there, is no error, but has no records.
+        # A truncated or damaged file is no error, but has no records.
         if reader.ok():
             return reader.num_records()
         reason = "its end is missing or damaged"

@@ -17,33 +17,33 @@ from towers.machine import limits
 from towers.program.progress import EARLY_S, over
 
 LABELS_AT_ONCE = 1024
-# Of fewer classes, some may well have no record.
+# With more classes than this, some may have no record.
 _MANY = 1000
 
-# Where `convert` puts rows of numbers.
+# The field in which `convert` writes rows of numbers.
 ROW = "features"
 
 
 class ExampleFiles(FileSource):
-    """Files of tf.Examples, however they are read.
+    """Files of tf.Examples, in any format.
 
-    Where the field is of floats, "images" are rows: float32 [F], with as many numbers
-    as the first record has.
+    If the field holds floats, "images" are rows: float32 [F], as long as the first
+    record's row.
 
     Args:
         pattern: see ``FileSource``.
-        image_key: field of the JPEG or PNG bytes, or of pixels as they are, where
-            image/height, image/width and image/channels say how many; None for
-            image/encoded, or where there is none, for a row in ``features``.
+        image_key: field of the JPEG or PNG bytes, or of raw pixels, whose shape is in
+            image/height, image/width and image/channels; None for image/encoded, or, if
+            there is none, for a row in ``features``.
         label_key: field of the int64 label; None for image/class/label.
         num_classes: see ``FileSource``.
         skip_bad: see ``FileSource``.
         local_store: see ``FileSource``.
-        findings: a file, without its suffix, for what all labels tell, which later runs
-            use. None: each run reads them.
+        findings: a file, without its suffix, for the results of reading all labels,
+            which later runs use. None: each run reads them.
 
     Raises:
-        ValueError: no file.
+        ValueError: there is no file.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ExampleFiles(FileSource):
     ):
         super().__init__(pattern, num_classes, skip_bad, 0, local_store)
         self._findings = findings and f"{findings}.json"
-        # Of each file, where that is known.
+        # The number of records of each file, where known.
         self._counts: dict[str, int] = {}
         self.image_shape = (None, None, 3)
         self._may_be_row = image_key is None
@@ -72,7 +72,7 @@ class ExampleFiles(FileSource):
         self.image_fields, self.label_field = (image_key,), label_key
 
     def _parse_examples(self, serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Images and labels [B] of tf.Examples [B]."""
+        """Returns images and labels [B] of tf.Examples [B]."""
         fields = tf.io.parse_example(serialized, self._fields)
         images, labels = fields[self._image_key], fields[self._label_key]
         if not self.encoded and images.dtype == tf.string:
@@ -81,38 +81,38 @@ class ExampleFiles(FileSource):
         return images, labels
 
     def _parse_labels(self, serialized: tf.Tensor) -> tf.Tensor:
-        """Labels [B] of tf.Examples [B]."""
+        """Returns labels [B] of tf.Examples [B]."""
         return tf.io.parse_example(serialized, self._label_field)[self._label_key]
 
     def _check_example(self, where: str, serialized: bytes) -> None:
         """Finds wrong key names now rather than in the first training step."""
-        found = _kinds(serialized)
-        if self._may_be_row and self._image_key not in found and ROW in found:
+        kinds = _kinds(serialized)
+        if self._may_be_row and self._image_key not in kinds and ROW in kinds:
             self._image_key = ROW
-        if found.get(self._image_key) == "float" and self._label_key in found:
+        if kinds.get(self._image_key) == "float" and self._label_key in kinds:
             self._take_rows(serialized)
             return
         wanted = {self._image_key: "bytes", self._label_key: "int64"}
-        if wanted.keys() <= found.keys() and wanted.items() != (
-            {name: found[name] for name in wanted}.items()
+        if wanted.keys() <= kinds.keys() and wanted.items() != (
+            {name: kinds[name] for name in wanted}.items()
         ):
-            wrong = next(name for name in wanted if found[name] != wanted[name])
+            wrong = next(name for name in wanted if kinds[name] != wanted[name])
             what = {
                 self._image_key: "the bytes of a JPEG or PNG file, or floats of a row",
                 self._label_key: "a whole number from 0, as int64",
             }[wrong]
             raise ValueError(
-                f"{where} has the field {wrong!r} of {found[wrong]}: expected {what}, "
+                f"{where} has the field {wrong!r} of {kinds[wrong]}: expected {what}, "
                 "so write that there, or name another field by --image_key and "
                 "--label_key (in Python, image_key and label_key)"
             )
-        if not wanted.items() <= found.items():
+        if not wanted.items() <= kinds.items():
             raise ValueError(
-                f"{where} has the fields {_listed(found)} but {_listed(wanted)} are "
+                f"{where} has the fields {_listed(kinds)} but {_listed(wanted)} are "
                 "expected: name them by --image_key and --label_key (in Python, "
                 "image_key and label_key)"
             )
-        # Images may be pixels as they are, all of one size.
+        # Images may be raw pixels, all of one size.
         fields = tf.train.Example.FromString(serialized).features.feature
         shape = [
             value
@@ -133,17 +133,16 @@ class ExampleFiles(FileSource):
             path, self._files, self.reads, self._read_labels
         )
         if are_known:
-            note = f"The labels of {self.name} are known from an earlier run."
-            self.notes = (*self.notes, note)
+            self._note(f"The labels of {self.name} are known from an earlier run.")
         self.num_classes = _num_classes(self.name, self.label_field, counts)
         for split, of_split in counts.items():
             self.splits[split] = sum(of_split.records)
-            # Bad records have no label here, and yet a place in their file.
+            # Bad records have no label here, but still a position in their file.
             if not self._skip_bad:
                 sizes = zip(self._files[split], of_split.records, strict=True)
                 self._counts |= sizes
         classes = {split: of_split.classes for split, of_split in counts.items()}
-        self.notes = (*self.notes, *label_notes.notes(self.target, classes))
+        self._note(*label_notes.notes(self.target, classes))
 
     def _read_labels(self) -> dict[str, LabelCounts]:
         """Reads all labels, of several files at once."""
@@ -156,7 +155,7 @@ class ExampleFiles(FileSource):
         def read(path):
             return read_labels(self, path, None, self._skip_bad)
 
-        # What is read by Python may wait for TensorFlow's threads, and these for it.
+        # Python that reads records may wait for TensorFlow's threads, and these for it.
         threads = limits.cpu_count() if self.in_graph else 1
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             labels = pool.map(read, paths)
@@ -183,7 +182,7 @@ def _num_classes(name: str, field: str, counts: Mapping[str, LabelCounts]) -> in
     """Returns the largest label plus one.
 
     Raises:
-        ValueError: it is too large to be the number of a class.
+        ValueError: it is too large for a number of classes.
     """
     largest = int(
         np.concatenate([some.classes for some in counts.values()]).max(initial=-1)
@@ -201,9 +200,9 @@ def _num_classes(name: str, field: str, counts: Mapping[str, LabelCounts]) -> in
 
 
 def check_kind(record: Record) -> Record:
-    """Finds a record bad whose serialized bytes are not a tf.Example.
+    """Marks a record as bad if its serialized bytes are no tf.Example.
 
-    TensorFlow's own message would hold the bytes, and Python fails to read that.
+    TensorFlow's own message would contain the bytes, and Python fails to read it.
     """
     try:
         _kinds(record.raw)

@@ -1,8 +1,9 @@
-"""Where the records of a TFRecord file lie, and which of them cannot be read.
+"""Finds the records of a TFRecord file, and those that cannot be read.
 
-A record is its length (8 bytes), a checksum of that (4), the data, a checksum of them
-(4). TensorFlow's reader gives up a file at the first error. Its own way to begin at a
-byte (`byte_offsets`) is lost when a dataset is written down, but not in a function.
+A record consists of its length (8 bytes), a checksum of the length (4), the data, and a
+checksum of the data (4). TensorFlow's reader gives up a file at the first error. Its
+own way to begin at a byte (`byte_offsets`) is lost when a dataset is serialized, but
+not in a function.
 """
 
 import contextlib
@@ -22,14 +23,14 @@ from towers.input_pipeline.sources.files.record import Record, fault_of
 
 HEADER = 12
 _AROUND = 16
-# Of records that are smaller, several lie in what is read at once.
+# One read fetches several of the records that are smaller than this.
 _SMALL, _AT_ONCE = 2**13, 2**16
 
 
 def walk(path: str) -> Iterator[Record]:
-    """Goes over one file eagerly; `raw` is the serialized record.
+    """Reads one file eagerly; `raw` is the serialized record.
 
-    One whose checksum is wrong is passed over by its length. If that leads nowhere, it
+    A record with a wrong checksum is skipped by its length. If that leads nowhere, it
     stands for the rest of the file.
     """
     number = offset = 0
@@ -51,7 +52,7 @@ def walk(path: str) -> Iterator[Record]:
                     bad = record.with_fault(fault_of(error), gap=gap, count=None)
                 else:
                     if serialized is None:
-                        # TensorFlow takes a header that is cut off for the end.
+                        # TensorFlow takes a truncated header for the end.
                         if surplus := _size(path) - offset:
                             fault = f"corrupted: truncated after {surplus} bytes"
                             gap = (offset, offset + surplus)
@@ -64,13 +65,13 @@ def walk(path: str) -> Iterator[Record]:
 
 
 def is_whole(path: str) -> bool:
-    """Tells whether a file ends where a record does, by their lengths alone."""
+    """Tells whether a file ends at the end of a record, by lengths alone."""
     end, size = 0, _size(path)
     if "://" in path or not size:
         for offset, length in headers(path):
             end = offset + length + _AROUND
         return end == size
-    # There may be a million: to read each takes ten times longer than to look there.
+    # There may be a million: a call to read each takes ten times longer than a lookup.
     length_at = struct.Struct("<Q").unpack_from
     with (
         open(path, "rb") as file,
@@ -82,62 +83,62 @@ def is_whole(path: str) -> bool:
 
 
 def readable(path: str, bad: Collection[Record]) -> list[tuple[int, int, int]]:
-    """Numbers, byte offsets and lengths of the data that lie around gaps.
+    """Returns numbers, byte offsets and lengths of the data around gaps.
 
     Args:
-        path: of the file.
-        bad: all of its records that have a gap, numbered as by `walk`.
+        path: the path of the file.
+        bad: all its records that have a gap, numbered as by `walk`.
     """
     ends = {record.number: record.gap[1] for record in bad}
     left = [record.number for record in bad if record.count is None]
-    found = []
-    if 0 in left:  # it may not even be there
-        return found
+    intact = []
+    if 0 in left:  # the file may be missing
+        return intact
     for number, (offset, length) in enumerate(headers(path, ends)):
         if number in left:
             break
         if number not in ends:
-            found.append((number, offset + HEADER, length))
-    return found
+            intact.append((number, offset + HEADER, length))
+    return intact
 
 
 def begins(path: str, begin: int, most: int) -> tuple[np.ndarray, int]:
-    """Byte offsets of records, by their lengths alone.
+    """Returns byte offsets of records, by lengths alone.
 
-    Behind a wrong length there may be none: reading that record is an error.
+    After a wrong length there may be none: reading that record is an error.
 
     Args:
-        path: of the file.
-        begin: where the first one begins.
-        most: how many at most.
+        path: the path of the file.
+        begin: the beginning of the first record.
+        most: the most records to return.
 
     Returns:
-        int64 offsets [N], and where the record behind these begins.
+        int64 offsets [N], and the beginning of the next record.
     """
     size = _size(path)
-    found = [*itertools.islice(headers(path, begin=begin), most)]
-    end = min(sum(found[-1]) + _AROUND, size) if found else size
-    # TensorFlow takes a header that is cut off for the end.
-    offsets = [offset for offset, _ in found if offset + HEADER <= size]
+    records = [*itertools.islice(headers(path, begin=begin), most)]
+    end = min(sum(records[-1]) + _AROUND, size) if records else size
+    # TensorFlow takes a truncated header for the end.
+    offsets = [offset for offset, _ in records if offset + HEADER <= size]
     return np.array(offsets, np.int64), np.int64(end)
 
 
 def count(path: str) -> int:
-    """Records of a file, by their lengths alone."""
+    """Counts the records of a file, by lengths alone."""
     size = _size(path)
-    # TensorFlow takes a header that is cut off for the end.
+    # TensorFlow takes a truncated header for the end.
     return sum(offset + HEADER <= size for offset, _ in headers(path))
 
 
 def headers(
     path: str, ends: Mapping[int, int] = {}, begin: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Offset and length of each record; the data of large ones are not read.
+    """Yields offset and length of each record; the data of large ones are not read.
 
     Args:
-        path: of the file.
-        ends: by their numbers, where records end whose length is wrong.
-        begin: where the first record begins.
+        path: the path of the file.
+        ends: the ends of records with a wrong length, by their numbers.
+        begin: the beginning of the first record.
     """
     size, offset, number = _size(path), begin, 0
     part, first, most = b"", begin, HEADER
@@ -155,7 +156,7 @@ def headers(
 
 
 def _bad(record, offset, message, read_offset):
-    """The record, and how far it goes."""
+    """Returns a bad record, with its fault and its gap."""
     size = _size(record.path)
     with _open(record.path) as file:
         file.seek(offset)
@@ -163,7 +164,7 @@ def _bad(record, offset, message, read_offset):
     end = offset + struct.unpack("<Q", header[:8])[0] + _AROUND
     if "truncated" in message:
         return record.with_fault("corrupted: truncated", gap=(offset, size))
-    # TensorFlow says where: at the data, or at the length before them.
+    # TensorFlow names the place: the data, or the length before them.
     if re.search(rf"\b{read_offset + HEADER}\b", message):
         fault = "corrupted: its data have another checksum"
         return record.with_fault(fault, gap=(offset, end))
@@ -177,11 +178,11 @@ def _bad(record, offset, message, read_offset):
 
 
 def _find_next(path, offset):
-    """The first byte behind a record's header from which lengths lead to the end."""
+    """Finds the first byte after a header from which lengths lead to the end."""
     with _open(path) as file:
         file.seek(offset)
         rest = file.read()
-    # Where the upper half of a length is 0: no record has 4 GB.
+    # Positions where the upper half of a length is 0: no record has 4 GB.
     zero = np.frombuffer(rest, np.uint8) == 0
     zeros = zero[4:-3] & zero[5:-2] & zero[6:-1] & zero[7:]
     leads_nowhere = set()
@@ -196,13 +197,13 @@ def _find_next(path, offset):
 
 
 def _only_one(rest):
-    """Whether the record is the last, by its length."""
+    """Tells whether the record is the last, by its length."""
     return struct.unpack_from("<Q", rest.ljust(8, b"\0"))[0] + _AROUND == len(rest)
 
 
 @contextlib.contextmanager
 def _from(path, offset):
-    """A file of what follows a byte, for TensorFlow to check."""
+    """A context that yields a file of the bytes from an offset on, for TensorFlow."""
     if not offset:
         yield path
         return
@@ -215,8 +216,8 @@ def _from(path, offset):
 
 
 def _open(path):
-    # TensorFlow's own is slow, where it is not needed. Without a buffer, as a header is
-    # a few bytes of what it would read.
+    # TensorFlow's own file is slow where it is not needed. Without a buffer, as a
+    # header is a few bytes of what a buffer would read.
     if "://" in path:
         return tf.io.gfile.GFile(path, "rb")
     return open(path, "rb", buffering=0)

@@ -1,10 +1,11 @@
-"""Reads records of TFRecord files at their places, and nothing between them.
+"""Reads records of TFRecord files at their places, and nothing in between.
 
-To find the places, only the headers of records are read. TensorFlow reads the records,
-and checks them as it always does.
+Finding the places only reads the headers of records. TensorFlow reads the records, and
+checks them as always.
 
-On several hosts, places travel through a stream instead of records, or each host would
-read all files. That is some 0.1 ms a record, so small records are read as before.
+With several hosts, places travel through a stream instead of records; otherwise each
+host would read all files. That takes some 0.1 ms a record, so small records are read in
+full.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ import tensorflow as tf
 from towers.input_pipeline.sources.examples import framing
 from towers.input_pipeline.sources.files import in_python
 
-# Two pages of memory: of smaller records, most pages hold some that are needed.
+# Two pages of memory: most pages hold some needed record if records are smaller.
 LEAST_BYTES = 2**13
 _HEADERS_AT_ONCE = 256
-# By each thread: a file system on a network answers several requests at once.
+# Reads of each thread: a file system on a network answers several at once.
 _RECORDS_AT_ONCE = 4
-# What is slower, such as a store of objects that is mounted, does not like to jump.
+# Slower storage, such as a mounted object store, is not suited to jumps.
 _MOST_SECONDS = 0.005
 _TRIES = 8
 
@@ -35,7 +36,7 @@ class RecordIndex:
     They are found once, and kept: 8 bytes a record.
 
     Args:
-        paths: of the files.
+        paths: the paths of the files.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -48,11 +49,11 @@ class RecordIndex:
         record_bytes: Callable[[], float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> str:
-        """See ``Source.reads_whole``; it is found out once.
+        """Returns why files are read whole, or ""; cached. See ``Source.reads_whole``.
 
         Args:
-            record_bytes: says what a record takes, more or less.
-            clock: in seconds.
+            record_bytes: returns the approximate size of a record.
+            clock: returns seconds.
         """
         if self._whole is None:
             self._whole = self._reads_whole(record_bytes, clock)
@@ -69,10 +70,10 @@ class RecordIndex:
         return ""
 
     def of_file(self, file: tf.Tensor) -> tf.data.Dataset:
-        """The places of one file's records, in order.
+        """Returns the places of one file's records, in order.
 
         Args:
-            file: its place in `paths`.
+            file: the index of the file in `paths`.
 
         Returns:
             A dataset of int64 [2]: the file, and the byte at which a record begins.
@@ -85,16 +86,16 @@ class RecordIndex:
             return tf.ensure_shape(end, []), at(file, offsets)
 
         some = tf.data.Dataset.counter().scan(np.int64(0), following)
-        return some.take_while(lambda found: tf.size(found) > 0).unbatch()
+        return some.take_while(lambda batch: tf.size(batch) > 0).unbatch()
 
     def read(
-        self, places: tf.Tensor, parse: Callable[[tf.Tensor], Any] | None = None
+        self, record_places: tf.Tensor, parse: Callable[[tf.Tensor], Any] | None = None
     ) -> Any:
-        """Records at places [B, 2], at least one.
+        """Returns the records at places [B, 2], at least one.
 
         Args:
-            places: as `of_file` gives them.
-            parse: what is made of each serialized record; None leaves it as it is.
+            record_places: places from `of_file`.
+            parse: parses each serialized record; None leaves it as it is.
         """
         paths = tf.constant(self._paths)
 
@@ -110,18 +111,18 @@ class RecordIndex:
             record = tf.data.experimental.from_variant(records, spec).take(1)
             return record if parse is None else record.map(parse)
 
-        records = tf.data.Dataset.from_tensor_slices(places).interleave(
+        records = tf.data.Dataset.from_tensor_slices(record_places).interleave(
             one,
             cycle_length=_RECORDS_AT_ONCE,
             num_parallel_calls=_RECORDS_AT_ONCE,
             deterministic=True,
         )
-        # None may be missing.
-        count = tf.shape(places, tf.int64)[0]
+        # No record may be missing.
+        count = tf.shape(record_places, tf.int64)[0]
         return records.batch(count, drop_remainder=True).get_single_element()
 
     def _find(self, file, begin):
-        """Places that follow a byte of a file, and the byte behind these records."""
+        """Returns the places after a byte of a file, and the end of these records."""
         key = int(file), int(begin)
         if key not in self._known:
             path = self._paths[file]
@@ -133,14 +134,14 @@ class RecordIndex:
 
 
 def at(file: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
-    """Places of records that begin at these bytes of a file."""
+    """Returns the places of records that begin at some bytes of a file."""
     return tf.stack([tf.fill(tf.shape(offsets), file), offsets], axis=-1)
 
 
 def _seconds(path, clock):
-    """What it takes to go to a record, at best: a pause says nothing of the file."""
+    """Returns the seconds to go to a record, at best: pauses do not count."""
     times = [clock()]
-    # What cannot be read is told where it is needed.
+    # Using the record will report the error.
     with contextlib.suppress(OSError, tf.errors.OpError):
         for _ in itertools.islice(framing.headers(path), _TRIES):
             times.append(clock())

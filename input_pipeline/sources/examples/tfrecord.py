@@ -27,19 +27,19 @@ from towers.input_pipeline.sources.files import stored
 from towers.input_pipeline.sources.files.file_source import StreamFiles, numbered
 from towers.input_pipeline.sources.files.record import FILE, Record
 
-# What `convert` writes beside the files. The mark stays as it first was, so that files
-# of before are known.
+# The file that `convert` writes beside the records. The mark keeps its first value, so
+# that older files are recognised.
 INFO = "dataset_info.json"
 CONVERTER = "input_pipeline.convert"
 
-# Makes numbers and raw records, or places, of a file's place in a split and its path.
+# Makes numbers and raw records, or places, from a file's index in a split and its path.
 _Reader = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
 
 class TFRecordSource(ExampleFiles, StreamFiles):
     """TFRecord files.
 
-    Where ``towers.input_pipeline.convert`` has written them, sizes and classes are read
+    If ``towers.input_pipeline.convert`` has written them, sizes and classes are read
     from the file beside them. Files may be compressed by GZIP or ZLIB.
 
     Args:
@@ -71,17 +71,16 @@ class TFRecordSource(ExampleFiles, StreamFiles):
     def _store(self, local_store: LocalStore) -> None:
         if not self._compressed:
             return super()._store(local_store)
-        note = (
+        self._note(
             f"{self.name} has compressed files, which have no parts: no store is used."
         )
-        self.notes = (*self.notes, note)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Parses serialized examples; see ``Source.parse``."""
         return self._parse_examples(records)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """See ``Source.walk``."""
+        """Yields the records of a file, including bad ones; see ``Source.walk``."""
         first = self._first_number(path)
         kind = self._compressed.get(path)
         for record in compressed.walk(path, kind) if kind else framing.walk(path):
@@ -92,7 +91,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
             yield dataclasses.replace(record, number=first + record.number)
 
     def is_whole(self, path: str) -> bool:
-        """See ``Source.is_whole``."""
+        """Tells whether a file is complete, by its end; see ``Source.is_whole``."""
         if self._stored is not None:
             return stored.is_whole(self._stored, path)
         if path in self._compressed:
@@ -100,11 +99,11 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return framing.is_whole(path)
 
     def labels(self, path: str, limit: int | None = None) -> Iterator[tf.Tensor]:
-        """See ``Source.labels``."""
+        """Returns the labels of a file, in batches; see ``Source.labels``."""
         records = self._read(path, self._compressed.get(path, ""))
         records = records.take(-1 if limit is None else limit)
-        # Eagerly: to trace a function takes longer than to parse some records, and it
-        # would be traced for each file.
+        # Eagerly: tracing a function takes longer than parsing some records, and each
+        # file would need a trace.
         return map(self._parse_labels, records.batch(LABELS_AT_ONCE).prefetch(2))
 
     def _read(
@@ -115,14 +114,14 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return tf.data.TFRecordDataset(path, kind)
 
     def _reader(self, split: str) -> _Reader:
-        """See ``StreamFiles``; goes around what cannot be read."""
+        """Makes a reader that skips unreadable parts; see ``StreamFiles``."""
         kinds = [self._compressed.get(path, "") for path in self.files(split)]
 
         def whole(file, path):
             return numbered(file, self._read(path, tf.gather(kinds, file)))
 
         def pieces(_, path, rows):
-            # With its table, a damaged file is read as a whole, and taken apart.
+            # Given its rows, a damaged file is read as a whole, and cut up.
             path_if_any = tf.data.Dataset.from_tensors(path).take(
                 tf.shape(rows, tf.int64)[0]
             )
@@ -135,7 +134,7 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return self._around(split, whole, pieces)
 
     def reads_whole(self, split: str) -> str:
-        """See ``Source.reads_whole``."""
+        """Returns why files are read whole, or ""; see ``Source.reads_whole``."""
         if self._stored is not None:
             return "a local store has parts of files"
         if self._compressed:
@@ -144,21 +143,21 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return self._index[split].reads_whole(record_bytes)
 
     def places(self, split: str) -> Places:
-        """See ``StreamSource.places``."""
+        """Returns the places of a split's records; see ``StreamSource.places``."""
         index = self._index[split]
 
         def whole(file, _):
             return numbered(file, index.of_file(file))
 
         def pieces(file, _, rows):
-            places = record_index.at(file, rows[:, 1] - framing.HEADER)
-            return tf.data.Dataset.from_tensor_slices((rows[:, 0], places))
+            record_places = record_index.at(file, rows[:, 1] - framing.HEADER)
+            return tf.data.Dataset.from_tensor_slices((rows[:, 0], record_places))
 
         read = self._around(split, whole, pieces)
         return Places(functools.partial(self._interleaved, split, read), index.read)
 
     def numbers(self, split: str) -> np.ndarray:
-        """See ``Source.numbers``: the lengths of records tell."""
+        """Returns the numbers of a split's records, from their lengths alone."""
         paths = self.files(split)
         if self._stored or self._compressed or any("://" in path for path in paths):
             return super().numbers(split)
@@ -174,18 +173,19 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return self._good_of_split(self._in_turns(of_files), split)
 
     def _count(self, path: str) -> int:
-        """Returns how many records a file has."""
+        """Returns the number of records of a file."""
         known = self._counts.get(path)
         return framing.count(path) if known is None else known
 
     def _around(self, split: str, read_whole: _Reader, pieces: Callable) -> _Reader:
-        """Reads damaged files around what cannot be read.
+        """Makes a reader that reads damaged files around unreadable parts.
 
         Args:
             split: one of ``splits``.
-            read_whole: reads all others.
-            pieces: does the same by a file's place in the split, its path, and rows of
-                what can be read: int64 number, byte offset and length of the data.
+            read_whole: reads undamaged files.
+            pieces: reads a damaged file, given its index in the split, its path, and
+                rows of its readable parts: int64 number, byte offset and length of the
+                data.
         """
         gaps = [record for record in self.passed_over.get(split, ()) if record.gap]
         if not gaps:
@@ -200,12 +200,12 @@ class TFRecordSource(ExampleFiles, StreamFiles):
         return read
 
     def _damaged(self, split: str, gaps: Sequence[Record]) -> list[np.ndarray]:
-        """What can be read of damaged files.
+        """Describes the readable parts of damaged files.
 
         Returns:
-            int64: how many records of each file come before its gap, where it is read
-            from front to back, -1 for all of them [F]; where each file's rows begin,
-            and the last one's end [F + 1]; rows of number, byte offset and length.
+            int64: the number of records before each file's gap, where it is read from
+                front to back, -1 for all [F]; the bounds of each file's rows [F + 1];
+                rows of number, byte offset and length.
         """
         counts, ends, rows = [], [0], []
         for file, path in enumerate(self.files(split)):
@@ -219,14 +219,14 @@ class TFRecordSource(ExampleFiles, StreamFiles):
             if bad and path in self._compressed:
                 counts[-1] = bad[0].number
             elif bad:
-                found = framing.readable(path, bad)
-                rows += [(first + number, *place) for number, *place in found]
+                intact = framing.readable(path, bad)
+                rows += [(first + number, *place) for number, *place in intact]
             ends.append(len(rows))
         table = np.array(rows, np.int64).reshape(-1, 3)
         return [np.array(counts, np.int64), np.array(ends, np.int64), table]
 
     def _take_over(self, info: dict[str, Any], num_classes: int | None) -> None:
-        """Believes what the converter has written."""
+        """Takes sizes and classes from the converter's file."""
         self.num_classes = num_classes or info["num_classes"]
         if info["class_names"] and self.num_classes == info["num_classes"]:
             self.class_names = tuple(info["class_names"])
@@ -240,10 +240,10 @@ class TFRecordSource(ExampleFiles, StreamFiles):
 
 
 def _read_info(paths: list[str]) -> dict[str, Any] | None:
-    """What the converter has written beside these files, if it has.
+    """Reads the converter's file beside some files, if there is one.
 
     Raises:
-        ValueError: a file is not as the converter has written it.
+        ValueError: a file has changed since the converter has written it.
     """
     (folder, *others) = {os.path.dirname(path) for path in paths}
     path = os.path.join(folder, INFO)
@@ -253,7 +253,7 @@ def _read_info(paths: list[str]) -> dict[str, Any] | None:
         info = json_file.read(path, dict)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; convert again") from error
-    # TFDS writes a file of this name too.
+    # TFDS writes a file with this name, too.
     if info.get("written_by") != CONVERTER:
         return None
     for path in paths:

@@ -1,1 +1,1 @@
-"""Files of records: how their names, or a fraction, sort them into splits."""
+"""Files of records: names, or a fraction, sort them into splits."""

@@ -1,4 +1,4 @@
-"""Goes over the records of a file one by one, to find those that are bad."""
+"""Checks the records of a file one by one, to find bad ones."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from towers.input_pipeline.sources.files.record import (
 )
 from towers.input_pipeline.sources.targets import LARGEST, expected_number
 
-# Records behind a bad one that tell whether it is one among good ones.
+# Records after a bad one that tell whether it is one among good ones.
 _LOOK_ON = 20
 _FEW = 0.25
 
@@ -25,7 +25,7 @@ _FEW = 0.25
 def check_records(
     source: Source, path: str, split: str | None = None
 ) -> Iterator[Record]:
-    """Goes over one file's records, decodes them, and notes what is bad."""
+    """Decodes one file's records, and yields them with their faults."""
     for record in source.walk(path, split):
         yield _checked(source, record)
 
@@ -36,13 +36,13 @@ def read_labels(
     """Reads and checks the targets of one file.
 
     Args:
-        source: one with ``labels_need_checking``.
-        path: of the file.
-        limit: labels to read at most, or None for all.
+        source: a source with ``labels_need_checking``.
+        path: the path of the file.
+        limit: the most labels to read, or None for all.
         skip_bad: whether to leave out the labels of bad records.
 
     Returns:
-        Int64 labels [N] of classes; else as `Source.target` says.
+        Int64 labels [N] of classes; other targets as in `Source.target`.
 
     Raises:
         ValueError: a label is out of range, or a record cannot be read.
@@ -52,7 +52,7 @@ def read_labels(
     try:
         labels = np.concatenate([nothing, *source.labels(path, limit)])
     except FAULTS:
-        # The batches cannot say which record it was; going one by one can.
+        # Batches do not tell which record it was; single records do.
         labels = None
     if labels is not None and np.all(target.is_good(labels)):
         return labels
@@ -66,7 +66,7 @@ def read_labels(
 
 
 def blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
-    """Makes an error of a file's first bad record; `records` are all, in order."""
+    """Makes an error from a file's first bad record; `records` are all, in order."""
     following = (record for record in records if record.number > bad.number)
     some = [*itertools.islice(following, _LOOK_ON)]
     faults = sum(bool(record.fault) for record in some)
@@ -77,7 +77,7 @@ def blame(bad: Record, records: Iterable[Record]) -> BadRecordError:
 
 
 def _checked(source: Source, record: Record) -> Record:
-    """The record, found bad if it cannot be decoded or learnt from."""
+    """Returns the record, with a fault if it cannot be decoded or learnt from."""
     if record.fault:
         return record
     try:

@@ -84,7 +84,8 @@ class FileSource(Source):
     def _store(self, local_store: LocalStore) -> None:
         """Reads all files through a store from now on."""
         self._stored = local_store.open(self.name, self._all_files())
-        self.in_graph, self.notes = False, (*self.notes, self._stored.note)
+        self.in_graph = False
+        self._note(self._stored.note)
 
     def files(self, split: str) -> list[str]:
         """Paths of one split's files, sorted; two splits may have parts of the same."""
@@ -129,8 +130,7 @@ class FileSource(Source):
             self._fraction = 0
             self.splits.pop("test", None)
             return
-        note = splits.note(self._fraction, "rows", count)
-        self.notes = (*self.notes, note)
+        self._note(splits.note(self._fraction, "rows", count))
 
     def _check_first(self, check: Callable[[str, Any], None]) -> None:
         """Looks at the first record, or at the first good one.
@@ -150,8 +150,8 @@ class FileSource(Source):
                 if not self._skip_bad or tries == _MOST_TRIES:
                     break
             else:
-                found = self._notes_of_pictures(itertools.chain([record], records))
-                self.notes = (*self.notes, *found)
+                records = itertools.chain([record], records)
+                self._note(*self._notes_of_pictures(records))
                 return
         raise reason
 

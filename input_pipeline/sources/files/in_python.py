@@ -1,4 +1,4 @@
-"""Python within a graph, where an error is no stack trace."""
+"""Runs Python within a graph, where an error is no stack trace."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,9 +13,9 @@ def call(
     arguments: Sequence[tf.Tensor],
     types: Sequence[tf.DType],
 ) -> list[tf.Tensor]:
-    """Calls a function of arrays, which returns some of these types.
+    """Calls a function of arrays that returns arrays of some types.
 
-    TensorFlow logs the stack of what Python raises, also where it is awaited. So a
+    TensorFlow logs the stack of errors in Python, even of expected ones. So a
     ``ValueError`` becomes an InvalidArgumentError here.
     """
 
@@ -28,6 +28,6 @@ def call(
             return str(error).encode(), *nothing
 
     outputs = [tf.string, *types]
-    fault, *found = tf.numpy_function(run, arguments, outputs, stateful=False)
+    fault, *results = tf.numpy_function(run, arguments, outputs, stateful=False)
     with tf.control_dependencies([tf.debugging.Assert(tf.equal(fault, ""), [fault])]):
-        return [tf.identity(each) for each in found]
+        return [tf.identity(result) for result in results]

@@ -1,14 +1,14 @@
-"""A record of a file, and what may be wrong with it."""
+"""A record of a file, and its possible faults."""
 
 import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
-# More records than a file has; where files are read from front to back, the records of
-# the n-th of a split are numbered from n times this.
+# More records than a file has; in files that are read from front to back, the records
+# of the n-th file of a split are numbered from n times this.
 FILE = 2**40
-# Said of a file of which places are known that may no longer hold.
+# The message for a file whose known places may no longer hold.
 CHANGED = (
     "has changed since the run began: expected files that stay as they are while they "
     "are read, so run again once nobody writes to them"
@@ -17,16 +17,16 @@ CHANGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One record of a file, or what is found in its place.
+    """One record of a file, or the fault in its place.
 
     Attributes:
-        path: the file.
-        place: the position in it, a phrase; empty where the file is the record.
-        number: the record's own, as ``Source.batches`` counts.
-        raw: the raw record; None where there is none.
-        fault: why it cannot be used, a phrase; empty if nothing is known against it.
-        gap: in bytes, where it begins and ends, if it cannot even be read.
-        count: records that it stands for; None for all that may follow in the file.
+        path: the path of the file.
+        place: the position in it, a phrase; empty if the file is the record.
+        number: the record's number, as ``Source.batches`` counts.
+        raw: the raw record; None if there is none.
+        fault: why it cannot be used, a phrase; empty if no fault is known.
+        gap: the bounds in bytes, if it cannot even be read.
+        count: number of records that it stands for; None for all that may follow.
     """
 
     path: str
@@ -46,24 +46,24 @@ class Record:
 
     @property
     def where(self) -> str:
-        """File and position."""
+        """The file, and the position in it."""
         return f"{self.path}: {self.place}" if self.place else self.path
 
     def __str__(self) -> str:
-        """One sentence that names file, position and reason."""
+        """Names file, position and reason in one sentence."""
         behind = "" if self.count is not None else ", and nothing behind it can be read"
         return f"{self.where}: {self.fault}{behind}"
 
     def with_raw(self, raw: Any) -> "Record":
-        """The same, read."""
+        """Returns the record with its raw content."""
         return dataclasses.replace(self, raw=raw)
 
     def with_fault(self, fault: str, **facts: Any) -> "Record":
-        """The same, found bad."""
+        """Returns the record with a fault."""
         return dataclasses.replace(self, raw=None, fault=fault, **facts)
 
 
-# What TensorFlow raises while it reads a bad record.
+# TensorFlow's errors for a bad record.
 FAULTS = (tf.errors.OpError, UnicodeDecodeError)
 
 
@@ -81,14 +81,14 @@ class BadRecordError(ValueError):
 
 
 def fault_of(error: Exception) -> str:
-    """What one of ``FAULTS`` says, in a phrase."""
+    """Describes one of ``FAULTS`` in a phrase."""
     if isinstance(error, UnicodeDecodeError):
         # TensorFlow puts the record's own bytes into some messages.
         return "cannot be parsed"
     # Without the op's name around it.
     message = error.message.removeprefix("{{function_node __wrapped__")
     message = message.rpartition("}} ")[2].partition(" [Op:")[0]
-    # TensorFlow's file system in memory says nothing.
+    # TensorFlow's file system in memory has no messages.
     reason = message.partition("\n")[0].strip() or type(error).__name__
     lost = isinstance(error, tf.errors.DataLossError)
     return f"corrupted: {reason}" if lost else reason

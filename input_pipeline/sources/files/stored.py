@@ -1,7 +1,7 @@
-"""Reads files through a local store, within a graph, and in the order of TensorFlow's.
+"""Reads files through a local store, within a graph, and in TensorFlow's order.
 
-TensorFlow takes records and lines apart, and checks them, as it does without a store:
-of a copy of one part of a file at a time, which ends where a record does.
+TensorFlow separates records and lines, and checks them, as it does without a store: it
+gets a copy of one part of a file at a time, which ends at the end of a record.
 """
 
 import functools
@@ -19,20 +19,20 @@ from towers.input_pipeline.local_store.ahead import Group
 from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files import in_python
 
-# A TFRecord: its length and a checksum of that, the data, a checksum of these.
+# A TFRecord: its length and a checksum of it, the data, a checksum of these.
 _HEADER, _AROUND = 12, 16
-# Records to look ahead, of which each is a file; two batches at least.
+# Records to look ahead, each in its own file; at least two batches.
 _RECORDS_AHEAD = 512
-# Copies lie in memory where that is possible.
+# Copies are in memory if possible.
 _FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class StoredFile(io.RawIOBase):
-    """A file for whoever reads here and there in it, such as pyarrow.
+    """A file with random access, for readers such as pyarrow.
 
     Args:
-        files: of the data set.
-        path: of the file.
+        files: the files of the data set.
+        path: the path of the file.
     """
 
     def __init__(self, files: StoredFiles, path: str):
@@ -40,22 +40,22 @@ class StoredFile(io.RawIOBase):
         self._files, self._path, self._at = files, path, 0
 
     def readable(self) -> bool:
-        """See ``io.IOBase``."""
+        """Returns True; see ``io.IOBase``."""
         return True
 
     def seekable(self) -> bool:
-        """See ``io.IOBase``."""
+        """Returns True; see ``io.IOBase``."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See ``io.IOBase``."""
+        """Moves the position; see ``io.IOBase``."""
         size = self._files.size(self._path)
         begins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: size}
         self._at = begins[whence] + offset
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:
-        """See ``io.RawIOBase``."""
+        """Reads bytes into a buffer; see ``io.RawIOBase``."""
         data = self._files.read_at(self._path, self._at, len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)
@@ -63,7 +63,7 @@ class StoredFile(io.RawIOBase):
 
 
 def read_file(files: StoredFiles, path: tf.Tensor) -> tf.Tensor:
-    """What ``tf.io.read_file`` returns."""
+    """Reads a file, as ``tf.io.read_file`` does."""
 
     def read(path):
         return [np.array(_call(files.read_file, _text(path)), object)]
@@ -80,15 +80,15 @@ def announced(
     seeds: tf.Tensor | None,
     batch_size: int,
 ) -> tf.data.Dataset:
-    """Looks some batches ahead, and has the files of their records read.
+    """Starts reading the files of records, some batches ahead.
 
     Args:
-        files: of the data set.
-        batches: of numbers of records, and anything else.
-        paths: of files that each record of a batch needs.
-        split: which they are of.
-        seeds: int64 [2], which tell the epoch; None if its order is fixed.
-        batch_size: records in a batch.
+        files: the files of the data set.
+        batches: has batches of numbers of records, and further values.
+        paths: returns the paths of the files that each record of a batch needs.
+        split: the split of the records.
+        seeds: int64 [2], which identify the epoch; None if its order is fixed.
+        batch_size: number of records in a batch.
     """
 
     def announce(numbers, epoch, *_paths):
@@ -108,16 +108,16 @@ def announced(
 
 
 def records(files: StoredFiles, path: str | tf.Tensor) -> tf.data.Dataset:
-    """What ``tf.data.TFRecordDataset`` has of one file."""
+    """Reads the records of one file, as ``tf.data.TFRecordDataset`` does."""
     return _parts(files, path, _end_of_records, tf.data.TFRecordDataset)
 
 
 def is_whole(files: StoredFiles, path: str) -> bool:
-    """Tells whether a TFRecord file ends where a record does, by their lengths."""
+    """Tells whether a TFRecord file ends at the end of a record, by lengths."""
     begin, size = 0, files.size(path)
     while begin < size:
         part, end = _whole(files, path, begin, _end_of_records)
-        # As if there were more, for what ends too early.
+        # As if there were more data, to notice an early end.
         if not part or _end_of_records(part, 2**64) != len(part):
             return False
         begin = int(end)
@@ -137,17 +137,17 @@ def _parts(files, path, find_end, dataset):
             return _call(take_apart, copy.name, len(part)).numpy(), end
 
     def following(begin, _):
-        found, end = in_python.call(read, [path, begin], [tf.string, tf.int64])
-        return tf.ensure_shape(end, []), tf.ensure_shape(found, [None])
+        items, end = in_python.call(read, [path, begin], [tf.string, tf.int64])
+        return tf.ensure_shape(end, []), tf.ensure_shape(items, [None])
 
     following = tf.autograph.experimental.do_not_convert(following)
     parts = tf.data.Dataset.counter().scan(np.int64(0), following)
-    return parts.take_while(lambda found: tf.size(found) > 0).unbatch()
+    return parts.take_while(lambda items: tf.size(items) > 0).unbatch()
 
 
 @functools.cache
 def _take_apart(dataset: Callable) -> Callable:
-    """What makes a tensor of all records of a file."""
+    """Returns a function that makes a tensor of all records of a file."""
 
     @tf.function(
         input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)]
@@ -161,7 +161,7 @@ def _take_apart(dataset: Callable) -> Callable:
 def _whole(
     files: StoredFiles, path: str, begin: int, find_end: Callable
 ) -> tuple[bytes, np.int64]:
-    """Whole records from a byte of a file on, at least one, and where they end."""
+    """Returns whole records from a byte on, at least one, and their end."""
     part, left, end = bytearray(), files.size(path) - begin, 0
     while not end and len(part) < left:
         part += files.read_from(path, begin + len(part))
@@ -170,24 +170,24 @@ def _whole(
 
 
 def _end_of_records(part: bytes | bytearray, left: int) -> int:
-    """Where the last whole record ends; 0 if there is none.
+    """Finds the end of the last whole record; 0 if there is none.
 
     Args:
-        part: what is read.
-        left: bytes up to the end of the file.
+        part: the bytes read.
+        left: number of bytes up to the end of the file.
     """
     end, size = 0, len(part)
     while end + _HEADER <= size:
         (length,) = struct.unpack_from("<Q", part, end)
         if end + length + _AROUND > size:
-            # TensorFlow says what is wrong with a record that does not end.
+            # TensorFlow reports a record that does not end.
             return end or (size if length + _AROUND > left else 0)
         end += length + _AROUND
     return end
 
 
 def _text(path: Any) -> str:
-    """A path, which comes in another form where TensorFlow is eager."""
+    """Returns a path, which has another form if TensorFlow is eager."""
     return np.asarray(path).item().decode()
 
 

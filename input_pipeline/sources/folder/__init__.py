@@ -28,21 +28,21 @@ def open_folder(
     """Opens a folder of pictures or texts.
 
     Args:
-        directory: of the folder.
+        directory: the path of the folder.
         target: "class" of each folder's files, or "mask". None: masks, if there are
-            folders ``images`` and ``masks`` in it, or in its folder ``train``.
-            Of class folders, .txt files are texts if most files are.
-        num_classes: see ``MaskFolderSource``; of class folders, as many as there are.
-        class_names: see ``MaskFolderSource``; of class folders, their names.
+            folders ``images`` and ``masks`` in it, or in its folder ``train``. In class
+            folders, .txt files are texts if most files are.
+        num_classes: see ``MaskFolderSource``; the number of class folders.
+        class_names: see ``MaskFolderSource``; the names of class folders.
         eval_fraction: see ``ImageFolderSource``.
         skip_bad: see ``MaskFolderSource`` and ``TextFolderSource``.
-        tokenizer: of texts; see ``TextFolderSource``.
-        sequence_length: of texts; see ``TextFolderSource``.
-        local_store: where to keep pictures that lie far away, if anywhere.
-        findings: of masks; see ``MaskFolderSource``.
+        tokenizer: for texts; see ``TextFolderSource``.
+        sequence_length: for texts; see ``TextFolderSource``.
+        local_store: the store that keeps far pictures, if any.
+        findings: for masks; see ``MaskFolderSource``.
 
     Raises:
-        ValueError: the folder has something else.
+        ValueError: the folder has other contents.
     """
     root = os.path.expanduser(directory)
     of_masks = has_masks(root) or has_masks(os.path.join(root, "train"))
@@ -77,7 +77,7 @@ def _open_classes(
     of_text: Mapping[str, Any],
     local_store: LocalStore | None,
 ) -> Source:
-    """Opens class folders, of texts or of pictures, by what they have."""
+    """Opens class folders, of texts or of pictures, by their contents."""
     if classes.are_texts(directory):
         source = TextFolderSource(
             directory, eval_fraction, skip_bad=skip_bad, **of_text

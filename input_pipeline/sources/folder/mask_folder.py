@@ -75,14 +75,13 @@ class MaskFolderSource(StoredFolder, IndexedSource):
         root = os.path.expanduser(directory)
         self.name = f"folder:{directory}"
         self.image_shape = (None, None, 3)
-        self.notes = ()
         # The mask of each picture, in a fixed order.
         self._masks = self._find(root, eval_fraction)
         self.splits = {split: len(pairs) for split, pairs in self._masks.items()}
         paths = [path for of in self._masks.values() for path in of]
-        self.notes = (*self.notes, *pictures.notes_of_content(paths))
+        self._note(*pictures.notes_of_content(paths))
         pairs = [*itertools.chain(*(of.items() for of in self._masks.values()))]
-        self.notes = (*self.notes, *_notes_of_sizes(pairs))
+        self._note(*_notes_of_sizes(pairs))
         self._store(local_store, [*itertools.chain(*pairs)])
         names = class_names or _read_names(os.path.join(root, _NAMES))
         if names and num_classes not in (None, len(names)):
@@ -150,8 +149,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
             for picture, mask in pairs.items():
                 found["test" if picture in held else "train"][picture] = mask
             if found["test"]:
-                note = splits.note(taken, "pictures", len(found["test"]))
-                self.notes = (*self.notes, note)
+                self._note(splits.note(taken, "pictures", len(found["test"])))
             return {split: pairs for split, pairs in found.items() if pairs}
         folders = dict(pictures.entries(root))
         test = splits.held_out(
@@ -189,12 +187,11 @@ class MaskFolderSource(StoredFolder, IndexedSource):
                 f"{images} has no pictures: expected {pictures.PICTURES} files, with a "
                 "mask for each in the folder masks"
             )
-        self.notes = (*self.notes, *found.notes())
+        self._note(*found.notes())
         if by_stem:
             count = words.count(len(by_stem), "mask")
             example = os.path.basename(next(iter(by_stem.values())))
-            note = f"{count} in {of_them} left out, without a picture: {example}."
-            self.notes = (*self.notes, note)
+            self._note(f"{count} in {of_them} left out, without a picture: {example}.")
         return pairs
 
     def _count_classes(self, skip_bad: bool, findings: str | None) -> int:
@@ -207,8 +204,7 @@ class MaskFolderSource(StoredFolder, IndexedSource):
             lambda: {"all": LabelCounts(self._read_classes(skip_bad), [])},
         )
         if are_known:
-            note = f"The masks of {self.name} are known from an earlier run."
-            self.notes = (*self.notes, note)
+            self._note(f"The masks of {self.name} are known from an earlier run.")
         classes = counts["all"].classes
         largest = int(classes[classes != IGNORED].max(initial=0))
         if not largest:

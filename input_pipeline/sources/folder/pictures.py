@@ -1,4 +1,4 @@
-"""Which files of a folder are pictures that TensorFlow decodes, or texts."""
+"""Finds the files of a folder that are pictures for TensorFlow, or texts."""
 
 import collections
 import concurrent.futures
@@ -11,30 +11,30 @@ from towers.input_pipeline.images import ignored
 from towers.input_pipeline.specs import PICTURES, TEXTS
 from towers.program import progress, words
 
-# Taken by their names; what is wrong with one is said when it is read.
+# Files with these names are taken; reading reports faults.
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp")
-# Of others, the content tells.
+# The content decides about other names.
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a")
 _PICTURES = (*SUFFIXES, ".bmp", ".dib", ".tif", ".tiff", ".heic", ".avif", ".jp2")
-# Folders that are listed at once: a file system far away answers several requests.
+# Folders to list at once: a far file system answers several requests.
 _AT_ONCE, _AHEAD = 16, 128
-# What file managers leave behind.
+# Files that file managers leave behind.
 _LITTER = ("thumbs.db", "desktop.ini", "icon\r")
 # A palette ends here, at the latest.
 _HEADER = 54 + 4 * 256
 
 
 class Sorted:
-    """The files of folders, sorted into pictures, or texts, and what is left out.
+    """Sorts the files of folders into pictures, or texts, and others.
 
     Args:
-        texts: whether texts are looked for: files that end with .txt.
+        texts: whether texts are wanted: files that end with .txt.
 
     Attributes:
-        what: what is looked for, as messages say it.
-        left_out: how many files there are of each kind, such as ".tiff".
-        folders: folders that are not looked into.
-        more: what else is to be said, sentences.
+        what: the kind of file that is wanted, in messages.
+        left_out: number of other files of each kind, such as ".tiff".
+        folders: folders that are not searched.
+        more: further sentences for the user.
     """
 
     def __init__(self, texts: bool = False):
@@ -45,28 +45,28 @@ class Sorted:
         self.more: list[str] = []
 
     def files(self, folder: str, names: Sequence[str] | None = None) -> list[str]:
-        """Returns what is directly in a folder, sorted, and notes the others.
+        """Returns the wanted files directly in a folder, sorted, and notes the others.
 
         Args:
-            folder: its path.
-            names: of what is in it, sorted, if they are known.
+            folder: the path of the folder.
+            names: the names in it, sorted, if they are known.
         """
         names, prefix = names or names_in(folder), os.path.join(folder, "")
         # There may be a million: most are taken by their names alone.
-        found = [
+        paths = [
             prefix + name
             for name in names
             if name.lower().endswith(self._suffixes) and name[0] != "."
         ]
-        if len(found) < len(names):
-            by_name = {*found}
+        if len(paths) < len(names):
+            by_name = {*paths}
             others = [name for name in names if prefix + name not in by_name]
-            found = sorted([*found, *self._others(others, prefix)])
-        return found
+            paths = sorted([*paths, *self._others(others, prefix)])
+        return paths
 
     def _others(self, names: Iterable[str], prefix: str) -> list[str]:
-        """Returns those files whose content makes them pictures; notes the others."""
-        found = []
+        """Returns the files whose content makes them pictures; notes the others."""
+        paths = []
         for name in names:
             path = prefix + name
             if name.lower() in _LITTER or not _is_seen(name):
@@ -79,30 +79,30 @@ class Sorted:
             elif (fault := "" if self._texts else _fault(path)) is not None:
                 self.left_out[f"{_suffix(name)}{fault}"] += 1
             else:
-                found.append(path)
-        return found
+                paths.append(path)
+        return paths
 
     def walk(self, folder: str) -> list[str]:
-        """Returns what is in a folder and below it, and notes the others.
+        """Returns the wanted files in a folder and below it, and notes the others.
 
         Links to folders are not followed, as they may lead back.
         """
         before = len(self.folders)
-        found, below = self.files(folder), self.folders[before:]
+        paths, below = self.files(folder), self.folders[before:]
         self.folders[before:] = filter(os.path.islink, below)
         for path in below:
             if not os.path.islink(path):
-                found += self.walk(path)
-        return found
+                paths += self.walk(path)
+        return paths
 
     def loose(self, folder: str) -> None:
-        """Notes what lies beside class folders."""
+        """Notes the files beside class folders."""
         for name, _ in entries(folder):
             if name.lower().endswith(self._suffixes if self._texts else _PICTURES):
                 self.left_out[f"{_suffix(name)} beside the class folders"] += 1
 
     def notes(self) -> list[str]:
-        """Says what was left out, a sentence each."""
+        """Describes what was left out, a sentence each."""
         notes = []
         if count := self.left_out.total():
             listed = ", ".join(f"{n:,} {kind}" for kind, n in _ordered(self.left_out))
@@ -117,7 +117,7 @@ class Sorted:
 
 
 def entries(folder: str) -> list[tuple[str, str]]:
-    """Names and paths of what is in a folder and not hidden, sorted."""
+    """Returns names and paths in a folder that are not hidden, sorted."""
     return [
         (name, os.path.join(folder, name))
         for name in names_in(folder)
@@ -126,7 +126,7 @@ def entries(folder: str) -> list[tuple[str, str]]:
 
 
 def names_in(folder: str) -> list[str]:
-    """Returns the names of what is in a folder, sorted."""
+    """Returns the names in a folder, sorted."""
     if not is_remote(folder):
         return sorted(os.listdir(folder))
     # Some file systems end the names of folders with a slash.
@@ -134,11 +134,11 @@ def names_in(folder: str) -> list[str]:
 
 
 def names_in_each(folders: Sequence[str], what: str) -> Iterator[list[str]]:
-    """Yields what `names_in` has of each folder; several are listed at once.
+    """Yields the result of `names_in` for each folder; lists several at once.
 
     Args:
-        folders: their paths.
-        what: is listed, for whoever waits.
+        folders: the paths of the folders.
+        what: the name of the list in a progress bar.
     """
     with (
         progress.Progress(
@@ -146,7 +146,7 @@ def names_in_each(folders: Sequence[str], what: str) -> Iterator[list[str]]:
         ) as shown,
         concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        # Not all at once, as their names take memory until they are wanted.
+        # Not all at once, as their names take memory until they are used.
         for begin in range(0, len(folders), _AHEAD):
             for names in pool.map(names_in, folders[begin : begin + _AHEAD]):
                 yield names
@@ -154,7 +154,7 @@ def names_in_each(folders: Sequence[str], what: str) -> Iterator[list[str]]:
 
 
 def folders_in(parent: str) -> dict[str, str]:
-    """Paths of the folders that are not hidden by their names, sorted."""
+    """Returns the paths of folders that are not hidden, by their names, sorted."""
     if is_remote(parent):
         paths = dict(entries(parent))
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -164,13 +164,15 @@ def folders_in(parent: str) -> dict[str, str]:
                 for name, is_folder in zip(paths, are_folders, strict=True)
                 if is_folder
             }
-    with os.scandir(parent) as found:
-        names = [each.name for each in found if each.name[0] != "." and each.is_dir()]
+    with os.scandir(parent) as listing:
+        names = [
+            entry.name for entry in listing if entry.name[0] != "." and entry.is_dir()
+        ]
     return {name: os.path.join(parent, name) for name in sorted(names)}
 
 
 def as_tensor(paths: Sequence[str]) -> tf.Tensor:
-    """Makes a tensor of paths, also of names that are in no encoding."""
+    """Makes a tensor of paths, also of names without a valid encoding."""
     try:
         return tf.constant(paths)
     except ValueError:
@@ -178,15 +180,15 @@ def as_tensor(paths: Sequence[str]) -> tf.Tensor:
 
 
 def is_remote(path: str) -> bool:
-    """Tells whether TensorFlow alone can read there."""
+    """Tells whether only TensorFlow can read a path."""
     return "://" in path
 
 
 def notes_of_content(paths: Sequence[str]) -> list[str]:
-    """Says what reading pictures ignores: a sentence each, with the first example.
+    """Describes what reading pictures ignores: a sentence each, with an example.
 
     Args:
-        paths: of pictures, of which a few are looked at.
+        paths: the paths of pictures, of which a few are checked.
     """
     some = paths[:: len(paths) // ignored.MOST + 1]
     return ignored.notes((path, _head(path)) for path in some)
@@ -194,16 +196,16 @@ def notes_of_content(paths: Sequence[str]) -> list[str]:
 
 def _head(path: str) -> bytes:
     try:
-        # Names may be in no encoding.
+        # Names may have no valid encoding.
         with tf.io.gfile.GFile(os.fsencode(path), "rb") as file:
             return file.read(ignored.HEAD)
-    # That is said when the picture is read.
+    # Reading the picture reports the error.
     except tf.errors.OpError:
         return b""
 
 
 def _is_seen(name: str) -> bool:
-    """Tells whether a name is not hidden, or hides a picture, as no "._" file does."""
+    """Tells whether a name is visible, or hides a picture, as no "._" file does."""
     pretends = name.startswith(".") and not name.startswith("._")
     return name[0] != "." or (pretends and name.lower().endswith(_PICTURES))
 
@@ -213,12 +215,12 @@ def _suffix(name: str) -> str:
 
 
 def _ordered(counts: collections.Counter[str]) -> Iterable[tuple[str, int]]:
-    """The most frequent first."""
+    """Sorts kinds, the most frequent first."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _fault(path: str) -> str | None:
-    """None for a picture; else what ``left_out`` says beside its kind."""
+    """Returns None for a picture; else the remark for ``left_out`` beside its kind."""
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
             head = file.read(_HEADER)
@@ -234,10 +236,10 @@ def _fault(path: str) -> str | None:
 
 
 def _fault_of_bitmap(head: bytes) -> str | None:
-    """TensorFlow takes the numbers of colours in a palette for grey pixels."""
+    """Finds bitmaps with a palette, whose indices TensorFlow takes for grey pixels."""
 
-    def number(place, size):
-        return int.from_bytes(head[place : place + size], "little")
+    def number(offset, size):
+        return int.from_bytes(head[offset : offset + size], "little")
 
     bits, compression = number(28, 2), number(30, 4)
     palette = head[14 + number(14, 4) : number(10, 4)]

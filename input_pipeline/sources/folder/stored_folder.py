@@ -1,4 +1,4 @@
-"""Folders of which each record is a file or two, read through a local store."""
+"""Folders whose records are files, one or two each, read through a local store."""
 
 import abc
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from towers.input_pipeline.sources.files import stored
 
 
 class StoredFolder(abc.ABC):
-    """Reads files through a store, if there is one; stands before ``IndexedSource``."""
+    """Reads files through a store, if there is one; a base before ``IndexedSource``."""
 
     _stored = None
 
     @abc.abstractmethod
     def _paths_of(self, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Paths [B] of the files of records, of each kind of file."""
+        """Returns the paths [B] of the files of records, for each kind of file."""
 
     def _store(self, local_store: LocalStore | None, paths: Sequence[str]) -> None:
         if local_store is not None:
             self._stored = local_store.open(self.name, paths)
             self.in_graph, self.is_far = False, True
-            self.notes = *self.notes, self._stored.note
+            self._note(self._stored.note)
 
     def _read_file(self, path: tf.Tensor) -> tf.Tensor:
         if self._stored is None:
@@ -36,7 +36,7 @@ class StoredFolder(abc.ABC):
         seeds: tf.Tensor | None,
         batch_size: int,
     ) -> tf.data.Dataset:
-        """See ``IndexedSource.announced``."""
+        """Starts reading the files of records; see ``IndexedSource.announced``."""
         if self._stored is None:
             return batches
         return stored.announced(

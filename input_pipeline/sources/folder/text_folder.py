@@ -45,9 +45,7 @@ class TextFolderSource(EncodedSource):
         skip_bad: bool = False,
     ):
         self.image_shape = (check_length(sequence_length),)
-        if isinstance(tokenizer, str):
-            tokenizer = open_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer = open_tokenizer(tokenizer)
         files = pictures.Sorted(texts=True)
         # Bad texts are known before some are held out; each file is read once.
         read = functools.cache(self._text)
@@ -59,7 +57,7 @@ class TextFolderSource(EncodedSource):
         self.class_names, self.notes = found.names, found.notes
         self.num_classes = len(self.class_names)
         self._read(found, read, skip_bad)
-        self.reads = (*self.image_shape, tokenizer.fingerprint)
+        self.reads = (*self.image_shape, self.tokenizer.fingerprint)
 
     def _read(
         self,

@@ -104,9 +104,7 @@ class TableFile(Protocol):
         """Finds the lines in which rows of a block begin; none where rows count."""
 
 
-def read_in_order(
-    items: Iterable[S], read: Callable[[S], T], threads: int | None = None
-) -> Iterator[T]:
+def read_in_order(items: Iterable[S], read: Callable[[S], T]) -> Iterator[T]:
     """Yields what a function makes of items, in their order, from several threads.
 
     No more items are asked for than threads can work on, so memory stays bounded.
@@ -114,9 +112,8 @@ def read_in_order(
     Args:
         items: of an iterator that need not be safe for threads.
         read: is called in threads.
-        threads: how many; None for those that this process may use.
     """
-    threads = threads or limits.cpu_count()
+    threads = limits.cpu_count()
     waiting = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         with contextlib.ExitStack() as stack:

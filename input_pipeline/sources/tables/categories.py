@@ -1,4 +1,4 @@
-"""Columns of text that a model learns from: numbers of what they say."""
+"""Converts columns of text that a model learns from to ids."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -7,18 +7,18 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.tables import columns, values
 
-# What the columns of numbers are called, all together, beside categories.
+# The name of the columns of numbers, all together, beside categories.
 _NUMBERS = "dense"
 
 
 def read_vocabularies(
     names: Sequence[str], batches: Iterable[Sequence[np.ndarray]]
 ) -> dict[str, tuple[str, ...]]:
-    """Reads what stands in columns of training data.
+    """Reads the vocabularies of columns of training data.
 
     Args:
-        names: of the columns.
-        batches: texts in UTF-8 [B] of each of them, by the batch.
+        names: the names of the columns.
+        batches: texts in UTF-8 [B] of each column, in batches.
 
     Returns:
         The different texts of each, sorted, without the empty one.
@@ -34,7 +34,7 @@ def read_vocabularies(
 
 
 def ordered(texts: Iterable[str]) -> tuple[str, ...]:
-    """The vocabulary of texts: each once, sorted, without the empty one."""
+    """Returns the vocabulary of texts: each once, sorted, without the empty one."""
     return tuple(sorted({text.strip(values.SPACES) for text in texts} - {""}))
 
 
@@ -42,8 +42,8 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
     """Checks that there is a vocabulary for each column of categories.
 
     Raises:
-        ValueError: these are of other columns, or one has a name that no input of a
-            model can have.
+        ValueError: these are of other columns, or a name is not possible for an input
+            of a model.
     """
     if wrong := [name for name in names if "/" in name or not name.strip()]:
         raise ValueError(
@@ -65,7 +65,7 @@ def check(where: str, names: Iterable[str], vocabularies: Iterable[str]) -> None
 
 
 def table_sizes(vocabularies: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """How many ids each column has: 0 is for what is not in its vocabulary."""
+    """Returns the number of ids of each column: 0 is for unknown texts."""
     return {name: len(texts) + 1 for name, texts in vocabularies.items()}
 
 
@@ -74,7 +74,7 @@ def finders(
 ) -> dict[str, Callable[[tf.Tensor], tf.Tensor]]:
     """Makes functions of texts [B] that return ids, int64 [B]; by the columns' names.
 
-    An id is a text's place in the vocabulary, from 1; what is not in it is 0. Spaces
+    An id is a text's position in the vocabulary, from 1; an unknown text is 0. Spaces
     around a text do not count.
     """
 

@@ -1,4 +1,4 @@
-"""Columns of a table: which hold the numbers, and which the labels."""
+"""Finds the columns of a table with the numbers, and those with the labels."""
 
 import collections
 import difflib
@@ -11,37 +11,37 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.folder.pictures import SUFFIXES
 
-# Rows that tell what a column holds.
+# Rows from which a column's contents are inferred.
 SAMPLE = 100
 
 _FEATURES = "--feature_columns"
-# What to do about a cell without a value.
+# Advice on a cell without a value.
 FILL = (
     "write one, such as the column's mean, in every such row, or leave the column out "
     f"by {_FEATURES} (in Python, feature_columns)"
 )
 _LABELS = ("label", "class", "target")
-# What pandas calls an index in CSV, as it reads that again, and in Parquet.
+# pandas's names for an index in CSV, when it reads that again, and in Parquet.
 _OF_PANDAS = r"|Unnamed: \d+|__index_level_\d+__"
-# What people call a column that tells rows apart, such as PassengerId or row_id.
+# People's names for a column that identifies rows, such as PassengerId or row_id.
 _OF_IDS = r"(.*[^A-Za-z])?[iI][dD]|.*[a-z]I[dD]|[iI]ndex"
-# Of fewer rows than that, it is chance that all differ, or that numbers rise by one.
+# With fewer rows, it is chance that all differ, or that numbers rise by one.
 _FEW = 10
 
 
 def check_named(
     where: str, columns: Sequence[str], names: Sequence[str], option: str
 ) -> None:
-    """Checks that columns that were named are there.
+    """Checks that columns that were named exist.
 
     Args:
         where: file or record, for the message.
-        columns: those there are.
-        names: those that were named.
-        option: what named them, such as ``label_column``.
+        columns: the existing columns.
+        names: the names that were given.
+        option: the option with the names, such as ``label_column``.
 
     Raises:
-        ValueError: one is not there.
+        ValueError: a column does not exist.
     """
     for name in names:
         if name not in columns:
@@ -55,18 +55,18 @@ def check_named(
 
 def named(columns: Sequence[str]) -> list[str]:
     """Gives columns without a name, but the first, the names that pandas gives them."""
-    first = next((place for place, name in enumerate(columns) if not name), None)
+    first = next((index for index, name in enumerate(columns) if not name), None)
     return [
-        f"Unnamed: {place}" if not name and place != first else name
-        for place, name in enumerate(columns)
+        f"Unnamed: {index}" if not name and index != first else name
+        for index, name in enumerate(columns)
     ]
 
 
 def check_different(where: str, columns: Sequence[str]) -> None:
-    """Checks that columns have different names, by which they are told apart.
+    """Checks that columns have different names, which identify them.
 
     Raises:
-        ValueError: two have the same.
+        ValueError: two have the same name.
     """
     counts = collections.Counter(columns)
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -96,9 +96,9 @@ def find_label(
 
     Args:
         where: see ``check_named``.
-        columns: those there are, at least one.
-        label_column: its name; None takes the one that is named label, class or target,
-            else the last.
+        columns: the existing columns, at least one.
+        label_column: its name; None takes the one named label, class or target, else
+            the last one.
 
     Returns:
         Its name, and a note, empty if nothing was guessed.
@@ -112,7 +112,8 @@ def find_label(
     named = [name for name in columns if name.strip().lower() in _LABELS]
     if len(named) == 1:
         return named[0], ""
-    # What has no name is an index, or stands behind a separator that ends each row.
+    # A column without a name is an index, or comes after a separator that ends each
+    # row.
     others = [name for name in columns if not re.fullmatch(_OF_PANDAS, name)]
     label = named[0] if named else (others or columns)[-1]
     why = f"the first of {', '.join(named)}" if named else "the last one"
@@ -132,12 +133,12 @@ def find_features(
 
     Args:
         where: see ``check_named``.
-        columns: those there are.
-        labels: columns of the targets.
+        columns: the existing columns.
+        labels: the columns of the targets.
         feature_columns: their names; None takes all but the labels'.
 
     Raises:
-        ValueError: one is not there, is named twice, or holds the labels.
+        ValueError: one does not exist, is named twice, or holds the labels.
     """
     if feature_columns is None:
         names = [name for name in columns if name not in labels]
@@ -160,12 +161,12 @@ def name_pictures(texts: Collection[str]) -> bool:
 def nothing_to_learn_from(
     where: str, left_out: Sequence[str], pictures: Sequence[str]
 ) -> ValueError:
-    """Says that a table has neither numbers nor texts that repeat.
+    """Makes an error for a table with neither numbers nor texts that repeat.
 
     Args:
         where: see ``check_named``.
-        left_out: the columns that it has, without the labels'.
-        pictures: columns that name pictures.
+        left_out: its columns, without the labels'.
+        pictures: the columns that name pictures.
     """
     if pictures:
         return ValueError(
@@ -183,7 +184,7 @@ def nothing_to_learn_from(
 
 
 def _instead_of(pictures: Sequence[str]) -> str:
-    """Advises, in a clause, where columns name pictures."""
+    """Advises, in a clause, on columns that name pictures."""
     return (
         f"{pictures[0]!r} names pictures, which no table reads: put those of each "
         "class into a folder of its own, and train on folder:DIR"
@@ -193,12 +194,12 @@ def _instead_of(pictures: Sequence[str]) -> str:
 def left_out_note(
     names: Sequence[str], taken: Sequence[str], pictures: Sequence[str] = ()
 ) -> str:
-    """Says which columns are left out, as nobody has named the columns to learn from.
+    """Notes the columns that are left out, as no columns to learn from were given.
 
     Args:
-        names: those that are left out.
-        taken: the others.
-        pictures: those that name pictures.
+        names: the columns that are left out.
+        taken: the other columns.
+        pictures: the columns that name pictures.
     """
     note = f"Left out, because neither numbers nor texts that repeat: {_quoted(names)}."
     if pictures:
@@ -211,7 +212,7 @@ def left_out_note(
 
 
 def categories_note(names: Sequence[str], numbers: Sequence[str]) -> str:
-    """Says which columns of text are learnt from as categories."""
+    """Notes which columns of text are learnt from as categories."""
     leave = f"; {_FEATURES}={_listed(numbers)} leaves them out" if numbers else ""
     return f"Categories, because texts that repeat: {_quoted(names)}{leave}."
 
@@ -221,18 +222,18 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names as a flag takes them, and not a page of them."""
+    """Lists names as a flag takes them, up to a limit."""
     listed = ",".join(names[:20]) + (",..." if len(names) > 20 else "")
     return f"'{listed}'" if any(sign in listed for sign in " '\"()&;|<>") else listed
 
 
 def listed(types: Mapping[str, Any]) -> str:
-    """Names of columns with their types, in a phrase."""
+    """Lists columns with their types, in a phrase."""
     return ", ".join(f"{name} ({kind})" for name, kind in types.items())
 
 
 def counts_rows(values: Sequence[float]) -> bool:
-    """Tells whether a column does nothing but count the rows."""
+    """Tells whether a column only counts the rows."""
     if len(values) < _FEW or not np.isfinite(values).all():
         return False
     return bool((np.diff(np.asarray(values, np.float64)) == 1).all())
@@ -242,8 +243,8 @@ def is_id(name: str, values: np.ndarray) -> bool:
     """Tells whether a column of numbers has the name and the form of an id of rows.
 
     Args:
-        name: of the column.
-        values: in it, of the first rows.
+        name: the name of the column.
+        values: its values in the first rows.
     """
     if re.fullmatch(_OF_PANDAS, name):
         return True
@@ -256,7 +257,7 @@ def is_id(name: str, values: np.ndarray) -> bool:
 
 
 def ids_note(names: Sequence[str], taken: Sequence[str]) -> str:
-    """Says which columns are left out, as they are ids; empty if none is."""
+    """Notes the columns that are left out, as they are ids; empty if none is."""
     if not names:
         return ""
     return (
@@ -267,12 +268,12 @@ def ids_note(names: Sequence[str], taken: Sequence[str]) -> str:
 
 
 def index_note(name: str, values: Sequence[float], taken: Sequence[str]) -> str:
-    """Says that a column counts the rows; empty if it does not.
+    """Notes that a column counts the rows; empty if it does not.
 
     Args:
-        name: of the column.
-        values: in it, of the first rows.
-        taken: names of all columns of features.
+        name: the name of the column.
+        values: its values in the first rows.
+        taken: the names of all columns of features.
     """
     if not counts_rows(values):
         return ""
@@ -292,15 +293,15 @@ def check_classes(
     Args:
         where: see ``check_named``.
         label: the labels' column.
-        texts: the different ones in it.
-        rows: how many rows it has.
-        asked: whether it was named; what is named is taken as it is.
+        texts: the different texts in it.
+        rows: the number of its rows.
+        asked: whether the column was named; a named column is taken as it is.
 
     Returns:
-        A note, empty if there is nothing to say.
+        A note, empty if there is nothing to note.
 
     Raises:
-        ValueError: all of many differ, in a column that was not named.
+        ValueError: all texts of many differ, in a column that was not named.
     """
     if rows < _FEW or len(texts) < rows:
         return ""
@@ -332,14 +333,14 @@ def order_classes(
         where: see ``check_named``.
         label: the labels' column.
         there: the names in that column.
-        num_classes: how many there should be; None for as many as there are.
+        num_classes: the expected number; None for as many as there are.
         class_names: their order; None sorts them.
 
     Returns:
         The names, by their labels.
 
     Raises:
-        ValueError: there are others than were asked for.
+        ValueError: there are other names than requested.
     """
     names = tuple(sorted(there) if class_names is None else class_names)
     if unknown := sorted(set(there) - set(names)):
@@ -362,11 +363,11 @@ def _shortened(names: Sequence[str]) -> str:
 def class_finder(names: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
     """Makes a function that turns names of classes into labels.
 
-    It is a graph of plain operations: a table would not travel to the workers of a
+    It consists of plain operations: a lookup table would not travel to the workers of a
     tf.data service.
 
     Args:
-        names: of the classes, by their labels.
+        names: the names of the classes, by their labels.
 
     Returns:
         A function of strings [B]; it returns int64 labels [B], -1 for an unknown name.
@@ -378,10 +379,10 @@ def class_finder(names: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
 
     def find(texts: tf.Tensor) -> tf.Tensor:
         hashed = tf.strings.to_hash_bucket_fast(texts, buckets)
-        place = tf.searchsorted(tf.constant(hashes), hashed)
-        place = tf.minimum(place, len(ordered) - 1)
-        known = tf.equal(tf.gather(tf.constant(ordered), place), texts)
-        labels = tf.gather(tf.constant(order, tf.int64), place)
+        index = tf.searchsorted(tf.constant(hashes), hashed)
+        index = tf.minimum(index, len(ordered) - 1)
+        known = tf.equal(tf.gather(tf.constant(ordered), index), texts)
+        labels = tf.gather(tf.constant(order, tf.int64), index)
         return tf.where(known, labels, -tf.ones_like(labels))
 
     return find

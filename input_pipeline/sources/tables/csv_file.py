@@ -1,4 +1,4 @@
-"""A CSV file as blocks of whole rows, which pyarrow makes columns of."""
+"""A CSV file as blocks of whole rows, which pyarrow converts to columns."""
 
 import codecs
 import contextlib
@@ -32,13 +32,13 @@ from towers.program.voice import say
 
 # Bytes of a block. Several are read at the same time.
 _BLOCK_BYTES = 2**22
-# Bytes that tell separators and types, if they have rows enough.
+# Bytes from which separators and types are inferred, if they have enough rows.
 _HEAD_BYTES = 2**18
-# Bytes of a row, at most.
+# The most bytes of a row.
 _LONGEST_ROW = 2**26
-# Bytes that are skipped in a compressed file before a line says that this is slow.
+# Bytes skipped in a compressed file before a line reports that this is slow.
 _LONG_TO_UNPACK = 2**26
-# Compressed files that stay open.
+# The most compressed files that stay open.
 _MOST_OPEN = 8
 _SEPARATORS = ",;\t|"
 _CODECS = {
@@ -47,29 +47,29 @@ _CODECS = {
     b"BZh": "bz2",
     b"\x04\x22\x4d\x18": "lz4",
 }
-# As people write numbers, with a decimal comma where the separator is none.
+# People's forms of numbers, with a decimal comma if it is not the separator.
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|infinity)"
 _WITH_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*")
 _WITH_POINT = re.compile(r"\s*[+-]?\d*\.\d+\s*")
 _TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?Z?"
 _DATE = rf"\d{{4}}-\d\d-\d\d([T ]{_TIME})?"
-# Of pyarrow, which strips no spaces off these; cell by cell, it takes 30 times as long.
+# For pyarrow, which strips no spaces off these; cell by cell takes 30 times as long.
 _MISSING_CELLS = [f"{space}{cell}" for cell in MISSING for space in ("", " ", "  ")]
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 
-# Of the whole process, as Python has it: several threads read at the same time.
+# Python's limit is for the whole process: several threads read at the same time.
 csv.field_size_limit(sys.maxsize)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """How a file is written.
+    """The format of a file.
 
     Attributes:
-        separator: stands between fields.
+        separator: the sign between fields.
         decimal: the sign before the fraction of a number.
-        codec: how the file is compressed, as pyarrow calls it; None: it is not.
-        begin: bytes of the mark at the beginning, if there is one.
+        codec: pyarrow's name of the file's compression; None: it has none.
+        begin: number of bytes of the byte order mark, if there is one.
     """
 
     separator: str
@@ -82,15 +82,15 @@ class CSVFile:
     """A CSV file with a header.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         stored: the files of the data set, if they are read through a store.
 
     Attributes:
-        names: of the columns.
-        dialect: how the file is written.
+        names: the names of the columns.
+        dialect: the format of the file.
 
     Raises:
-        ValueError: the file has no header in UTF-8, or two columns of one name.
+        ValueError: the file has no header in UTF-8, or two columns with one name.
     """
 
     has_types = False
@@ -120,10 +120,10 @@ class CSVFile:
 
     @functools.cached_property
     def types(self) -> dict[str, Any]:
-        """Types of the columns, as pyarrow calls them, by what the first rows hold.
+        """The columns' types, as pyarrow calls them, inferred from the first rows.
 
-        A column is of numbers, dates or truth values if most of its cells are. A column
-        without any value is of type null.
+        A column has numbers, dates or truth values if most of its cells have. A column
+        without any value has the type null.
         """
         cells = zip(*self._samples, strict=True) if self._samples else ()
         of_cells = {
@@ -134,13 +134,13 @@ class CSVFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """The bytes of the file."""
         if self._stored is not None:
             return self._stored.size(self.path)
         return tf.io.gfile.stat(self.path).length
 
     def text_type(self, name: str) -> Any:
-        """See ``TableFile.text_type``: bytes, which need not be text."""
+        """Returns the type of raw cells: bytes, which need not be valid text."""
         del name
         return pa.binary()
 
@@ -154,7 +154,7 @@ class CSVFile:
                 # Quotes at the end may be the first of two, which close no field.
                 end, _ = self._end_of_rows(rest.rstrip(b'"'))
                 is_long = len(rest) >= _LONGEST_ROW
-                # Rows of nothing wait for rows behind them, unless there are too many.
+                # Empty rows wait for rows behind them, unless there are too many.
                 if end := self._end_of_filled(rest[:end]) or end * is_long:
                     yield from self._block(rest[:end], at, line)
                     at, line = at + end, line + rest[:end].count(self._newline)
@@ -173,20 +173,21 @@ class CSVFile:
             yield Block(self.path, at + end, len(rest) - end, line, False), rest[end:]
 
     def _block(self, data: bytes, at: int, line: int) -> Iterator[tuple[Block, bytes]]:
-        """Yields a block, unless it has nothing but empty lines."""
+        """Yields a block, unless it has only empty lines."""
         if data.strip():
             yield Block(self.path, at, len(data), line), data
 
     def _end_of_filled(self, data: bytes) -> int:
-        """Returns where rows of nothing but separators begin that end some rows.
+        """Returns the beginning of the empty rows at the end of some rows.
 
-        Programs write them below a table, and nothing can be learnt from them.
+        Such rows have only separators. Programs write them below a table, and nothing
+        can be learnt from them.
         """
         end = len(data.rstrip(self._separator.encode() + b" \t\r\n"))
         return (data.find(self._newline, end) + 1 or len(data)) if end else 0
 
     def _say_empty(self, data: bytes) -> None:
-        """Says how many rows of nothing but separators are left out."""
+        """Reports how many rows of only separators are left out."""
         if count := data.count(self._separator.encode()):
             rows = -(-count // max(len(self.names) - 1, 1))
             say(
@@ -195,7 +196,7 @@ class CSVFile:
             )
 
     def _read_header(self, file: Any) -> tuple[bytes, bytes]:
-        """Returns the bytes of the header, with its mark, and what was read behind."""
+        """Returns the bytes of the header, with its mark, and the bytes behind it."""
         data = b""
         while piece := file.read(_BLOCK_BYTES):
             data += piece
@@ -204,16 +205,16 @@ class CSVFile:
         return data, b""
 
     def bytes_of(self, block: Block) -> int:
-        """See ``TableFile.bytes_of``: 0 of a compressed file, which nobody knows."""
+        """Returns the part of `size` that a block takes; 0 for a compressed file."""
         return block.size if self.dialect.codec is None else 0
 
     def load(self, block: Block) -> bytes:
         """Reads the bytes of a block.
 
-        A compressed file is read from where the last block ended, or all before them.
+        A compressed file is read from the end of the last block, or from its beginning.
 
         Raises:
-            BadRecordError: the file cannot be read, or is shorter than it was.
+            BadRecordError: the file cannot be read, or has become shorter.
         """
         if self.dialect.codec is None:
             with self._opened() as file:
@@ -236,19 +237,19 @@ class CSVFile:
             at += len(piece)
         data = file.read(block.size)
         _UNPACKING[self] = at + len(data), file
-        # Only as many files stay open. One that is dropped is closed.
+        # Only so many files stay open. A file that is dropped is closed.
         with _UNPACKING_LOCK:
             if len(_UNPACKING) > _MOST_OPEN:
                 _UNPACKING.pop(next(iter(_UNPACKING)))
         return data
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
-        """Makes columns of the bytes of a block.
+        """Converts the bytes of a block to columns.
 
         Args:
-            block: where they are from.
-            data: the bytes.
-            types: of the columns that are needed, by their names, as pyarrow has them.
+            block: the block.
+            data: its bytes.
+            types: pyarrow's types of the columns that are needed, by their names.
 
         Returns:
             The columns. Rows of another length and cells of another type are faults.
@@ -262,7 +263,7 @@ class CSVFile:
         short, read = self._parsed(data, types)
         faults = {row: self._length_fault(count) for row, count in short.items()}
         if read is None:
-            # Which cells are of another type, or no text, is to be said.
+            # The cells of another type, or without text, have to be named.
             _, raw = self._parsed(data, dict.fromkeys(types, pa.binary()))
             return self._converted(block, raw, types, faults)
         rows = len(next(iter(read.values()))) if read else 0
@@ -272,12 +273,12 @@ class CSVFile:
         """Converts columns of bytes; `faults` are those of rows that are left out."""
         rows = len(next(iter(raw.values()))) + len(faults)
         read = Columns(block, {}, rows, sorted(faults), faults)
-        places = read.places
+        positions = read.places
         for name, kind in types.items():
             column, wrong = _converted(raw[name], kind, self.dialect.decimal)
             read.values[name] = column
             for row, fault in wrong.items():
-                faults.setdefault(int(places[row]), f"{name} is {fault}")
+                faults.setdefault(int(positions[row]), f"{name} is {fault}")
         return read
 
     def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
@@ -299,9 +300,9 @@ class CSVFile:
         return self.dialect.separator
 
     def _parsed(self, data, types):
-        """Returns lengths of rows that are wrong, and columns; None if a cell is.
+        """Returns wrong lengths of rows, and columns; None if a cell is wrong.
 
-        Rows of nothing but spaces are passed over, as empty ones are.
+        Rows of only spaces are skipped, as empty ones are.
         """
         short, blank = {}, []
 
@@ -347,7 +348,7 @@ class CSVFile:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Makes one sentence of what goes wrong inside."""
+        """A context that turns errors of reading into one sentence."""
         try:
             yield
         except (tf.errors.OpError, OSError, pa.ArrowException) as error:
@@ -383,7 +384,7 @@ class CSVFile:
             yield head, False
 
     def _end_of_header(self, data: bytes) -> int:
-        """Returns where the first row ends; 0 if it does not."""
+        """Returns the end of the first row; 0 if it does not end."""
         # Quotes behind a mark open a field, too.
         at = self.dialect.begin
         data = self._newline * at + data[at:]
@@ -394,10 +395,10 @@ class CSVFile:
         return data.find(self._newline, at) + 1
 
     def _end_of_rows(self, data: bytes) -> tuple[int, bool]:
-        """Returns where the last whole row ends, and whether quotes stay open.
+        """Returns the end of the last whole row, and whether quotes stay open.
 
         A line break within quotes ends no row. Quotes open a field only at its
-        beginning, as RFC 4180 has it.
+        beginning, as in RFC 4180.
         """
         if b'"' not in data:
             return data.rfind(self._newline) + 1, False
@@ -414,7 +415,7 @@ class CSVFile:
 
     @functools.cached_property
     def _quoted(self) -> re.Pattern[bytes]:
-        """A field in quotes, up to the end of the data if they do not close."""
+        """A pattern of a field in quotes, up to the end of the data if still open."""
         before = re.escape(self.dialect.separator.encode())
         return re.compile(rb"(?<![^\n\r" + before + rb'])"(?:[^"]++|"")*+(")?')
 
@@ -437,7 +438,7 @@ class _Closable(io.RawIOBase):
         super().close()
 
 
-# How far compressed files are unpacked, and what goes on there; the latest is last.
+# Positions in compressed files, and the files that go on there; the latest is last.
 _UNPACKING: dict[CSVFile, tuple[int, BinaryIO]] = {}
 _UNPACKING_LOCK = threading.Lock()
 
@@ -464,14 +465,14 @@ def _decoded(path: str, head: bytes) -> str:
 
 
 def _separator(path: str, text: str) -> str:
-    """Returns the separator that the header has most of; if none, that of the name."""
+    """Returns the header's most frequent separator, else that of the file name."""
     header = re.sub(r'"[^"]*"', "", re.split(r"[\r\n]", text, maxsplit=1)[0])
     by_name = "\t" if re.search(r"\.(tsv|tab)\b", path.lower()) else ","
     return max(by_name + _SEPARATORS, key=header.count)
 
 
 def _rows(text: str, separator: str, is_cut: bool) -> list[list[str]]:
-    """Returns the first rows with their header, without one that the head cuts off."""
+    """Returns the first rows with their header, without a row that is cut off."""
     rows = []
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     for row in reader:
@@ -497,7 +498,7 @@ def _header(path: str, text: str, rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _decimal(separator: str, rows: Sequence[Sequence[str]]) -> str:
-    """Returns a comma where numbers are written with one."""
+    """Returns a comma if numbers are written with one."""
     cells = [cell for row in rows for cell in row]
     commas = sum(bool(_WITH_COMMA.fullmatch(cell)) for cell in cells)
     points = sum(bool(_WITH_POINT.fullmatch(cell)) for cell in cells)
@@ -509,7 +510,7 @@ def _type(cells: Sequence[str], decimal: str) -> Any:
     if not cells:
         return pa.null()
     truth = {*_TRUE, *_FALSE}
-    # In pyarrow, moments of a time zone are of a type of their own.
+    # In pyarrow, moments with a time zone have a type of their own.
     zone = "UTC" if all(cell.endswith("Z") for cell in cells) else None
     for kind, fits in (
         (pa.float64(), re.compile(_number(decimal)).fullmatch),
@@ -529,7 +530,7 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
     """Converts a column of bytes to a type.
 
     Returns:
-        The values, null where a cell is of another type, and the faults by row.
+        The values, null for cells of another type, and the faults by row.
     """
     texts, is_utf8 = _texts(raw)
     cells = compute.utf8_trim_whitespace(texts)
@@ -548,7 +549,7 @@ def _converted(raw: Any, kind: Any, decimal: str) -> tuple[Any, dict[int, str]]:
         expected = "nothing, as in the first rows"
         return pa.nulls(len(cells)), _faults(texts, is_missing, is_utf8, expected)
     else:
-        # As they are written, as where no cell of the block is bad.
+        # Raw, as when no cell of the block is bad.
         cells, fits, expected = texts, is_utf8, "text"
     fits = compute.and_(fits, is_utf8)
     values = compute.if_else(fits, cells, None).cast(kind_in_text).cast(kind)
@@ -565,7 +566,7 @@ def _faults(texts: Any, fits: Any, is_utf8: Any, expected: str) -> dict[int, str
 
 
 def _texts(raw: Any) -> tuple[Any, Any]:
-    """Makes texts of bytes, and tells which of them are UTF-8."""
+    """Decodes bytes to texts, and tells which of them are UTF-8."""
     try:
         return raw.cast(pa.string()), pa.repeat(True, len(raw))
     except pa.ArrowInvalid:
@@ -582,7 +583,7 @@ def _matches(cells: Any, pattern: str) -> Any:
 
 
 def _are_dates(cells: Any) -> Any:
-    """Tells which cells are dates that the calendar has."""
+    """Tells which cells are dates of the calendar."""
     fits = _matches(cells, _DATE)
     days = compute.utf8_slice_codeunits(cells, 0, 10)
     real = [

@@ -11,9 +11,9 @@ from towers.input_pipeline.sources.tables.table_source import TableSource
 class CSVSource(TableSource):
     """CSV files with a header each; see ``TableSource``.
 
-    Separators are commas, semicolons, tabs or bars, as the header tells. Files may be
-    compressed by gzip, zstd, bzip2 or lz4. A column is of numbers, dates or truth
-    values if most of its first cells are.
+    The header determines the separator: commas, semicolons, tabs or bars. Files may be
+    compressed by gzip, zstd, bzip2 or lz4. A column has numbers, dates or truth values
+    if most of its first cells have.
     """
 
     kind = "csv"

@@ -7,7 +7,7 @@ import pyarrow as pa
 from towers.input_pipeline.sources.tables import values
 from towers.input_pipeline.sources.tables.blocks import TableFile
 
-# As which type a column of a kind is read, and how messages call what it has.
+# The type in which a column of a kind is read, and the word for its contents.
 _TYPES = {
     "number": (pa.float64(), "numbers"),
     "date": (pa.timestamp("us"), "dates"),
@@ -18,7 +18,7 @@ NUMBERS = ("number", "date", "truth")
 
 
 def kind_of(kind: Any) -> str | None:
-    """Returns the kind of a type of pyarrow's; `None` if nothing learns from it."""
+    """Returns the kind of a pyarrow type; `None` if it cannot be learnt from."""
     if values.is_text(kind):
         return "text"
     if values.is_date(kind):
@@ -29,19 +29,19 @@ def kind_of(kind: Any) -> str | None:
 
 
 def read_as(table: TableFile, name: str, *kinds: str) -> Any:
-    """Returns the type as which a column of a file is read.
+    """Returns the type in which a column of a file is read.
 
     Args:
         table: the file.
-        name: of the column.
-        *kinds: that training had there, or may have had.
+        name: the name of the column.
+        *kinds: the kinds that training had there, or may have had.
 
     Returns:
-        The file's own type if it is of such a kind, else one of the first kind: where
-        the first rows are empty, or cells only look like another kind.
+        The file's own type if it is of such a kind, else one of the first kind: if the
+        first rows are empty, or cells only look like another kind.
 
     Raises:
-        ValueError: the file has written down another type.
+        ValueError: the file has stored another type.
     """
     own = table.types[name]
     if kind_of(own) in kinds:

@@ -1,4 +1,4 @@
-"""The columns of a table's targets: what they are by all their values, and which."""
+"""The columns of a table's targets, and the targets that their values make."""
 
 import collections
 import math
@@ -11,29 +11,29 @@ from towers.input_pipeline.sources.tables import columns, table_targets, values
 from towers.input_pipeline.sources.tables.table_targets import number_of
 from towers.input_pipeline.sources.targets import Target, TargetKind
 
-# Of fewer classes, some may well have no record.
+# With more classes than this, some may have no record.
 _MANY = 1000
 
 
 class Labels:
-    """Collects columns of targets by the block, and makes targets of them.
+    """Collects columns of targets, block by block, and makes targets of them.
 
     Args:
         where: the first file, for messages.
-        names: of the columns.
-        types: of the columns by their names, as pyarrow has them.
+        names: the names of the columns.
+        types: pyarrow's types of the columns, by their names.
 
     Attributes:
-        notes: what was decided without being asked for: sentences.
-        target: what a model is to give; known once `decide` has been called.
+        notes: sentences on defaults that were chosen.
+        target: the target of the model; known once `decide` has been called.
     """
 
     def __init__(self, where: str, names: Sequence[str], types: dict[str, Any]):
         self._where, self._names, self._types = where, names, types
         self._blocks: list[Sequence[Any]] = []
-        # Rows of each block that nothing is learnt from.
+        # The rows of each block that are not learnt from.
         self._bad: list[Sequence[int]] = []
-        # Classes by their texts; None of whole numbers.
+        # Classes by their texts; None for whole numbers.
         self._labels: dict[str, int] | None = None
         self.notes: list[str] = []
         self.target: Target | None = None
@@ -43,13 +43,13 @@ class Labels:
 
         Args:
             block: encoded texts, or float64 numbers [rows].
-            bad: rows from which nothing is learnt.
+            bad: rows that are not learnt from.
         """
         self._blocks.append(block)
         self._bad.append(bad)
 
     def let_go(self) -> None:
-        """Lets go of the columns: later blocks are given to `targets`."""
+        """Releases the columns: later blocks are given to `targets`."""
         self._blocks, self._bad = [], []
 
     def decide(
@@ -60,19 +60,19 @@ class Labels:
         named: bool,
         described: Sequence[str] | None = None,
     ) -> None:
-        """Decides what the targets are.
+        """Decides the kind of target.
 
         Args:
-            asked: what they are to be; None for what their values tell.
+            asked: the requested kind; None for what the values tell.
             class_names: names of the classes, in order, if they are known.
-            num_classes: how many there are, if that is known.
+            num_classes: the number of classes, if known.
             named: whether the user has named the columns.
-            described: names that a file has of the numbers of its classes.
+            described: a file's names for the numbers of its classes.
 
         Raises:
-            ValueError: the columns cannot be that.
+            ValueError: the columns cannot have that kind.
         """
-        of_columns = [self._different(place) for place in range(len(self._names))]
+        of_columns = [self._different(column) for column in range(len(self._names))]
         kind, note = table_targets.choose(
             self._where,
             [
@@ -105,7 +105,7 @@ class Labels:
 
         Returns:
             int64 classes [rows], or float64 numbers [rows, columns], and whether each
-            row has a good one, bool [rows].
+            row has a good target, bool [rows].
         """
         if self.target.kind != "class":
             y = np.stack([*map(_numbers, block)], axis=1)
@@ -118,11 +118,11 @@ class Labels:
         return y, self.target.is_good(y)
 
     def bad(self) -> list[np.ndarray]:
-        """Returns the places of rows without a good target, of each block."""
+        """Returns the positions of rows without a good target, for each block."""
         return [np.flatnonzero(~self.targets(block)[1]) for block in self._blocks]
 
     def fault(self, number: int, row: int) -> str:
-        """Says what is wrong with the target of a row of a block, in a phrase."""
+        """Describes the fault of a row's target in a phrase."""
         expected = self.target.expected
         if self._of_class:
             names = "the name of a class", "a whole number from 0"
@@ -146,10 +146,10 @@ class Labels:
     def _of_class(self) -> bool:
         return self.target.kind == "class"
 
-    def _different(self, place: int) -> tuple[Sequence[Any], int]:
+    def _different(self, index: int) -> tuple[Sequence[Any], int]:
         """Returns the different values of a column, and how many rows have one."""
-        parts = [block[place] for block in self._blocks]
-        if self._is_text(place):
+        parts = [block[index] for block in self._blocks]
+        if self._is_text(index):
             counts = collections.Counter()
             for part, bad in zip(parts, self._bad, strict=True):
                 codes = np.delete(part.indices.to_numpy(), bad)
@@ -165,12 +165,12 @@ class Labels:
         numbers = np.unique(np.concatenate([np.unique(part) for part in parts]))
         numbers = numbers[~np.isnan(numbers)]
         rows = sum(int((~np.isnan(part)).sum()) for part in parts)
-        if values.is_whole(self._types[self._names[place]]):
+        if values.is_whole(self._types[self._names[index]]):
             return [int(number) for number in numbers], rows
         return numbers.tolist(), rows
 
-    def _is_text(self, place: int) -> bool:
-        return values.is_text(self._types[self._names[place]])
+    def _is_text(self, index: int) -> bool:
+        return values.is_text(self._types[self._names[index]])
 
     def _of_numbers(
         self,
@@ -179,7 +179,7 @@ class Labels:
         names: Sequence[str] | None,
         num_classes: int | None,
     ) -> Target:
-        """The target of whole numbers that are classes."""
+        """Makes the target for whole numbers that are classes."""
         if num_classes is not None or names is not None:
             size = num_classes or len(names)
             fits = names is not None and len(names) == size
@@ -216,7 +216,7 @@ def _number_or_nan(text: str) -> float:
 
 
 def _by_texts(column: Any, value: Any, dtype: type) -> np.ndarray:
-    """Values of the rows of encoded texts, each text looked at once."""
+    """Returns values of the rows of encoded texts; converts each text once."""
     of_texts = np.array([*map(value, column.dictionary.to_pylist())], dtype)
     return of_texts[column.indices.to_numpy()] if len(of_texts) else of_texts
 

@@ -14,10 +14,10 @@ class Moments:
     sample variances", 1979: exact where squares of large numbers would cancel.
 
     Attributes:
-        count: numbers of each column, without those that are missing.
-        mean: of each column.
+        count: number of known values in each column.
+        mean: the mean of each column.
         squares: sums of squared distances from the mean.
-        missing: numbers that are missing in each column.
+        missing: number of missing values in each column.
     """
 
     count: np.ndarray
@@ -27,16 +27,16 @@ class Moments:
 
     @classmethod
     def of_nothing(cls, size: int) -> "Moments":
-        """The moments of no rows."""
+        """Returns the moments of no rows."""
         return cls(*np.zeros([4, size]))
 
     def of(self, columns: Sequence[int]) -> "Moments":
         """Returns the moments of some of the columns."""
         every = self.count, self.mean, self.squares, self.missing
-        return Moments(*(each[columns] for each in every))
+        return Moments(*(part[columns] for part in every))
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows, float64 [N, columns]; what is not finite is missing."""
+        """Adds rows, float64 [N, columns]; numbers that are not finite are missing."""
         good = np.isfinite(rows)
         count = good.sum(axis=0)
         rows = np.where(good, rows, 0)

@@ -8,15 +8,15 @@ from towers.input_pipeline.sources.tables.blocks import TableFile
 from towers.input_pipeline.sources.tables.csv_file import CSVFile
 
 _PARQUET = (".parquet", ".pq")
-# Files with columns, by how their names end.
+# Endings of the names of files with columns.
 SUFFIXES = (".csv", ".csv.gz", ".csv.zst", ".tsv", *_PARQUET)
 
 
 def open_table(path: str, stored: StoredFiles | None = None) -> TableFile:
-    """Opens a CSV or Parquet file, as the end of its name says; CSV if it says nothing.
+    """Opens a CSV or Parquet file, as the end of its name tells; by default CSV.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         stored: the files of its data set, if they are read through a store.
 
     Raises:
@@ -33,9 +33,9 @@ class TextRow(NamedTuple):
     """A row of texts.
 
     Attributes:
-        place: in the file, a phrase.
-        values: of the columns that were asked for. Bytes that are not UTF-8 are kept as
-            Python's surrogates.
+        place: the position in the file, a phrase.
+        values: the values of the requested columns. Bytes that are not UTF-8 are kept
+            as Python's surrogates.
         fault: why the row cannot be used, or "".
     """
 
@@ -45,7 +45,7 @@ class TextRow(NamedTuple):
 
 
 def text_rows(table: TableFile, names: Sequence[str]) -> Iterator[TextRow]:
-    """Yields what stands in some columns of a file, as text, row by row."""
+    """Yields the values in some columns of a file, as text, row by row."""
     first = 0
     for block, data in table.blocks():
         read = table.parse(block, data, {name: table.text_type(name) for name in names})

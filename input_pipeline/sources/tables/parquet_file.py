@@ -15,7 +15,7 @@ class ParquetFile:
     """A Parquet file, of which a row group is a block; see ``TableFile``.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         stored: the files of the data set, if they are read through a store.
 
     Raises:
@@ -34,26 +34,26 @@ class ParquetFile:
         self.size = int(self.groups.row_bytes([path]) * self.groups.rows(path))
 
     def text_type(self, name: str) -> Any:
-        """See ``TableFile.text_type``."""
+        """Returns the type of a column; see ``TableFile.text_type``."""
         return self.types[name]
 
     def blocks(self) -> Iterator[tuple[Block, bytes]]:
-        """See ``TableFile.blocks``; a row group is read as it is parsed."""
+        """Yields the row groups, which are read when they are parsed."""
         bounds = self.groups.bounds(self.path)
         for group in range(self.groups.count(self.path)):
             yield Block(self.path, group, bounds[group + 1] - bounds[group]), b""
 
     def bytes_of(self, block: Block) -> int:
-        """See ``TableFile.bytes_of``."""
+        """Returns the bytes of a row group; see ``TableFile.bytes_of``."""
         return self.size * block.size // max(self.groups.rows(self.path), 1)
 
     def load(self, block: Block) -> bytes:
-        """See ``TableFile.load``."""
+        """Returns no bytes: `parse` reads the row group; see ``TableFile.load``."""
         del block
         return b""
 
     def parse(self, block: Block, data: bytes, types: Mapping[str, Any]) -> Columns:
-        """See ``TableFile.parse``."""
+        """Reads columns of a row group; see ``TableFile.parse``."""
         del data
         names = [*types]
         try:
@@ -64,23 +64,23 @@ class ParquetFile:
         return Columns(block, values, block.size)
 
     def lines(self, block: Block, data: bytes, rows: Sequence[int]) -> dict[int, int]:
-        """See ``TableFile.lines``: rows of Parquet files are in no line."""
+        """Returns no lines, as rows of Parquet files have none."""
         return {}
 
     def missing(self, name: str, block: Block) -> np.ndarray:
-        """Returns the rows of a block in which a column has nothing.
+        """Returns the rows of a block in which a column has no value.
 
-        The column is read only if the file's footer does not tell that there are none.
+        The column is read unless the file's footer tells that there are none.
         """
         if self.groups.null_count(self.path, block.begin, name) == 0:
             return np.zeros(0, np.int64)
         try:
             column = self.groups.read(self.path, block.begin, [name])[name]
         except ValueError:
-            return np.zeros(0, np.int64)  # said of the group
+            return np.zeros(0, np.int64)  # reported for the group
         return np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
 
     def images(self, name: str, block: Block) -> np.ndarray:
-        """Reads a column of bytes: an array of objects [rows], empty for nothing."""
+        """Reads a column of bytes: an array of objects [rows]; no value is empty."""
         column = self.groups.read(self.path, block.begin, [name])[name]
         return column.fill_null(b"").to_numpy(zero_copy_only=False)

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from towers.input_pipeline.local_store.store import StoredFiles
 from towers.input_pipeline.sources.files.stored import StoredFile
 
-# A column of pyarrow's; read, they are by their names.
+# A pyarrow column; columns that were read are found by their names.
 Column = Any
 
 
@@ -20,7 +20,7 @@ class RowGroups:
     """The row groups of some files, whose footers are read once.
 
     Args:
-        paths: of the files.
+        paths: the paths of the files.
         stored: the files, if they are read through a store.
 
     Raises:
@@ -32,25 +32,25 @@ class RowGroups:
         self._footers = {path: _footer(path, stored) for path in paths}
 
     def schema(self, path: str) -> Any:
-        """The columns of a file and their types, as pyarrow has them."""
+        """Returns the columns of a file and their types, as pyarrow has them."""
         return self._footers[path].schema.to_arrow_schema()
 
     def count(self, path: str) -> int:
-        """Row groups of a file."""
+        """Returns the number of row groups of a file."""
         return self._footers[path].num_row_groups
 
     def rows(self, path: str) -> int:
-        """Rows of a file."""
+        """Returns the number of rows of a file."""
         return self._footers[path].num_rows
 
     def bounds(self, path: str) -> list[int]:
-        """Number of the first row of each row group, and of rows in all."""
+        """Returns the first row's number for each row group, and the number of rows."""
         footer = self._footers[path]
         counts = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         return [*itertools.accumulate(counts, initial=0)]
 
     def row_bytes(self, paths: Sequence[str]) -> float:
-        """Bytes of a row, on average over files."""
+        """Returns the mean bytes of a row in some files."""
         footers = [self._footers[path] for path in paths]
         groups = [
             footer.row_group(group).total_byte_size
@@ -62,16 +62,16 @@ class RowGroups:
     def read(
         self, path: str, group: int, names: list[str], most: int | None = None
     ) -> dict[str, Column]:
-        """Columns of one row group, by their names.
+        """Reads columns of one row group, by their names.
 
         Args:
-            path: of the file.
-            group: number of the row group.
-            names: of the columns.
-            most: rows to read; None for all.
+            path: the path of the file.
+            group: the number of the row group.
+            names: the names of the columns.
+            most: the number of rows to read; None for all.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the row group cannot be read.
         """
         try:
             with _open(path, self._stored, self._footers[path]) as file:
@@ -85,7 +85,7 @@ class RowGroups:
         read = {name: table[name].combine_chunks() for name in names}
         for name, column in read.items():
             if pyarrow.types.is_struct(column.type):
-                # A struct that is missing has no bytes either.
+                # A missing struct has no bytes either.
                 read[name] = column.flatten()[column.type.get_field_index("bytes")]
         return read
 
@@ -94,7 +94,7 @@ class RowGroups:
         group = self._footers[path].row_group(group)
         for place in range(group.num_columns):
             column = group.column(place)
-            # A struct of bytes and a path has no bytes where it is missing itself.
+            # A struct of bytes and a path has no bytes if it is missing itself.
             if column.path_in_schema in (name, f"{name}.bytes"):
                 known = column.statistics
                 if known is not None and known.has_null_count:
@@ -103,7 +103,7 @@ class RowGroups:
 
 
 def described_classes(schema: Any, label: str) -> tuple[str, ...] | None:
-    """Names of the classes, where Hugging Face has written them."""
+    """Returns the names of the classes, if Hugging Face has written them."""
     try:
         text = (schema.metadata or {})[b"huggingface"]
         return tuple(json.loads(text)["info"]["features"][label]["names"])

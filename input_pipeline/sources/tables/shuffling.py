@@ -1,6 +1,6 @@
-"""The order of a table that does not fit in memory: blocks, then rows of a few of them.
+"""Orders a table that does not fit in memory: blocks, then rows of a few of them.
 
-Any place of it is found without reading what comes before.
+Any position is found without reading the positions before it.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ def groups(
     """Returns blocks in a shuffled order, as groups that are read together.
 
     Args:
-        blocks: their places.
-        at_once: how many of them a group has, but for the last one.
-        seeds: int64 [2] of the order; empty for the fixed one.
+        blocks: the indices of the blocks.
+        at_once: the number of blocks in a group, except the last one.
+        seeds: int64 [2], the seeds of the order; empty for the fixed order.
     """
-    shuffled = [blocks[place] for place in order(len(blocks), seeds)]
+    shuffled = [blocks[index] for index in order(len(blocks), seeds)]
     return [shuffled[i : i + at_once] for i in range(0, len(shuffled), at_once)]
 
 
 def locate(rows: Sequence[int], start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns in which group a row of the order is, and its place in that group.
+    """Returns the group of a row of the order, and its position in that group.
 
     Args:
-        rows: how many rows each group has.
-        start: the place of the row among those of all groups.
+        rows: the number of rows of each group.
+        start: the position of the row among those of all groups.
     """
     ends = np.cumsum([0, *rows])
     group = int(np.searchsorted(ends, start, side="right")) - 1
@@ -35,17 +35,17 @@ def locate(rows: Sequence[int], start: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def order(count: int, seeds: np.ndarray, *group: int) -> np.ndarray:
-    """Returns an order of so many things: the numbers below `count`.
+    """Returns a shuffled order of the numbers below `count`.
 
     Args:
-        count: how many there are.
-        seeds: int64 [2]; the same ones give the same order. Empty: as they are.
-        group: tells orders of the same seeds apart.
+        count: the length of the order.
+        seeds: int64 [2]; equal seeds give the same order. Empty: no shuffling.
+        group: distinguishes orders with the same seeds.
     """
     if not len(seeds):
         return np.arange(count)
-    # The numbers that `RandomState` draws are the same in every version of NumPy
-    # (NEP 19), so a run may go on with another one.
+    # The draws of `RandomState` are the same in every version of NumPy (NEP 19), so a
+    # run may go on with another version.
     key = np.array([*seeds, *group], np.int64)
     random = np.random.RandomState(np.frombuffer(key.tobytes(), np.uint32))
     return random.permutation(count)

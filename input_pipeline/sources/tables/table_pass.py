@@ -1,4 +1,4 @@
-"""One pass over all rows of a table: what must be known, and the rows if they fit."""
+"""Reads all rows of a table once, to learn facts, and to keep rows that fit."""
 
 import dataclasses
 import functools
@@ -21,23 +21,23 @@ from towers.machine import limits
 from towers.program import voice, whole_file
 from towers.program.progress import EARLY_S, Progress
 
-# A column of text is a category if each text stands in so many rows, on average.
+# A column of text is a category if each text is in this many rows, on average.
 _ROWS_OF_A_TEXT = 5
-# A column with more texts is no category, unless somebody has asked for it.
+# A column with more texts is no category, unless it was requested.
 _MOST_TEXTS = 100_000
-# Of the file of what was found: a number that changes with what is found.
+# The version of the file of findings: changes with its contents.
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """A block, and where its rows are in a file.
+    """A block, and the position of its rows in a file.
 
     Attributes:
-        file: place of the file among all.
+        file: the index of the file.
         block: the block.
-        first: number of the first row in the file.
-        rows: how many there are.
+        first: the number of the first row in the file.
+        rows: the number of rows.
     """
 
     file: int
@@ -48,12 +48,12 @@ class Located:
 
 @dataclasses.dataclass
 class Texts:
-    """The texts of a column, as the training rows have them.
+    """The texts of a column in the training rows.
 
     Attributes:
-        asked: whether somebody has asked for the column, however many texts it has.
-        texts: the different ones, without the empty one; none if they are too many.
-        rows: how many rows have one of them.
+        asked: whether the column was requested, however many texts it has.
+        texts: the different texts, without the empty one; empty if they are too many.
+        rows: the number of rows with a text.
         too_many: whether there are too many texts for a category.
     """
 
@@ -76,7 +76,7 @@ class Texts:
 
     @property
     def repeat(self) -> bool:
-        """Whether each text stands in several rows, on average."""
+        """True if each text is in several rows, on average."""
         return not self.too_many and len(self.texts) * _ROWS_OF_A_TEXT <= self.rows
 
 
@@ -86,9 +86,9 @@ class Memory:
 
     Attributes:
         numbers: float64 [N, F].
-        ids: int64 [N] of each column of categories.
-        targets: int64 [N] of classes, else float64 [N, K].
-        training: how many rows are for training.
+        ids: int64 [N] for each column of categories.
+        targets: int64 [N] for classes, else float64 [N, K].
+        training: the number of rows for training.
     """
 
     numbers: np.ndarray
@@ -103,24 +103,25 @@ class TablePass:
     Args:
         tables: the files.
         wanted: the columns.
-        labels: is given the columns of the targets.
-        is_training: tells which rows are for training, bool [N], of the place of a file
-            and the numbers of rows in it.
-        asked: whether somebody has asked for the columns of text.
-        path: a file for what was found of rows that do not fit in memory. If it is
-            there, and of the same files, these are not read again. None: there is none.
-        stamp: changes with whatever changes what is found.
+        labels: receives the columns of the targets.
+        is_training: tells which rows are for training, bool [N], given the index of a
+            file and the numbers of rows in it.
+        asked: whether the columns of text were requested.
+        path: a file for the findings about rows that do not fit in memory. If it
+            exists, for the same files, these are not read again. None: there is no such
+            file.
+        stamp: changes with all that changes the findings.
 
     Attributes:
         wanted: the columns.
-        blocks: where the rows are, in order.
-        faults: what is wrong with a row, by its block's place and then its own there.
-        lines: the line of such a row, by the same.
-        block_faults: why no row of a block can be read, by its place.
-        moments: of the numbers of training rows.
-        texts: of each column of text.
+        blocks: the positions of the rows, in order.
+        faults: the fault of a row, by the index of its block and its position there.
+        lines: the line of such a row, in the same way.
+        block_faults: why no row of a block can be read, by its index.
+        moments: the moments of the numbers of training rows.
+        texts: the texts of each column of text.
         first: numbers of the first rows, float64 [N, columns].
-        was_known: whether all that was in the file.
+        was_known: whether all findings were in the file.
     """
 
     def __init__(
@@ -149,20 +150,20 @@ class TablePass:
             self._read()
             if path is not None and self._parts is None:
                 self._write(path, stamp)
-        for place, targets in enumerate(self._targets):
-            labels.add(targets, self._bad(place))
+        for index, targets in enumerate(self._targets):
+            labels.add(targets, self._bad(index))
 
     @functools.cached_property
     def _of_file(self) -> dict[int, list[int]]:
-        """Places of the blocks of each file that has some."""
-        places = {}
-        for place, located in enumerate(self.blocks):
-            places.setdefault(located.file, []).append(place)
-        return places
+        """The indices of the blocks of each file that has some."""
+        blocks_of = {}
+        for index, located in enumerate(self.blocks):
+            blocks_of.setdefault(located.file, []).append(index)
+        return blocks_of
 
     def rows(self, file: int) -> int:
-        """How many rows a file has."""
-        return sum(self.blocks[place].rows for place in self._of_file.get(file, ()))
+        """Returns the number of rows of a file."""
+        return sum(self.blocks[index].rows for index in self._of_file.get(file, ()))
 
     def _read(self) -> None:
         """Reads the files, and keeps the rows while there is room."""
@@ -194,7 +195,7 @@ class TablePass:
                     progress.total = progress.done * total // seen
 
     def _add(self, located: Located, part: Part) -> None:
-        """Takes note of what a block holds."""
+        """Notes the contents of a block."""
         if part.fault:
             self.block_faults[len(self.blocks)] = part.fault
         if part.faults:
@@ -210,7 +211,7 @@ class TablePass:
         self._targets.append(part.labels)
 
     def _write(self, path: str, stamp: str) -> None:
-        """Writes what was found: JSON, and arrays without objects."""
+        """Writes the findings: JSON, and arrays without objects."""
         about = {
             "stamp": [_VERSION, stamp],
             "paths": [table.path for table in self._tables],
@@ -226,16 +227,18 @@ class TablePass:
         arrays = {
             "first": self.first,
             "moments": np.stack(dataclasses.astuple(self.moments)),
-            "blocks": np.array([_numbers(each) for each in self.blocks], np.int64),
+            "blocks": np.array(
+                [_numbers(located) for located in self.blocks], np.int64
+            ),
         }
-        for place in range(len(self.wanted.labels)):
-            parts = [block[place] for block in self._targets]
+        for index in range(len(self.wanted.labels)):
+            parts = [block[index] for block in self._targets]
             if isinstance(parts[0], np.ndarray):
-                arrays[f"target_{place}"] = np.concatenate(parts)
+                arrays[f"target_{index}"] = np.concatenate(parts)
                 about["dictionaries"].append(None)
             else:
                 codes, texts = values.joined(parts)
-                arrays[f"target_{place}"] = codes
+                arrays[f"target_{index}"] = codes
                 about["dictionaries"].append(texts)
         text = json.dumps(about).encode()
         try:
@@ -249,7 +252,7 @@ class TablePass:
             )
 
     def _restore(self, path: str, stamp: str) -> bool:
-        """Takes over what an earlier run has found; returns whether there is some."""
+        """Takes the findings of an earlier run; returns whether there are any."""
         if not os.path.isfile(path) or os.path.islink(path):
             return False
         try:
@@ -260,8 +263,8 @@ class TablePass:
                 return False
             blocks = [_located(row, self._tables) for row in arrays["blocks"].tolist()]
             columns = [
-                _column(arrays[f"target_{place}"], dictionary)
-                for place, dictionary in enumerate(about["dictionaries"])
+                _column(arrays[f"target_{index}"], dictionary)
+                for index, dictionary in enumerate(about["dictionaries"])
             ]
             texts = {
                 name: Texts(some.asked, {*known}, rows, too_many)
@@ -277,7 +280,7 @@ class TablePass:
             return False
         rows = sum(located.rows for located in blocks)
         if rows * 8 * (len(self.wanted.numbers) + len(self.wanted.texts)) <= _room():
-            return False  # Now they may fit.
+            return False  # now they may fit
         self.blocks, self.texts, self.moments, self.first = (
             blocks,
             texts,
@@ -298,26 +301,26 @@ class TablePass:
 
     def find_bad_targets(self, labels: Labels) -> None:
         """Notes rows whose targets cannot be learnt."""
-        for place, rows in enumerate(labels.bad()):
-            known = self.faults.get(place, {})
+        for index, rows in enumerate(labels.bad()):
+            known = self.faults.get(index, {})
             wrong = [int(row) for row in rows if int(row) not in known]
-            if not wrong or place in self.block_faults:
+            if not wrong or index in self.block_faults:
                 continue
-            located = self.blocks[place]
+            located = self.blocks[index]
             table = self._tables[located.file]
             lines = table.lines(located.block, table.load(located.block), wrong)
-            self.faults[place] = known | {
-                row: labels.fault(place, row) for row in wrong
+            self.faults[index] = known | {
+                row: labels.fault(index, row) for row in wrong
             }
-            self.lines[place] = self.lines.get(place, {}) | lines
+            self.lines[index] = self.lines.get(index, {}) | lines
 
     def targets(self, labels: Labels) -> dict[str, np.ndarray]:
         """Returns the good targets of the training rows and of the others."""
         parts = {"train": [], "test": []}
-        for place, located in enumerate(self.blocks):
-            rows = self._good(place)
+        for index, located in enumerate(self.blocks):
+            rows = self._good(index)
             training = self._training_rows(located)[rows]
-            y = labels.targets(self._targets[place])[0][rows]
+            y = labels.targets(self._targets[index])[0][rows]
             parts["train"].append(y[training])
             parts["test"].append(y[~training])
         return {split: np.concatenate(some) for split, some in parts.items()}
@@ -330,24 +333,24 @@ class TablePass:
     ) -> Memory | None:
         """Joins the good rows, those for training first; `None` if they do not fit.
 
-        Each block is let go as its rows are copied, so that there is no second copy.
+        Each block is released when its rows are copied, so there is no second copy.
 
         Args:
-            wanted: the columns that are taken of those that were read.
+            wanted: the columns that are taken, of those that were read.
             labels: makes targets.
-            vocabularies: texts of the columns of categories, whose places from 1 are
-                their ids.
+            vocabularies: the texts of the columns of categories, whose positions from 1
+                are their ids.
         """
         if self._parts is None:
             return None
-        place_of = {name: place for place, name in enumerate(self.wanted.numbers)}
+        place_of = {name: index for index, name in enumerate(self.wanted.numbers)}
         chosen = [place_of[name] for name in wanted.numbers]
         texts = [self.wanted.texts.index(name) for name in wanted.texts]
         id_of = {
-            name: {text: place + 1 for place, text in enumerate(vocabularies[name])}
+            name: {text: index + 1 for index, text in enumerate(vocabularies[name])}
             for name in wanted.texts
         }
-        good = [self._good(place) for place in range(len(self.blocks))]
+        good = [self._good(index) for index in range(len(self.blocks))]
         training = [
             self._training_rows(located)[rows]
             for located, rows in zip(self.blocks, good, strict=True)
@@ -362,11 +365,11 @@ class TablePass:
             memory.zeros((count, *target.row_shape), target.dtype),
             first_of_others,
         )
-        for place, (rows, is_training) in enumerate(zip(good, training, strict=True)):
-            (numbers, columns), self._parts[place] = self._parts[place], None
+        for index, (rows, is_training) in enumerate(zip(good, training, strict=True)):
+            (numbers, columns), self._parts[index] = self._parts[index], None
             if len(chosen) < numbers.shape[1]:
                 numbers = numbers[:, chosen]
-            y, _ = labels.targets(self._targets[place])
+            y, _ = labels.targets(self._targets[index])
             ids = {
                 name: reading.ids(columns[text], id_of[name])
                 for name, text in zip(wanted.texts, texts, strict=True)
@@ -382,38 +385,38 @@ class TablePass:
         self._parts = []
         return kept
 
-    def _bad(self, place: int) -> list[int]:
+    def _bad(self, index: int) -> list[int]:
         """Returns the rows of a block that cannot be used."""
-        if place in self.block_faults:
-            return [*range(self.blocks[place].rows)]
-        return [*self.faults.get(place, ())]
+        if index in self.block_faults:
+            return [*range(self.blocks[index].rows)]
+        return [*self.faults.get(index, ())]
 
-    def _good(self, place: int) -> np.ndarray:
-        """Returns the other rows of a block."""
-        return np.delete(np.arange(self.blocks[place].rows), self._bad(place))
+    def _good(self, index: int) -> np.ndarray:
+        """Returns the usable rows of a block."""
+        return np.delete(np.arange(self.blocks[index].rows), self._bad(index))
 
     def good_rows(self, file: int) -> np.ndarray:
-        """Returns the numbers of the rows of a file that can be used."""
+        """Returns the numbers of the usable rows of a file."""
         parts = [
-            self.blocks[place].first + self._good(place)
-            for place in self._of_file.get(file, ())
+            self.blocks[index].first + self._good(index)
+            for index in self._of_file.get(file, ())
         ]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _room() -> float:
-    """Bytes that rows may take: without much memory, no less than where it is fixed."""
+    """Returns the bytes for rows: a share of free memory, at least a fixed size."""
     fixed = min(limits.SMALL, limits.share_of_container())
     return max(limits.SHARE * limits.free_memory(), fixed)
 
 
 def _listed(by_place: Mapping[int, Mapping[int, Any]]) -> list[list[Any]]:
-    """Returns what JSON keeps: its keys are texts."""
-    return [[place, [*rows.items()]] for place, rows in by_place.items()]
+    """Returns lists for JSON, whose keys would be texts."""
+    return [[index, [*rows.items()]] for index, rows in by_place.items()]
 
 
 def _by_place(listed: Sequence[Sequence[Any]]) -> dict[int, dict[int, Any]]:
-    return {place: dict(rows) for place, rows in listed}
+    return {index: dict(rows) for index, rows in listed}
 
 
 def _numbers(located: Located) -> list[int]:

@@ -32,21 +32,22 @@ from towers.input_pipeline.sources.tables.table_pass import TablePass
 from towers.input_pipeline.sources.targets import TargetKind
 from towers.program import words
 
-# Blocks whose rows are shuffled together, however large they are.
+# The least number of blocks whose rows are shuffled together, whatever their size.
 _LEAST_BLOCKS = 4
-# Rows behind a bad one that tell whether it is one among good ones.
+# Rows after a bad one that tell whether it is one among good ones.
 _LOOK_ON, _FEW = 20, 0.25
 
 
 class TableSource(FileSource):
     """Files of columns, with the same columns in each.
 
-    One pass over all files finds what the columns hold: classes, categories, means, and
-    what is bad. The rows that it reads stay in memory if there is room, and `in_memory`
-    gives them. Else they are read again, a few shuffled blocks of the files at a time.
+    One pass over all files finds the contents of columns: classes, categories, means,
+    and bad rows. The rows that it reads stay in memory if there is room, and
+    `in_memory` returns them. Otherwise they are read again, a few shuffled blocks at a
+    time.
 
-    "Images" are rows: float64 [F], the columns of numbers, NaN where one is missing;
-    with categories, a dict of those as "dense" and the id [] of each category.
+    "Images" are rows: float64 [F], the columns of numbers, NaN if one is missing; with
+    categories, a dict of those as "dense" and the id [] of each category.
 
     Args:
         pattern: see ``FileSource``.
@@ -54,22 +55,23 @@ class TableSource(FileSource):
             as they are; texts are names of classes, which are numbered in sorted order;
             other numbers are numbers.
         feature_columns: see ``columns.find_features``. Columns of text that are named
-            are categories. None: all but the labels, and of text those that repeat.
-        target: what the labels are; see ``table_targets.choose``.
+            are categories. None: all but the labels; columns of text only if texts
+            repeat.
+        target: the kind of the labels; see ``table_targets.choose``.
         class_names: see ``columns.order_classes``.
         num_classes: see ``FileSource``.
-        vocabularies: see ``Source``; None for what the training data have.
-        column_kinds: see ``Source``; None for what each file's first rows have.
-        missing: what stands for a number that is missing: the "mean" or "median" of its
-            column; "fail" makes its row a bad record.
-        findings: a file, without its suffix, for what the pass finds where rows do not
-            fit in memory, which later runs use while the files have the same names,
-            sizes and times. None: there is none.
+        vocabularies: see ``Source``; None for those of the training data.
+        column_kinds: see ``Source``; None for the kinds of each file's first rows.
+        missing: the replacement of missing numbers: the "mean" or "median" of the
+            column; "fail" makes the row a bad record.
+        findings: a file, without its suffix, for the pass's findings about rows that do
+            not fit in memory; later runs use it while the files have the same names,
+            sizes and times. None: there is no such file.
         **options: see ``FileSource``.
 
     Attributes:
-        moments: of the numbers of the training rows.
-        missing_columns: columns in which some training row has no number.
+        moments: the moments of the numbers of the training rows.
+        missing_columns: columns with a missing number in some training row.
 
     Raises:
         ValueError: no file, no row, other columns in one file than in another, no such
@@ -140,10 +142,10 @@ class TableSource(FileSource):
         self._memory = read.joined(self._wanted, labels, self.vocabularies)
         labels.let_go()
         self._blocks, self._unreadable = read.blocks, {*read.block_faults}
-        # By the place of a block, and of the row there.
+        # By the index of a block, and the position of the row there.
         self._known_faults = read.faults
         self._id_of = {
-            name: {text: place + 1 for place, text in enumerate(texts)}
+            name: {text: index + 1 for index, text in enumerate(texts)}
             for name, texts in self.vocabularies.items()
         }
         self.reads = (self.label_field, *self._wanted.numbers, self._fraction, missing)
@@ -151,19 +153,16 @@ class TableSource(FileSource):
 
     @abc.abstractmethod
     def _open(self, path: str) -> TableFile:
-        """Opens a file."""
+        """Opens a file of the table."""
 
     @abc.abstractmethod
     def _type_of_label(self, kind: Any) -> Any:
-        """Returns the type as which a column of targets is read, of its own."""
+        """Returns the type in which a column of targets is read, given its own type."""
 
     def _described(self, label: str) -> Sequence[str] | None:
-        """Returns names that the files have of the numbers of classes."""
+        """Returns the files' names for the numbers of classes."""
         del label
         return None
-
-    def _note(self, *notes: str) -> None:
-        self.notes = (*self.notes, *filter(None, notes))
 
     def _choose_columns(
         self, labels: list[str], feature_columns: Sequence[str] | None
@@ -192,7 +191,7 @@ class TableSource(FileSource):
         return Wanted(numbers, texts, labels, types, self.missing != "fail")
 
     def _type_of(self, name: str, asked: bool) -> Any:
-        """Returns the type as which a column to learn from is read."""
+        """Returns the type in which a column to learn from is read."""
         first, kind = self._first, self.column_kinds.get(name)
         if kind is None and str(first.types[name]) == "null" and asked:
             kind = "number"
@@ -215,10 +214,10 @@ class TableSource(FileSource):
         return True
 
     def _is_training(self, file: int, rows: np.ndarray) -> np.ndarray:
-        """Which rows of a file, by their numbers in it, are for training: bool [N]."""
+        """Tells which rows of a file, by their numbers in it, are for training."""
         path = self._paths[file]
         if path not in self._files.get("train", ()):
-            # Of data that are all for evaluation, these are what is measured.
+            # If all data are for evaluation, these rows are measured.
             return np.full(len(rows), "train" not in self._files)
         numbers = self._first_number(path) + rows
         return ~np.broadcast_to(
@@ -231,7 +230,7 @@ class TableSource(FileSource):
         asked: bool,
         vocabularies: Mapping[str, Sequence[str]] | None,
     ) -> None:
-        """Takes the columns to learn from, and says which are left out."""
+        """Takes the columns to learn from, and notes the columns left out."""
         wanted = read.wanted
         firsts = dict(zip(wanted.numbers, read.first.T, strict=True))
         chosen = [
@@ -271,7 +270,7 @@ class TableSource(FileSource):
             self._note(columns.categories_note(chosen, numbers))
         self.image_fields, self.image_shape = numbers, (len(numbers),)
         self.moments = read.moments.of(
-            [place for place, name in enumerate(wanted.numbers) if name in used]
+            [index for index, name in enumerate(wanted.numbers) if name in used]
         )
         for name in numbers if len(taken) > 1 else ():
             if not values.is_date(types[name]):
@@ -292,13 +291,13 @@ class TableSource(FileSource):
         ids: Sequence[str],
         pictures: Sequence[str],
     ) -> None:
-        """Says which columns are left out, and why.
+        """Notes which columns are left out, and why.
 
         Args:
-            types: of these columns, by their names.
+            types: the types of these columns, by their names.
             taken: the columns to learn from.
-            ids: those that are ids.
-            pictures: those that name pictures.
+            ids: the columns that are ids.
+            pictures: the columns that name pictures.
         """
         texts = [name for name, kind in types.items() if values.is_text(kind)]
         unknown = [name for name, kind in types.items() if str(kind) == "null"]
@@ -318,7 +317,7 @@ class TableSource(FileSource):
             self._note(columns.left_out_note(texts, taken, pictures))
 
     def _count(self, read: TablePass) -> None:
-        """Counts the rows of the splits, bad ones among them."""
+        """Counts the rows of the splits, including bad ones."""
         rows = [read.rows(file) for file in range(len(self._paths))]
         if not any(rows):
             raise ValueError(f"{self.name} holds no record: expected at least one")
@@ -337,18 +336,20 @@ class TableSource(FileSource):
         """Returns the bad records of each split, and counts the others.
 
         Raises:
-            ValueError: there are some, and they are not to be skipped.
+            ValueError: there are bad records, and they are not skipped.
         """
         read.find_bad_targets(self._labels)
         faults: dict[str, list[Record]] = {}
-        for place, located in enumerate(read.blocks):
-            for record in self._bad_records(read, place):
+        for index, located in enumerate(read.blocks):
+            for record in self._bad_records(read, index):
                 rows = np.arange(record.count) + record.number
                 rows -= self._first_number(record.path)
                 for split in self._splits_of(located.file, rows):
                     faults.setdefault(split, []).append(record)
         if faults and not self._skip_bad:
-            bad = min(itertools.chain(*faults.values()), key=lambda each: each.number)
+            bad = min(
+                itertools.chain(*faults.values()), key=lambda record: record.number
+            )
             rows = self._first_number(bad.path) + read.rows(self._paths.index(bad.path))
             raise _refused(bad, itertools.chain(*faults.values()), rows)
         good = [read.good_rows(file) for file in range(len(self._paths))]
@@ -357,23 +358,23 @@ class TableSource(FileSource):
         self.good = {"train": count, "test": sum(map(len, good)) - count}
         return faults
 
-    def _bad_records(self, read: TablePass, place: int) -> Iterator[Record]:
+    def _bad_records(self, read: TablePass, index: int) -> Iterator[Record]:
         """Yields the bad records of a block; one for all, if no row can be read."""
-        located = read.blocks[place]
+        located = read.blocks[index]
         path = self._paths[located.file]
         first = self._first_number(path) + located.first
-        if place in read.block_faults:
+        if index in read.block_faults:
             yield Record(
                 path,
                 f"row group {located.block.begin}",
                 first,
-                fault=read.block_faults[place],
+                fault=read.block_faults[index],
                 gap=(located.first, located.first + located.rows),
                 count=located.rows,
             )
             return
-        lines = read.lines.get(place, {})
-        for row, fault in sorted(read.faults.get(place, {}).items()):
+        lines = read.lines.get(index, {})
+        for row, fault in sorted(read.faults.get(index, {}).items()):
             where = f"row {located.first + row}"
             where = f"line {lines[row] + 1}" if row in lines else where
             yield Record(path, where, first + row, fault=fault)
@@ -388,7 +389,7 @@ class TableSource(FileSource):
     # Reading.
 
     def medians(self) -> Sequence[float]:
-        """See ``Source.medians``."""
+        """Returns the medians of the columns of numbers; see ``Source.medians``."""
         if self._memory is None:
             raise ValueError(
                 f"received missing='median', but {self.name} does not fit in memory, "
@@ -396,7 +397,7 @@ class TableSource(FileSource):
             )
         rows = self._memory.numbers[: self._memory.training]
         with warnings.catch_warnings():
-            # Of a column without any number, which is 0 then, as its mean is.
+            # For a column without any number; it becomes 0 then, as its mean does.
             warnings.simplefilter("ignore", RuntimeWarning)
             return np.nan_to_num(np.nanmedian(rows, axis=0)).tolist()
 
@@ -423,25 +424,25 @@ class TableSource(FileSource):
         return rows
 
     def _batches(self, split, batch_size, seeds, buffer_mb, start, take):
-        """See ``Source.batches``: some blocks at a time, whose rows are shuffled."""
+        """Reads some blocks at a time, and shuffles their rows; see ``batches``."""
         blocks = self._blocks_of(split)
         at_once = 1 if seeds is None else self._blocks_at_once(split, blocks, buffer_mb)
         groups = -(-len(blocks) // at_once)
-        # Python takes no `None`.
+        # A call of Python accepts no `None`.
         seeds = tf.zeros([0], tf.int64) if seeds is None else seeds
 
         def locate(seeds, start):
             if not start:  # most epochs: nothing is counted
                 return np.int64(0), np.int64(0)
             rows = [
-                sum(len(self._numbers_of(place, split)) for place in group)
+                sum(len(self._numbers_of(index, split)) for index in group)
                 for group in shuffling.groups(blocks, at_once, seeds)
             ]
             return shuffling.locate(rows, int(start))
 
         def read(group, skipped, seeds):
-            places = shuffling.groups(blocks, at_once, seeds)[int(group)]
-            return [part[skipped:] for part in self._read_rows(places, split, seeds)]
+            together = shuffling.groups(blocks, at_once, seeds)[int(group)]
+            return [part[skipped:] for part in self._read_rows(together, split, seeds)]
 
         first, skipped = in_python.call(locate, [seeds, start], [tf.int64, tf.int64])
         first, skipped = tf.ensure_shape(first, []), tf.ensure_shape(skipped, [])
@@ -462,66 +463,66 @@ class TableSource(FileSource):
         return batches if take is None else batches.map(take)
 
     def _blocks_at_once(self, split: str, blocks: Sequence[int], buffer_mb: int) -> int:
-        """How many blocks half of a buffer holds; at least a few."""
-        rows = sum(self._blocks[place].rows for place in blocks) / max(len(blocks), 1)
+        """Returns how many blocks half of a buffer holds; at least a few."""
+        rows = sum(self._blocks[index].rows for index in blocks) / max(len(blocks), 1)
         block_bytes = max(rows * self.record_bytes(split), 1)
         return max(int(buffer_mb * 2**20 / 2 / block_bytes), _LEAST_BLOCKS)
 
     def record_bytes(self, split: str) -> float:
-        """Bytes of a row in memory, with its number and its target."""
+        """Returns the bytes of a row in memory, with its number and its target."""
         del split
         return 8.0 * (len(self.image_fields) + len(self.vocabularies) + 2)
 
     def _blocks_of(self, split: str) -> list[int]:
-        """Places of the blocks of a split's files."""
+        """Returns the indices of the blocks of a split's files."""
         paths = {*self.files(split)}
         return [
-            place
-            for place, located in enumerate(self._blocks)
+            index
+            for index, located in enumerate(self._blocks)
             if self._paths[located.file] in paths
         ]
 
-    def _numbers_of(self, place: int, split: str) -> np.ndarray:
-        """Numbers of the good records of a split in a block: int64 [N]."""
-        first = self._first_of(place)
-        numbers = np.arange(first, first + self._blocks[place].rows)
+    def _numbers_of(self, index: int, split: str) -> np.ndarray:
+        """Returns the numbers of a split's good records in a block: int64 [N]."""
+        first = self._first_of(index)
+        numbers = np.arange(first, first + self._blocks[index].rows)
         return self._good_of_split(numbers, split)
 
-    def _first_of(self, place: int) -> int:
-        """Number of the first record in a block."""
-        located = self._blocks[place]
+    def _first_of(self, index: int) -> int:
+        """Returns the number of the first record in a block."""
+        located = self._blocks[index]
         return self._first_number(self._paths[located.file]) + located.first
 
     def numbers(self, split: str) -> np.ndarray:
-        """See ``Source.numbers``."""
-        parts = [self._numbers_of(place, split) for place in self._blocks_of(split)]
+        """Returns the numbers of a split's records; see ``Source.numbers``."""
+        parts = [self._numbers_of(index, split) for index in self._blocks_of(split)]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _read_rows(
-        self, places: Sequence[int], split: str, seeds: np.ndarray
+        self, blocks: Sequence[int], split: str, seeds: np.ndarray
     ) -> list[np.ndarray]:
         """Reads a split's rows of some blocks: their numbers, and `_parts` of them.
 
         Args:
-            places: of the blocks.
-            split: of the rows.
-            seeds: of their order; empty for that of the files.
+            blocks: the indices of the blocks.
+            split: the split of the rows.
+            seeds: the seeds of their order; empty for the order of the files.
         """
-        numbers = {place: self._numbers_of(place, split) for place in places}
+        numbers = {index: self._numbers_of(index, split) for index in blocks}
         count = sum(map(len, numbers.values()))
-        to = shuffling.order(count, seeds, *places[:1])
+        to = shuffling.order(count, seeds, *blocks[:1])
         shapes = [(tf.int64, ()), *self._parts]
         joined = [
             np.empty([count, *shape], dtype.as_numpy_dtype) for dtype, shape in shapes
         ]
 
-        def read(place):
-            rows = numbers[place] - self._first_of(place)
-            return numbers[place], *(part[rows] for part in self._read_block(place))
+        def read(index):
+            rows = numbers[index] - self._first_of(index)
+            return numbers[index], *(part[rows] for part in self._read_block(index))
 
         begin = 0
-        # In the order of the file: a compressed one is unpacked once.
-        readable = [place for place in sorted(places) if len(numbers[place])]
+        # In the order of the file, so that a compressed file is unpacked once.
+        readable = [index for index in sorted(blocks) if len(numbers[index])]
         for block in read_in_order(readable, read):
             end = begin + len(block[0])
             for part, of_block in zip(joined, block, strict=True):
@@ -538,11 +539,11 @@ class TableSource(FileSource):
             (tf.int64, (len(self.vocabularies),)),
             (tf.int64 if target.kind == "class" else tf.float64, target.row_shape),
         ]
-        # A part without columns is none.
+        # A part without columns is left out.
         return [part for part in parts if 0 not in part[1]]
 
     def _unchanged(self, file: int) -> TableFile:
-        """Returns a file, of which blocks are where they were.
+        """Returns a file whose blocks are where they were.
 
         Raises:
             ValueError: the file has changed since it was opened.
@@ -552,27 +553,27 @@ class TableSource(FileSource):
             raise ValueError(f"{table.path} {CHANGED}")
         return table
 
-    def _read_part(self, place: int) -> tuple[TableFile, Part]:
-        """Reads a block again, which has to be as it was.
+    def _read_part(self, index: int) -> tuple[TableFile, Part]:
+        """Reads a block again, which must not have changed.
 
         Raises:
             ValueError: it cannot be read, or has other bad rows than before.
         """
-        located = self._blocks[place]
+        located = self._blocks[index]
         table = self._unchanged(located.file)
         data = table.load(located.block)
         part = reading.read_part(table, located.block, data, self._wanted)
         if part.fault:
             where = f"{table.path}: row group {located.block.begin}"
             raise ValueError(f"{where}: {part.fault}")
-        if new := part.faults.keys() - self._known_faults.get(place, {}).keys():
+        if new := part.faults.keys() - self._known_faults.get(index, {}).keys():
             where = f"row {located.first + min(new)}: {part.faults[min(new)]}"
             raise ValueError(f"{table.path} {CHANGED}; {where}")
         return table, part
 
-    def _read_block(self, place: int) -> list[np.ndarray]:
+    def _read_block(self, index: int) -> list[np.ndarray]:
         """Reads the parts of a block's raw records."""
-        _, part = self._read_part(place)
+        _, part = self._read_part(index)
         y, _ = self._labels.targets(part.labels)
         ids = [
             reading.ids(column, self._id_of[name])
@@ -582,7 +583,7 @@ class TableSource(FileSource):
         return [*numbers, *([np.stack(ids, axis=1)] if ids else ()), y]
 
     def parse(self, records: tuple) -> tuple[Any, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Makes examples of rows and ids, and returns targets; see ``Source.parse``."""
         *parts, y = records
         rows = parts.pop(0) if self.image_fields else None
         ids = tf.unstack(parts[0], axis=1) if parts else ()
@@ -590,7 +591,7 @@ class TableSource(FileSource):
         return categories.examples(rows, of_categories), y
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """See ``Source.walk``."""
+        """Yields the rows of a file, including bad ones; see ``Source.walk``."""
         bad = {
             record.number: record
             for some in self.faults.values()
@@ -598,15 +599,15 @@ class TableSource(FileSource):
             if record.path == path
         }
         first = self._first_number(path)
-        for place, located in enumerate(self._blocks):
+        for index, located in enumerate(self._blocks):
             if self._paths[located.file] != path:
                 continue
-            number = self._first_of(place)
-            if place in self._unreadable:
+            number = self._first_of(index)
+            if index in self._unreadable:
                 yield bad[number]
                 continue
             try:
-                rows = zip(*self._read_block(place), strict=True)
+                rows = zip(*self._read_block(index), strict=True)
             except ValueError as error:
                 gap = located.first, located.first + located.rows
                 group = f"row group {located.block.begin}"
@@ -622,17 +623,17 @@ class TableSource(FileSource):
 
 
 def _has_types(table: TableFile) -> bool:
-    """Tells whether some column of a file has a type; none has in one without rows."""
+    """Tells whether some column of a file has a type; a file without rows has none."""
     return any(str(kind) != "null" for kind in table.types.values())
 
 
 def _refused(first: Record, bad: Iterable[Record], end: int) -> BadRecordError:
-    """Makes an error of the first bad record, and says how many follow it at once.
+    """Makes an error from the first bad record, with the number that follow it.
 
     Args:
         first: the record.
         bad: all bad records.
-        end: number of the record behind the last one of the file.
+        end: number of the record after the last one of the file.
     """
     rows = min(_LOOK_ON, end - first.number - 1)
     near = sum(0 < record.number - first.number <= rows for record in bad)

@@ -1,4 +1,4 @@
-"""Decides what models learn of a table: a class, numbers, or several labels."""
+"""Decides what models learn from a table: a class, numbers, or several labels."""
 
 import csv
 import dataclasses
@@ -10,27 +10,27 @@ from towers.input_pipeline.sources.tables import columns
 from towers.input_pipeline.sources.targets import TargetKind
 
 KINDS = ("class", "numbers", "labels")
-# Of fewer rows than that, it is chance that most differ.
+# With fewer rows, it is chance that most differ.
 FEW = 20
-# More classes than that, and than there are rows, are numbers.
+# Whole numbers are no classes if the largest exceeds this, and the number of rows.
 _MANY = 1000
-# A model that has learnt nothing yet tells numbers near 0.
+# A model that has learnt nothing yet predicts numbers near 0.
 _LARGE = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of labels, and what its values tell of it.
+    """A column of labels, and what its values tell.
 
     Attributes:
-        name: of the column.
+        name: the name of the column.
         form: "text", "whole" numbers, whole ones written as "decimals", such as 1.0, or
             other "numbers".
         bits: whether each value is 0 or 1.
         differ: whether most of many rows have different values.
         largest: the largest number, without its sign.
         in_turn: whether whole numbers go from 0 or 1 to the largest, without a gap.
-        rows: how many there are; 0 where only the first ones were looked at.
+        rows: the number of rows; 0 if only the first ones were checked.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Column:
     def of(
         cls, name: str, values: Collection[str | float], rows: int | None = None
     ) -> "Column":
-        """Looks at values, as they are written or as numbers.
+        """Infers the form from values, as they are written or as numbers.
 
         Args:
-            name: of the column.
-            values: of the first rows; or the different ones of all rows.
-            rows: how many these are; None of the first ones.
+            name: the name of the column.
+            values: values of the first rows; or the different values of all rows.
+            rows: the number of all rows; None if these are the first ones.
         """
         read = [(value, number_of(value)) for value in values]
         # NaN alone makes no column one of numbers.
         numbers = {number for _, number in read if number == number} - {None}
-        # A number in bytes that are no text is said of its row.
+        # A number in bytes without valid text is reported for its row.
         if not numbers and any("\ufffd" not in text for text in values):
             return cls(name, "text", rows=rows or 0)
         finite = {number for number in numbers if math.isfinite(number)}
@@ -81,7 +81,7 @@ class Column:
 def number_of(value: str | float) -> float | None:
     """Returns the number that a text or a number is; `None` if it is none.
 
-    Python's own reading of 1_000 as a number is nobody else's.
+    Only Python reads 1_000 as a number.
     """
     if isinstance(value, str) and "_" in value:
         return None
@@ -104,10 +104,10 @@ def read_names(
     """Finds the columns that hold the targets.
 
     Args:
-        where: file, for the message.
-        names_there: the columns there are.
-        label_column: a name, or several, also as one text with commas between; None
-            for what ``columns.find_label`` chooses.
+        where: the file, for the message.
+        names_there: the existing columns.
+        label_column: a name, or several, also as one text with commas between; None for
+            the choice of ``columns.find_label``.
 
     Returns:
         Their names, and a note, empty if nothing was guessed.
@@ -136,19 +136,19 @@ def choose(
     asked: TargetKind | None,
     of_classes: Any = None,
 ) -> tuple[TargetKind, str]:
-    """Decides what the targets are.
+    """Decides the kind of the targets.
 
     Args:
-        where: file, for the message.
+        where: the file, for the message.
         labels: the columns of the targets.
-        asked: what they are to be; None for what is clear.
-        of_classes: number or names of classes, if any were given.
+        asked: the requested kind; None for the obvious one.
+        of_classes: the number or names of classes, if any were given.
 
     Returns:
-        The kind of target, and a note, empty if there is nothing to say.
+        The kind of target, and a note, empty if there is nothing to note.
 
     Raises:
-        ValueError: these cannot be that.
+        ValueError: the columns cannot have that kind.
     """
     if asked not in (None, *KINDS):
         raise ValueError(
@@ -180,7 +180,7 @@ def choose(
 
 
 def _guess(labels: Sequence[Column]) -> tuple[TargetKind, str]:
-    """Decides what the targets are by their columns."""
+    """Decides the kind of the targets by their columns."""
     names = _listed(labels)
     if len(labels) > 1:
         if all(column.bits for column in labels):
@@ -219,7 +219,7 @@ def _guess(labels: Sequence[Column]) -> tuple[TargetKind, str]:
 
 
 def _check(where: str, labels: Sequence[Column], asked: TargetKind | None) -> None:
-    """Checks that columns can be what they are to be."""
+    """Checks that columns can have the requested kind."""
     names = _listed(labels)
     texts = [column for column in labels if column.form == "text"]
     if asked == "class" and len(labels) > 1:

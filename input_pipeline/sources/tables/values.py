@@ -1,4 +1,4 @@
-"""Columns of pyarrow's as numbers and as categories."""
+"""Converts pyarrow columns to numbers and to categories."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute, types
 
-# What TensorFlow strips from texts, in training as in an exported graph.
+# TensorFlow strips these from texts, in training as in an exported graph.
 SPACES = " \t\n\v\f\r"
-# Microseconds of a day, in which dates are counted.
+# The microseconds of a day; dates are counted in these.
 _DAY_US = 86_400_000_000
 
 
@@ -29,17 +29,17 @@ def is_number(kind: Any) -> bool:
 
 
 def is_whole(kind: Any) -> bool:
-    """Tells whether a type is of whole numbers, or of truth values."""
+    """Tells whether a type has whole numbers, or truth values."""
     return types.is_integer(kind) or types.is_boolean(kind)
 
 
 def is_date(kind: Any) -> bool:
-    """Tells whether a type is of days or moments."""
+    """Tells whether a type has days or moments."""
     return types.is_timestamp(kind) or types.is_date(kind)
 
 
 def is_text(kind: Any) -> bool:
-    """Tells whether a type is of text, with or without a dictionary."""
+    """Tells whether a type has text, with or without a dictionary."""
     if types.is_dictionary(kind):
         kind = kind.value_type
     return types.is_string(kind) or types.is_large_string(kind) or _is_view(kind)
@@ -50,17 +50,17 @@ def _is_view(kind):
 
 
 def as_numbers(column: Any) -> np.ndarray:
-    """Makes float64 of a column that `is_number`; NaN where nothing stands.
+    """Converts a column that `is_number` to float64; missing values are NaN.
 
-    Days and moments are days since 1970, with a fraction. Truth values are 0 and 1.
+    Days and moments become days since 1970, with a fraction. Truth values are 0 and 1.
     """
     kind = column.type
     if types.is_null(kind):
         return np.full(len(column), np.nan)
     if is_date(kind):
-        # Moments of a time zone are counted from the same moment.
+        # Moments with a time zone are counted from the same moment.
         moments = pa.timestamp("us", getattr(kind, "tz", None))
-        # What pandas has counted in nanoseconds may lose a fraction.
+        # pandas's nanoseconds may lose a fraction.
         moments = column.cast(
             options=compute.CastOptions(moments, allow_time_truncate=True)
         )
@@ -77,7 +77,7 @@ def as_numbers(column: Any) -> np.ndarray:
 def as_categories(column: Any) -> Any:
     """Encodes a column that `is_text` with a dictionary of its texts.
 
-    `SPACES` around a text do not count. Where nothing stands, the text is empty.
+    `SPACES` around a text do not count. A missing value is an empty text.
     """
     if types.is_dictionary(column.type):
         texts = column.dictionary.cast(pa.string())
@@ -91,7 +91,7 @@ def joined(parts: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
     """Joins columns of `as_categories`.
 
     Returns:
-        int32 places in the texts, and the texts, sorted.
+        int32 indices of texts, and the texts, sorted.
     """
     if not parts:
         return np.zeros(0, np.int32), []

@@ -1,7 +1,7 @@
-"""``zipf:NUMBERS:TABLESxROWS[:COUNT]``: clicks to recommend by, made up; no files.
+"""``zipf:NUMBERS:TABLESxROWS[:COUNT]``: synthetic clicks to recommend by; no files.
 
-As in real logs of what people click, few ids are frequent: the id k of a table comes up
-about as often as 1 / (k + 1).
+As in real logs of clicks, few ids are frequent: the id k of a table comes up about as
+often as 1 / (k + 1).
 """
 
 import math
@@ -14,18 +14,18 @@ from towers.input_pipeline.sources.base import IndexedSource
 from towers.input_pipeline.specs import read_zipf
 
 _DEFAULT_COUNT = 2**16
-_TEST_FRACTION = 4  # one test example for so many training examples
-# Where the streams of what labels are made of begin, far from those of examples.
+_TEST_FRACTION = 4  # training examples for each test example
+# The first streams of effects and weights, far from those of examples.
 _EFFECTS, _WEIGHTS = 2**40, 2**41
-# How clear labels are: the standard deviation of their logits, more or less.
+# The clarity of labels: the approximate standard deviation of their logits.
 _CLEAR = 3.0
 
 
 def open_zipf(rest: str, seed: int) -> "ZipfSource":
-    """Parses what follows ``zipf:``.
+    """Parses a spec after ``zipf:``.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: it has another form.
     """
     numbers, tables, rows, count = read_zipf(rest)
     return ZipfSource(numbers, tables, rows, count or _DEFAULT_COUNT, seed)
@@ -34,15 +34,15 @@ def open_zipf(rest: str, seed: int) -> "ZipfSource":
 class ZipfSource(IndexedSource):
     """Columns: numbers in "dense", ids in "table_0" and so on; the label is 0 or 1.
 
-    A hidden logistic model draws the label: each number has a weight, and each id an
-    effect of its own. An example depends on nothing but the seed and its index.
+    A hidden logistic model draws the label: each number has a weight, and each id has
+    an effect. An example depends only on the seed and its index.
 
     Args:
-        numbers: in each example; 0 for none.
-        tables: columns of ids.
-        rows: different ids of each.
-        count: training examples; a quarter as many are held out.
-        seed: of all of it.
+        numbers: count of numbers in each example; 0 for none.
+        tables: count of columns of ids.
+        rows: count of different ids in each.
+        count: number of training examples; a quarter as many are held out.
+        seed: the seed of all draws.
     """
 
     encoded = False
@@ -66,12 +66,12 @@ class ZipfSource(IndexedSource):
         self._seed = seed
 
     def parse(self, records: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """See ``Source.parse``."""
+        """Draws examples and labels; see ``Source.parse``."""
         seed = tf.constant(self._seed, tf.int64)
         u = draws.uniform(seed, records, self._numbers + self._tables + 1)
         dense, of_ids, of_label = tf.split(u, [self._numbers, self._tables, 1], axis=1)
         dense = 2 * dense - 1
-        # Uniform by logarithm: the chance of k is log((k + 2) / (k + 1)), scaled.
+        # Uniform in the logarithm: the chance of k is log((k + 2) / (k + 1)), scaled.
         most = math.log(self._rows + 1)
         ids = tf.cast(tf.exp(tf.cast(of_ids, tf.float64) * most), tf.int64) - 1
         ids = tf.clip_by_value(ids, 0, self._rows - 1)

@@ -108,7 +108,7 @@ class CoNLLSource(RaggedSource):
         }
         if fraction:
             found = _held_out(found["train"], fraction)
-        self.notes += self._notes(found, fraction)
+        self._note(*self._notes(found, fraction))
         self.tokenizer = self._words(found, tokenizer)
         tags = {tag for some in found.values() for each in some for tag in each.tags}
         names = columns.order_classes(self.name, "tag", tags, None, class_names)
@@ -134,8 +134,7 @@ class CoNLLSource(RaggedSource):
     ) -> WordTokenizer:
         """The vocabulary: one that is given, or the words of the training data."""
         if tokenizer is not None:
-            if isinstance(tokenizer, str):
-                tokenizer = open_tokenizer(tokenizer)
+            tokenizer = open_tokenizer(tokenizer)
             if not isinstance(tokenizer, WordTokenizer):
                 raise ValueError(
                     f"the tokenizer {tokenizer.name!r} divides words, and {self.name} "
@@ -149,7 +148,7 @@ class CoNLLSource(RaggedSource):
         what = "word" if least == 1 else "word that is seen twice or more"
         plural = "words" if least == 1 else "words that are seen twice or more"
         count = words.count(len(made.words), what, plural)
-        self.notes += (f"The vocabulary is of the training data: {count}.",)
+        self._note(f"The vocabulary is of the training data: {count}.")
         return made
 
     def _pack(self, found: dict[str, list[_Sentence]]) -> None:
@@ -168,7 +167,7 @@ class CoNLLSource(RaggedSource):
                 places += [(each.path, f"line {each.line}")] * len(rows)
             self.splits[split] = len(lengths) - before
             by_split[split] = tags[seen:]
-        self.notes += (*label_notes.missing(self.class_names, by_split),)
+        self._note(*label_notes.missing(self.class_names, by_split))
         self._keep(np.array(ids, np.int32), lengths, np.array(tags, np.int64), places)
 
     def parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

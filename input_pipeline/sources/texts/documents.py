@@ -1,4 +1,4 @@
-"""Documents: files of text, and which part of them is held out."""
+"""Documents: files of text, and the parts that are held out."""
 
 import dataclasses
 import os
@@ -11,12 +11,12 @@ from towers.input_pipeline.sources.files import splits
 from towers.input_pipeline.sources.files.file_source import group_by_split
 from towers.input_pipeline.sources.files.record import BadRecordError, fault_of
 
-# What text:python leaves out of the standard library: tests, tables, and what is not
-# alike on all machines.
+# The parts of the standard library that text:python leaves out: tests, tables, and
+# files that differ between machines.
 _NOT_READ = ("encodings", "ensurepip", "idlelib", "pydoc_data", "test", "tests")
 _NOT_ALIKE = ("config-", "_sysconfigdata")
 _PACKAGES = ("site-packages", "dist-packages", "__pycache__")
-# Of fewer files, one would be too much or too little to hold out.
+# With fewer files, one file would be too much or too little to hold out.
 _MANY = 10
 
 
@@ -25,10 +25,10 @@ class Documents:
     """Files of text, each a document.
 
     Attributes:
-        files: paths of each split, sorted; the same ones in both, if the end of each is
-            held out.
-        fraction: which is, or 0.
-        notes: what was decided.
+        files: the paths of each split, sorted; the same in both, if the end of each
+            file is held out.
+        fraction: the fraction of each file that is held out, or 0.
+        notes: sentences on what was decided.
     """
 
     files: dict[str, list[str]]
@@ -36,10 +36,10 @@ class Documents:
     notes: tuple[str, ...] = ()
 
     def read(self, path: str, split: str) -> bytes:
-        """Reads what a file has of a split.
+        """Reads the part of a file that belongs to a split.
 
         Raises:
-            BadRecordError: it cannot be read.
+            BadRecordError: the file cannot be read.
         """
         try:
             with tf.io.gfile.GFile(path, "rb") as file:
@@ -49,16 +49,18 @@ class Documents:
         if not self.fraction:
             return content
         # Whole lines, if it has some: a cut within a character is no text.
-        place = round(len(content) * (1 - self.fraction))
-        place = content.rfind(b"\n", 0, place) + 1 or _character(content, place)
-        return content[:place] if split == "train" else content[place:]
+        position = round(len(content) * (1 - self.fraction))
+        position = content.rfind(b"\n", 0, position) + 1 or _character(
+            content, position
+        )
+        return content[:position] if split == "train" else content[position:]
 
 
-def _character(content: bytes, place: int) -> int:
-    """The first byte of the character that a byte belongs to, in UTF-8."""
-    while 0 < place < len(content) and content[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
+def _character(content: bytes, position: int) -> int:
+    """Returns the first byte of the character that a byte belongs to, in UTF-8."""
+    while 0 < position < len(content) and content[position] & 0xC0 == 0x80:
+        position -= 1
+    return position
 
 
 def find(
@@ -68,15 +70,15 @@ def find(
 ) -> Documents:
     """Finds files, and decides what is held out.
 
-    Files are held out by their names, as those of ``FileSource`` are; else, of many
-    files some are, and of few files the end of each.
+    Files are held out by their names, as those of ``FileSource``; otherwise some of
+    many files are held out, or the end of each of few files.
 
     Args:
         pattern: glob of files, or a folder, for all files in it; or ``python``.
-        eval_fraction: to hold out; None for a tenth.
-        fault: says why the content of a file is bad, or "", where bad files are left
-            out: these count for nothing, and all files are read to know them. None:
-            there is no bad file.
+        eval_fraction: the fraction to hold out; None for a tenth.
+        fault: describes why the content of a file is bad, or returns "", if bad files
+            are left out: these do not count, and all files are read to find them. None:
+            there are no bad files.
 
     Raises:
         ValueError: there is no file, or a fraction although files are held out.
@@ -103,7 +105,7 @@ def find(
 
 
 def _bad(documents: Documents, fault: Callable[[bytes], str]) -> set[str]:
-    """The paths of whole files for training that are bad."""
+    """Returns the paths of bad files, of those for training."""
 
     def is_bad(path):
         try:
@@ -115,26 +117,26 @@ def _bad(documents: Documents, fault: Callable[[bytes], str]) -> set[str]:
 
 
 def python_sources() -> list[str]:
-    """The files of Python's standard library, as far as all machines have them.
+    """Returns the files of Python's standard library that all machines have.
 
     Raises:
         ValueError: this Python has none.
     """
     root = sysconfig.get_path("stdlib")
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if _is_read(name, _PACKAGES + _NOT_READ)]
-        found += [
+        paths += [
             os.path.join(folder, name)
             for name in names
             if name.endswith(".py") and _is_read(name)
         ]
-    if not found:
+    if not paths:
         raise ValueError(
             f"text:python reads the sources of Python's standard library, but {root} "
             "has none: expected another Python, or files by text:GLOB"
         )
-    return sorted(found)
+    return sorted(paths)
 
 
 def _is_read(name: str, others: Sequence[str] = ()) -> bool:
@@ -150,11 +152,11 @@ def _of_python() -> str:
 
 
 def chunks(content: bytes, size: int, whole_lines: bool) -> Iterator[bytes]:
-    """Cuts a long document, which tokenizers take at once, behind ends of lines.
+    """Cuts a long document, which tokenizers take at once, after ends of lines.
 
     Args:
-        content: of the document.
-        size: bytes of a piece, more or less.
+        content: the content of the document.
+        size: approximate bytes of a piece.
         whole_lines: whether to cut only there; a line of any length stays whole.
     """
     begin = 0

@@ -64,11 +64,10 @@ class EncodedSource(RaggedSource):
                 too_long += int(is_long.sum())
         if too_long:
             count = words.count(too_long, "text")
-            note = (
+            self._note(
                 f"{count} of {len(examples):,} are cut off after {length} tokens; "
                 "--sequence_length (in Python, sequence_length) changes this."
             )
-            self.notes = (*self.notes, note)
         places = [(each.path, each.place) for each in examples]
         if self.target.kind == "class":
             targets = targets.astype(np.int64)

@@ -71,9 +71,7 @@ class LabelledTextSource(EncodedSource):
     ):
         self.image_shape = (check_length(sequence_length),)
         self.name = f"{kind}:{pattern}"
-        if isinstance(tokenizer, str):
-            tokenizer = open_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer = open_tokenizer(tokenizer)
         self._files, self.notes = group_by_split(kind, pattern)
         by_name = "test" in self._files or "train" not in self._files
         if by_name and eval_fraction:
@@ -94,10 +92,10 @@ class LabelledTextSource(EncodedSource):
         self._size(found, good, fraction)
         kept = [each for each, is_good in zip(every, good, strict=True) if is_good]
         self.reads = (text_column, *labels, fraction, *self.image_shape)
-        self.reads += (tokenizer.fingerprint,)
+        self.reads += (self.tokenizer.fingerprint,)
         split_of = np.repeat([*found], [*map(len, found.values())])
         by_split = {split: targets[good & (split_of == split)] for split in found}
-        self.notes += (*label_notes.notes(self.target, by_split),)
+        self._note(*label_notes.notes(self.target, by_split))
         self._encode(kept, targets[good])
 
     def _find_columns(
@@ -109,7 +107,7 @@ class LabelledTextSource(EncodedSource):
         columns.check_named(first, names, [text], "text_column")
         others_of_first = [name for name in names if name != text]
         labels, note = table_targets.read_names(first, others_of_first, label_column)
-        self.notes += (note,) if note else ()
+        self._note(note)
         self.label_field, self.image_fields = ",".join(labels), (text,)
         for path in others:
             names = self._tables[path].names
@@ -165,11 +163,11 @@ class LabelledTextSource(EncodedSource):
         kind, note = table_targets.choose(
             path, found, asked, class_names or num_classes
         )
-        self.notes = (*self.notes, note) if note else self.notes
+        self._note(note)
         if kind == "class" and found and found[0].form == "text":
             texts = [each.labels[0] for each in every]
             note = columns.check_classes(path, labels[0], {*texts}, len(texts), named)
-            self.notes = (*self.notes, note) if note else self.notes
+            self._note(note)
             names = columns.order_classes(
                 self.name, labels[0], {*texts}, num_classes, class_names
             )
@@ -228,8 +226,7 @@ class LabelledTextSource(EncodedSource):
                 raise ValueError(f"{self.name} has no row in its split {split}{first}")
         self.splits = {split: size for split, size in sizes.items() if size}
         if fraction and "test" in self.splits:
-            note = splits.note(fraction, "rows", self.splits["test"])
-            self.notes = (*self.notes, note)
+            self._note(splits.note(fraction, "rows", self.splits["test"]))
 
 
 def _is_utf8(text: str) -> bool:

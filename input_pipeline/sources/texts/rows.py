@@ -1,4 +1,4 @@
-"""Rows of different lengths, one behind the other in memory, padded when read."""
+"""Keeps rows of different lengths one after another, and pads them when read."""
 
 import collections
 import functools
@@ -15,10 +15,10 @@ _LENGTH = 128
 
 
 def check_length(sequence_length: int | None) -> int:
-    """Returns the number of tokens in a row, by default if it is None.
+    """Returns the number of tokens in a row; None gives the default.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the number is too small.
     """
     length = _LENGTH if sequence_length is None else sequence_length
     if length < 1:
@@ -39,10 +39,10 @@ class RaggedSource(IndexedSource):
     _faults: Sequence[Record] = ()
 
     def _refuse(self, faults: Sequence[Record], skip_bad: bool) -> None:
-        """Takes over what is bad, which stands for no row.
+        """Takes bad records, which stand for no row.
 
         Raises:
-            BadRecordError: there is something, and it is not to be left out.
+            BadRecordError: there is one, and it is not left out.
         """
         if faults and not skip_bad:
             raise BadRecordError(str(faults[0]))
@@ -53,44 +53,45 @@ class RaggedSource(IndexedSource):
         ids: np.ndarray,
         lengths: Iterable[int],
         targets: np.ndarray,
-        places: Sequence[tuple[str, str]],
+        positions: Sequence[tuple[str, str]],
         begins: Sequence[int] | None = None,
     ) -> None:
         """Keeps all rows, those for training first.
 
         Args:
-            ids: of all tokens.
-            lengths: tokens of each row.
-            targets: one of each row, or of each token.
-            places: path of each row, and where it is there.
-            begins: place of each row's first token; None if rows follow one another.
+            ids: the ids of all tokens.
+            lengths: the number of tokens of each row.
+            targets: a target for each row, or for each token.
+            positions: the path of each row, and its position there.
+            begins: the index of each row's first token; None if rows follow one
+                another.
         """
         lengths = np.fromiter(lengths, np.int64)
         if begins is None:
             begins = np.cumsum(lengths) - lengths
-        # No token is where there is none.
+        # A single id stands in if there is no token.
         ids = ids if len(ids) else np.zeros([1], ids.dtype)
         self._arrays = ids, np.asarray(begins, np.int64), lengths, targets
-        self._places = places
+        self._places = positions
 
     @functools.cached_property
     def _tensors(self) -> list[tf.Tensor]:
-        # Outside the graph that is being traced: a constant in it may not exceed
-        # 2 GiB. On the CPU: that is where tf.data runs.
+        # Outside the graph that is being traced: a constant in a graph is limited to 2
+        # GiB. On the CPU, where tf.data runs.
         with tf.init_scope(), tf.device("/CPU:0"):
             return [tf.constant(array) for array in self._arrays]
 
     def _tokens_of(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The ids of rows, which of these are tokens, and where they are among all."""
+        """Returns the ids of rows, which of these are tokens, and their indices."""
         ids, begins, lengths, _ = self._tensors
         columns = tf.range(self.image_shape[0], dtype=tf.int64)
         is_token = columns < tf.gather(lengths, records)[:, None]
-        places = tf.where(is_token, tf.gather(begins, records)[:, None] + columns, 0)
-        tokens = tf.cast(tf.gather(ids, places), tf.int32)
-        return tf.where(is_token, tokens, 0), is_token, places
+        indices = tf.where(is_token, tf.gather(begins, records)[:, None] + columns, 0)
+        tokens = tf.cast(tf.gather(ids, indices), tf.int32)
+        return tf.where(is_token, tokens, 0), is_token, indices
 
     def mean_length(self, split: str) -> float:
-        """Tokens of a row, padding not among them."""
+        """Returns the mean number of tokens of a row, without padding."""
         first = self.splits.get("train", 0)
         lengths = self._arrays[2]
         return float(np.mean(lengths[:first] if split == "train" else lengths[first:]))
@@ -104,29 +105,29 @@ class RaggedSource(IndexedSource):
         seeds: tf.Tensor | None = None,
         start: int | tf.Tensor = 0,
     ) -> tf.data.Dataset:
-        """As ``batches``; several come at once, each of rows of like length.
+        """Returns batches as ``batches`` does; several at once, of rows of like length.
 
-        So many batches' rows are taken of the order, and sorted by length. The batches
-        of them come in an order of their own.
+        The rows of `groups` batches are taken from the order, and sorted by length. The
+        batches made of them are shuffled.
 
         Args:
             split: one of `splits`.
-            batch_size: rows in a batch.
-            groups: batches that are made of rows that follow one another in the order.
+            batch_size: number of rows in a batch.
+            groups: number of batches that are made from consecutive rows of the order.
             seeds: see ``batches``.
-            start: see ``batches``; rows of the order that is the result.
+            start: see ``batches``; counts rows of the resulting order.
         """
         size, count = batch_size * groups, self.size_of_all(split)
 
         def numbers(begin):
-            found = self._in_order(split, begin, size, seeds)
-            lengths = tf.gather(self._tensors[2], found)
-            # The longest first: if a batch is short, it is the shortest's.
+            rows = self._in_order(split, begin, size, seeds)
+            lengths = tf.gather(self._tensors[2], rows)
+            # The longest first: so a short batch has the shortest rows.
             order = tf.argsort(lengths, direction="DESCENDING", stable=True)
             if seeds is not None:
                 order = _shuffle_batches(order, batch_size, seeds[0] + begin)
-            found = tf.gather(found, order)[tf.maximum(start - begin, 0) :]
-            return found, found
+            rows = tf.gather(rows, order)[tf.maximum(start - begin, 0) :]
+            return rows, rows
 
         start = tf.cast(start, tf.int64)
         # At the end, there is nothing to sort.
@@ -134,25 +135,25 @@ class RaggedSource(IndexedSource):
         return tf.data.Dataset.range(begin, count, size).map(numbers)
 
     def files(self, split: str) -> list[str]:
-        """See ``Source.files``; two splits may have parts of the same."""
+        """Returns one split's files; two splits may have parts of the same file."""
         return self._files.get(split) or self._files["train"]
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Sequence[Record]]:
-        """Of each file, what is bad there and its rows, in order."""
-        found = collections.defaultdict(list)
+        """The bad records and the rows of each file, in order."""
+        records = collections.defaultdict(list)
         for record in self._faults:
-            found[record.path].append(record)
+            records[record.path].append(record)
         for number, (path, place) in enumerate(self._places):
-            found[path].append(Record(path, place, number))
-        return found
+            records[path].append(Record(path, place, number))
+        return records
 
     def is_whole(self, path: str) -> bool:
-        """See ``Source.is_whole``: False for a file in which something is bad."""
+        """Tells whether a file has no bad record; see ``Source.is_whole``."""
         return not any(record.fault for record in self._by_path.get(path, ()))
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """The rows of a file, and what is bad there."""
+        """Yields the rows of a file, and its bad records."""
         first = self.splits.get("train", 0)
         for record in self._by_path.get(path, ()):
             own = "train" if record.number < first else "test"
@@ -163,12 +164,12 @@ class RaggedSource(IndexedSource):
 
 
 def bad_record(path: str, place: str, fault: str) -> Record:
-    """What stands for no row, as it is left out before rows are numbered."""
+    """Makes a record that stands for no row, as it is left out before numbering."""
     return Record(path, place, -1, fault=fault, count=0)
 
 
 def _shuffle_batches(order: tf.Tensor, batch_size: int, seed: tf.Tensor) -> tf.Tensor:
-    """Puts whole batches into another order; a short one stays the last."""
+    """Shuffles whole batches; a short one stays the last."""
     count = tf.size(order) // batch_size
     keys = draws.uniform(seed, tf.range(tf.cast(count, tf.int64)), 1)[:, 0]
     whole = tf.reshape(order[: count * batch_size], [count, batch_size])

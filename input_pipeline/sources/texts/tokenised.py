@@ -23,24 +23,24 @@ from towers.program import words
 
 
 class TokenisedSource(IndexedSource):
-    """Files of text, each a document, in rows of tokens and of the tokens behind them.
+    """Files of text, each a document, in rows of tokens and of the tokens after them.
 
-    Text is tokenised once, by ``prepare``. A subclass makes rows of the tokens.
+    ``prepare`` tokenises text once. A subclass makes rows of the tokens.
 
     Args:
         pattern: glob of files, or a folder, for all files in it; ``python`` for the
             sources of Python's standard library.
         tokenizer: a spec of ``open_tokenizer``, or a tokenizer.
         sequence_length: T. None: 128.
-        eval_fraction: to hold out, unless files are held out by their names, as those
-            of ``FileSource``: of many files, some; of few files, the end of each. None:
-            a tenth.
+        eval_fraction: fraction to hold out, unless files are held out by their names,
+            as those of ``FileSource``: of many files, some; of few files, the end of
+            each. None: a tenth.
         cache_dir: folder for a file of the tokens, which later runs use as well; None
             keeps them in memory.
         skip_bad: whether to leave out files that cannot be read, or are no text.
 
     Attributes:
-        bytes_per_token: how many bytes of text a token stands for, by split.
+        bytes_per_token: mean bytes of text of a token, by split.
 
     Raises:
         ValueError: there is no file or tokenizer, or a number is too small.
@@ -60,8 +60,7 @@ class TokenisedSource(IndexedSource):
         skip_bad: bool = False,
     ):
         length = check_length(sequence_length)
-        if isinstance(tokenizer, str):
-            tokenizer = open_tokenizer(tokenizer)
+        tokenizer = open_tokenizer(tokenizer)
         self.name = f"text:{pattern}"
         self.tokenizer, self.image_shape = tokenizer, (length,)
         self._take_target(Target("tokens", tokenizer.size))
@@ -86,7 +85,8 @@ class TokenisedSource(IndexedSource):
         """Tokenises the documents; does nothing the second time.
 
         Raises:
-            ValueError: a file cannot be read or is no text, or there is too little.
+            ValueError: a file cannot be read or is no text, or there is too little
+                text.
         """
         if self._tokens is not None:
             return
@@ -97,7 +97,7 @@ class TokenisedSource(IndexedSource):
         splits = self._take(tokens)
         where = "kept in memory"
         if path is None or self.has_padding:
-            # They are in rows.
+            # The rows hold the tokens.
             tokens = dataclasses.replace(tokens, ids=np.zeros([0], tokens.ids.dtype))
         else:
             where = f"kept in {self._cache_dir}"
@@ -114,11 +114,10 @@ class TokenisedSource(IndexedSource):
         self.note = f"{count}, {where}"
         if tokens.empty:
             empty = words.count(len(tokens.empty), "file")
-            note = f"{empty} left out as empty, such as {tokens.empty[0]}."
-            self.notes = (*self.notes, note)
+            self._note(f"{empty} left out as empty, such as {tokens.empty[0]}.")
 
     def _cache_name(self) -> str:
-        """Changes with the tokens, whatever the length of rows."""
+        """Returns a name that changes with the tokens, whatever the length of rows."""
         files = [
             (split, [*zip(paths, sizes_and_times(paths), strict=True)])
             for split, paths in self._documents.files.items()

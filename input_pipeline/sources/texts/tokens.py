@@ -1,4 +1,4 @@
-"""Documents as one sequence of token ids, in memory or in a file."""
+"""Keeps documents as one sequence of token ids, in memory or in a file."""
 
 import collections
 import concurrent.futures
@@ -23,21 +23,21 @@ from towers.program.progress import EARLY_S, Progress
 _CHUNK = 2**15
 _AT_ONCE = 2**20
 _THREADS = limits.cpu_count()
-# Of a file of tokens, and of what is known of them.
+# The endings of a file of tokens, and of its description.
 _ENDS = (".ids", ".json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The documents of all splits, one behind the other, each with its end.
+    """The documents of all splits, one after the other, each with its end.
 
     Attributes:
         ids: [N] of both splits, those for training first.
-        count: tokens of each split.
-        size: bytes of text of each split.
-        begins: where each file begins in its split, by split and path.
+        count: number of tokens of each split.
+        size: number of bytes of text of each split.
+        begins: the beginning of each file in its split, by split and path.
         bad: why a file was left out, by path.
-        empty: paths of files without text.
+        empty: the paths of files without text.
     """
 
     ids: np.ndarray
@@ -51,14 +51,14 @@ class Tokens:
 def tokenise(
     documents: Documents, tokenizer: Tokenizer, skip_bad: bool, path: str | None
 ) -> Tokens:
-    """Tokenises documents, or takes what an earlier run has left in a file.
+    """Tokenises documents, or takes the tokens that an earlier run left in a file.
 
     Args:
-        documents: to read.
-        tokenizer: for them.
-        skip_bad: whether to leave out files that are bad.
-        path: of the file, whose name tells all that decides the tokens; None keeps them
-            in memory.
+        documents: the documents.
+        tokenizer: the tokenizer.
+        skip_bad: whether to leave out bad files.
+        path: the path of the file, whose name changes with all that changes the tokens;
+            None keeps them in memory.
 
     Raises:
         BadRecordError: a file cannot be read, or is no text.
@@ -68,16 +68,16 @@ def tokenise(
     if path is None:
         _check_memory(documents, tokenizer, np.dtype(dtype).itemsize)
         parts: list[np.ndarray] = []
-        found = _Reader(documents, tokenizer, skip_bad, dtype).read(parts.append)
-        return Tokens(np.concatenate([np.empty([0], dtype), *parts]), **found)
+        description = _Reader(documents, tokenizer, skip_bad, dtype).read(parts.append)
+        return Tokens(np.concatenate([np.empty([0], dtype), *parts]), **description)
     if not checked_files.are_good(path, _ENDS):
         _write(path, _Reader(documents, tokenizer, skip_bad, dtype))
     with open(f"{path}.json") as file:
-        found = json.load(file)
+        description = json.load(file)
     # An empty file cannot be mapped.
-    empty = not sum(found["count"].values())
+    empty = not sum(description["count"].values())
     ids = np.empty([0], dtype) if empty else np.memmap(f"{path}.ids", dtype, "r")
-    return Tokens(ids, **found)
+    return Tokens(ids, **description)
 
 
 def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> None:
@@ -94,7 +94,7 @@ def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> 
 
 
 def _size(documents: Documents) -> int:
-    """Bytes of all files, of which each split may have a part."""
+    """Returns the bytes of all files, of which each split may have a part."""
     paths = filter(tf.io.gfile.exists, _paths(documents))
     return sum(tf.io.gfile.stat(path).length for path in paths)
 
@@ -108,9 +108,9 @@ def _write(path: str, reader: "_Reader") -> None:
     try:
         with checked_files.written(path, _ENDS) as new:
             with open(f"{new}.ids", "wb") as file:
-                found = reader.read(lambda ids: ids.tofile(file))
+                description = reader.read(lambda ids: ids.tofile(file))
             with open(f"{new}.json", "w") as file:
-                json.dump(found, file)
+                json.dump(description, file)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be written into {folder} ({error.strerror}): expected "
@@ -119,7 +119,7 @@ def _write(path: str, reader: "_Reader") -> None:
 
 
 class _Reader:
-    """Reads and tokenises documents, and notes what is to be known of them."""
+    """Reads and tokenises documents, and notes facts about them."""
 
     def __init__(
         self,
@@ -147,7 +147,9 @@ class _Reader:
         ):
             for split, paths in self._documents.files.items():
                 count[split], size[split], begins[split] = 0, 0, {}
-                pieces = (each for path in paths for each in self._pieces(path, split))
+                pieces = (
+                    piece for path in paths for piece in self._pieces(path, split)
+                )
                 groups = at_once(pieces)
                 for pieces, (ids, lengths) in ahead(pool, self._encode, groups):
                     for piece, length in zip(pieces, lengths, strict=True):
@@ -173,23 +175,25 @@ class _Reader:
         if not text:
             self._empty.add(path)
         *most, last = [*chunks(text, _CHUNK, needs_utf8)] or [None]
-        yield from (_Piece(path, each, False) for each in most)
+        yield from (_Piece(path, text, False) for text in most)
         if last is not None:
             yield _Piece(path, last, True)
 
     def _encode(self, pieces: Sequence["_Piece"]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of pieces, and how many each has."""
+        """Returns the ids of pieces, and the number of ids of each."""
         is_last = np.array([piece.is_last for piece in pieces])
         with tf.device("/CPU:0"):
-            found = self._tokenizer.encode(tf.constant([each.text for each in pieces]))
-            ends = found.row_splits.numpy()[1:]
-            ids = found.values.numpy().astype(self._dtype)
+            encoded = self._tokenizer.encode(
+                tf.constant([piece.text for piece in pieces])
+            )
+            ends = encoded.row_splits.numpy()[1:]
+            ids = encoded.values.numpy().astype(self._dtype)
         ids = np.insert(ids, ends[is_last], self._tokenizer.end)
         return ids, np.diff(ends, prepend=0) + is_last
 
 
 class _Piece(NamedTuple):
-    """Of a document; the last one has its end."""
+    """A piece of a document; the last one includes its end."""
 
     path: str
     text: bytes
@@ -197,18 +201,18 @@ class _Piece(NamedTuple):
 
 
 def fault_of_text(tokenizer: Tokenizer, text: bytes) -> str:
-    """Says why a text cannot be learnt from, a phrase; empty if it can."""
+    """Describes why a text cannot be learnt from, in a phrase; empty if it can."""
     fault = tokenizer.fault(text)
     return f"{fault}; --tokenizer=bytes reads any" if fault else ""
 
 
 def type_of_ids(tokenizer: Tokenizer) -> type[np.integer]:
-    """The smallest type that ids are kept in."""
+    """Returns the smallest type that holds the ids."""
     return np.uint16 if tokenizer.size <= 2**16 else np.int32
 
 
 def at_once(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """Groups what has a `text`, to encode so many bytes at once."""
+    """Groups items with a `text`, to encode some bytes at once."""
     group, size = [], 0
     for piece in pieces:
         group.append(piece)
@@ -223,12 +227,12 @@ def at_once(pieces: Iterable[Any]) -> Iterator[list[Any]]:
 def ahead(
     pool: concurrent.futures.Executor, function: Callable, items: Iterable
 ) -> Iterator[tuple[Any, Any]]:
-    """Items with what a function makes of them, in order.
+    """Yields items with the results of a function, in order.
 
     Args:
-        pool: that calls it.
-        function: of an item.
-        items: taken as they are needed; a few are under way.
+        pool: the executor that calls the function.
+        function: is called with an item.
+        items: are taken as they are needed; a few are in progress.
     """
     under_way: collections.deque = collections.deque()
     for item in items:

@@ -1,7 +1,7 @@
 """``digits``: scikit-learn's 1,797 handwritten digits, as a TFDS data set.
 
-They lie in scikit-learn's wheel, so this set needs no network, yet takes the whole
-way of a real one: written as TFRecord shards, read back in parallel.
+They come with scikit-learn's wheel, so this set needs no network, yet takes the whole
+path of a real one: written as TFRecord shards, read back in parallel.
 """
 
 import os
@@ -67,7 +67,7 @@ class TowersDigits(tfds.core.GeneratorBasedBuilder):
         self, digits: Any, indices: np.ndarray
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in indices.tolist():
-            # Pixels are 0..16 there.
+            # scikit-learn's pixels are 0..16.
             image = np.rint(digits.images[index] * (255 / 16)).astype(np.uint8)
             yield index, {"image": image[..., None], "label": digits.target[index]}
 
@@ -77,7 +77,7 @@ def open_digits(
 ) -> TFDSSource:
     """Opens the digits; ``prepare()`` writes them to ``data_dir``.
 
-    Behind ``digits:``, nothing follows; the options are those of ``TFDSSource``.
+    Nothing follows ``digits:``; the options are those of ``TFDSSource``.
     """
     del rest
     builder = TowersDigits(data_dir=data_dir)

@@ -1,4 +1,4 @@
-"""Which features of a TFDS data set are read, and what is to be learnt from them."""
+"""Chooses the features of a TFDS data set to read, and to learn."""
 
 import dataclasses
 import types
@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 from towers.input_pipeline.sources.targets import Target, TargetKind
 
 _IMAGE, _LABEL = "image", "label"
-# What sets call their masks, where the supervised keys name something else.
+# Names of masks in data sets, if the supervised keys name something else.
 _MASKS = ("segmentation_mask", "segmentation_label", "mask", "label")
 
 
@@ -21,11 +21,11 @@ class Features:
     """The features that are read.
 
     Attributes:
-        x: name of the one that is an example.
-        y: name of the one that is the target.
-        target: what that is.
-        image_shape: of an image, or of a row of numbers.
-        names: of the numbers of a row that have features of their own; else none.
+        x: the name of the feature that is an example.
+        y: the name of the feature that is the target.
+        target: the target.
+        image_shape: the shape of an image, or of a row of numbers.
+        names: the names of numbers that are separate features of a row; else empty.
     """
 
     x: str
@@ -34,14 +34,14 @@ class Features:
     image_shape: tuple[int | None, ...]
     names: tuple[str, ...] = ()
 
-    # What `columns.Columns` may have.
+    # For the interface of `columns.Columns`.
     classes = types.MappingProxyType({})
     texts = ()
     notes = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of what makes an example."""
+        """The names of the features of an example."""
         return self.names or (self.x,)
 
     @property
@@ -50,7 +50,7 @@ class Features:
         return len(self.image_shape) == 3
 
     def decoders(self) -> tfds.decode.PartialDecoding:
-        """Only these, images and masks as bytes: they are decoded in our own map."""
+        """Returns decoders for only these features; images and masks stay bytes."""
         images = [self.x] * self.encoded + [self.y] * (self.target.kind == "mask")
         x = {name: True for name in self.names} if self.names else True
         return tfds.decode.PartialDecoding(
@@ -61,7 +61,7 @@ class Features:
     def parse(
         self, records: dict[str, Any], ids: Mapping[str, Any]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Examples and targets of a batch of records; none of it has ids."""
+        """Returns examples and targets of a batch of records; none of it has ids."""
         del ids
         x, y = records[self.x], records[self.y]
         if self.names:
@@ -80,29 +80,29 @@ def choose(
     """Decides what is read: image and label, or else the set's supervised keys.
 
     Args:
-        builder: of the set.
-        name: of the source, for messages.
-        asked: what a model is to give; None for what is clear.
-        num_classes: of a mask's pixels, if the set does not say.
+        builder: the builder of the set.
+        name: the name of the source, for messages.
+        asked: the requested kind of target; None for the obvious one.
+        num_classes: number of classes of a mask's pixels, if the set does not tell.
 
     Returns:
-        The features; None where the set has no such.
+        The features; None if the set has no such features.
 
     Raises:
-        ValueError: the number of classes is not known, or another one.
+        ValueError: the number of classes is not known, or differs.
     """
-    found, keys = by_name(builder), builder.info.supervised_keys
+    features_of, keys = by_name(builder), builder.info.supervised_keys
     usual = [(_IMAGE, _LABEL)]
     pair = isinstance(keys, tuple) and len(keys) == 2
-    if pair and all(isinstance(key, str) and key in found for key in keys):
+    if pair and all(isinstance(key, str) and key in features_of for key in keys):
         usual.append(keys)
     inputs = dict.fromkeys(x for x, _ in usual)
     masks = [(x, y) for x in inputs for y in _MASKS] if asked in (None, "mask") else []
     for x, y in (*usual, *masks):
-        if x not in found or y not in found:
+        if x not in features_of or y not in features_of:
             continue
-        shape, names = _example(found[x])
-        target = target_of(found[y], y, asked, num_classes)
+        shape, names = _example(features_of[x])
+        target = target_of(features_of[y], y, asked, num_classes)
         if shape is None or target is None:
             continue
         if target.kind == "mask" and not target.size:
@@ -120,7 +120,7 @@ def choose(
 
 
 def by_name(builder: tfds.core.DatasetBuilder) -> dict[str, Any]:
-    """The features of a set by their names; none where they have no names."""
+    """Returns the features of a set by their names; empty if they have no names."""
     features = builder.info.features
     return dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
 
@@ -128,9 +128,11 @@ def by_name(builder: tfds.core.DatasetBuilder) -> dict[str, Any]:
 def no_such(
     builder: tfds.core.DatasetBuilder, name: str, asked: TargetKind | None
 ) -> ValueError:
-    """Says that a set has no features that can be read here."""
-    found, keys = by_name(builder), builder.info.supervised_keys
-    kinds = ", ".join(f"{key} ({type(found[key]).__name__})" for key in found)
+    """Makes an error for a set without features that can be read."""
+    features_of, keys = by_name(builder), builder.info.supervised_keys
+    kinds = ", ".join(
+        f"{key} ({type(features_of[key]).__name__})" for key in features_of
+    )
     wanted = {
         None: "label (ClassLabel), or supervised keys of images or numbers and of a "
         "class, a mask or numbers (whole ones only with --task=regression)",
@@ -148,13 +150,13 @@ def no_such(
 
 
 def _example(feature: Any) -> tuple[tuple[int | None, ...] | None, tuple[str, ...]]:
-    """The shape of an example, None if it can be none, and names of its numbers."""
+    """Returns an example's shape, None if there is none, and its numbers' names."""
     if isinstance(feature, tfds.features.Image):
         height, width, channels = feature.shape
         is_bytes = feature.np_dtype == np.uint8
         return ((height, width, channels or 3) if is_bytes else None), ()
     if isinstance(feature, tfds.features.FeaturesDict):
-        numbers = [key for key, each in feature.items() if _is_number(each, ())]
+        numbers = [key for key, number in feature.items() if _is_number(number, ())]
         whole = len(numbers) == len(feature)
         return ((len(numbers),) if whole else None), tuple(numbers)
     shape = getattr(feature, "shape", None)
@@ -177,7 +179,7 @@ def _is_bool(feature: Any) -> bool:
 
 
 def as_target(target: Target, y: tf.Tensor) -> tf.Tensor:
-    """Targets of a batch, of what its records have."""
+    """Returns the targets of a batch from the values of its records."""
     if target.kind == "numbers":
         return tf.reshape(tf.cast(y, tf.float64), [-1, target.size])
     return tf.cast(y, tf.int64) if target.kind == "class" else y
@@ -189,7 +191,7 @@ def target_of(
     asked: TargetKind | None,
     num_classes: int | None = None,
 ) -> Target | None:
-    """What a feature gives to learn; None if that is not what is asked for."""
+    """Returns the target of a feature; None if it is not of the requested kind."""
     if isinstance(feature, tfds.features.ClassLabel):
         if asked not in (None, "class") or not feature.num_classes:
             return None
@@ -209,5 +211,5 @@ def target_of(
         return None
     whole = np.dtype(feature.np_dtype).kind != "f"
     if whole and asked is None:
-        return None  # of which it is not clear what they are
+        return None  # its meaning is not clear
     return Target("numbers", int(np.prod(shape)), (name,) if shape == () else None)

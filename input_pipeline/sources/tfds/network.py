@@ -1,4 +1,4 @@
-"""Finds out soon that there is no network, where a library would try again for long."""
+"""Notices early that there is no network, where a library would retry for long."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from towers.keras_adapter.patching import Target, patched
 
-# Long for a host that is there, short for a person who waits.
+# Long for a reachable host, short for a person who waits.
 _SECONDS = 10
 
 
@@ -19,14 +19,14 @@ class Unreachable(OSError):
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within, requests to a host that does not answer at all fail at once.
+    """A context in which requests to a host that does not answer fail at once.
 
     TFDS has ``requests`` try each file 11 times, with pauses of up to two minutes, and
-    without a limit for an answer. Here each host is asked for a connection first; what
-    fails later is still tried again.
+    without a limit for an answer. Here, each host is first asked for a connection;
+    later failures are still tried again.
 
     Raises:
-        Unreachable: in place of an error of ``requests``.
+        Unreachable: replaces an error of ``requests``.
     """
     import requests
 
@@ -40,7 +40,7 @@ def no_waiting() -> Iterator[None]:
             raise Unreachable(reason)
         return send(adapter, request, *args, **kwargs)
 
-    # TFDS downloads in threads of its own.
+    # TFDS downloads in its own threads.
     with patched(_send(), ask_and_send, all_threads=True):
         yield
 
@@ -53,7 +53,7 @@ def _send() -> Target:
 
 
 class _Hosts:
-    """What is known of the hosts that were asked."""
+    """The answers of hosts that were asked."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class _Hosts:
 
 
 class _Answer:
-    """Asks a host for a connection, in a thread: to look up a name has no limit."""
+    """Asks a host for a connection, in a thread, as looking up a name has no limit."""
 
     def __init__(self, place: tuple[str, int]):
         self._place = place

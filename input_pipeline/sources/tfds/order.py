@@ -1,4 +1,4 @@
-"""The order in which TFDS reads records, for names and places instead of them."""
+"""Follows TFDS's order of records, for their names and places."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ def named_places(
     config: tfds.ReadConfig,
     shuffle_seed: tf.Tensor | None,
 ) -> tf.data.Dataset:
-    """The names that TFDS gives to records, and their places.
+    """Returns the names that TFDS gives to records, and their places.
 
     Args:
-        instructions: TFDS's, of files in one folder.
-        index: of these files.
-        config: how TFDS interleaves files.
-        shuffle_seed: of their order; None for their fixed order.
+        instructions: TFDS's instructions, for files in one folder.
+        index: the index of these files.
+        config: TFDS's configuration of interleaving.
+        shuffle_seed: the seed of the files' order; None for their fixed order.
     """
 
     def places(part):
@@ -33,7 +33,7 @@ def named_places(
 
 
 def names(instructions: Sequence[Any], config: tfds.ReadConfig) -> tf.data.Dataset:
-    """The names in their fixed order, in tuples; see ``named_places``."""
+    """Returns the names in their fixed order, in tuples; see ``named_places``."""
 
     def nothing(part):
         return tf.data.Dataset.range(part["take"])

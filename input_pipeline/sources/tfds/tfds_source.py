@@ -24,7 +24,7 @@ from towers.input_pipeline.sources.targets import TargetKind
 from towers.input_pipeline.sources.tfds import columns, features, network, order
 
 _CYCLE_LENGTH = 16
-# Records whose texts are looked at together.
+# Records whose texts are read together.
 _AT_ONCE = 4096
 
 
@@ -34,7 +34,7 @@ def open_tfds(
     """Opens a set by its TFDS name; downloads nothing.
 
     Args:
-        name: such as ``mnist`` or ``imagenet2012:5.1.0``.
+        name: a name such as ``mnist`` or ``imagenet2012:5.1.0``.
         data_dir: TFDS's folder, or None for its default one.
         **options: the other arguments of ``TFDSSource``.
 
@@ -52,14 +52,14 @@ def open_tfds(
             f"TFDS has no data set {name!r}: "
             + (f"did you mean {near}?" if near else "see tensorflow.org/datasets")
         ) from error
-    # A wrong version is an AssertionError there, a wrong config a ValueError.
+    # In TFDS, a wrong version is an AssertionError, a wrong config a ValueError.
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"TFDS cannot open {name!r}: {_reason(error)}") from error
     return TFDSSource(builder, f"tfds:{name}", **options)
 
 
 def near_names(name: str) -> list[str]:
-    """The names of TFDS that are spelt most alike, best first."""
+    """Returns the names of TFDS with the most similar spelling, best first."""
     # Community sets would have to be listed over the network.
     known = tfds.list_builders(with_community_datasets=False)
     return difflib.get_close_matches(name, known, n=3)
@@ -69,25 +69,26 @@ class TFDSSource(StreamSource):
     """A TFDS builder as a source.
 
     Args:
-        builder: with the features ``image`` and ``label``, or supervised keys.
-        name: of the source.
-        num_shards: files to write for each split; None lets TFDS choose.
-        train_split: in TFDS's words, such as ``train[:90%]``; None for ``train``.
-        eval_split: such as ``train[90%:]``; None for the set's own.
+        builder: a builder with the features ``image`` and ``label``, or supervised
+            keys.
+        name: the name of the source.
+        num_shards: number of files to write for each split; None lets TFDS choose.
+        train_split: a split in TFDS's syntax, such as ``train[:90%]``; None for
+            ``train``.
+        eval_split: a split such as ``train[90%:]``; None for the set's own.
         shard: (index, count): this source has one of ``count`` even parts of each
-            split, in which numbers of examples differ by one at most; None for all.
-        read_config: how TFDS interleaves files; it has no say in orders and caching.
-        target: what is to be learnt: "class", "numbers" or "mask"; None for what is
-            clear from the features.
-        num_classes: of a mask's pixels, where the set does not say.
+            split, whose numbers of examples differ by one at most; None for all.
+        read_config: TFDS's configuration of interleaving; orders and caching are fixed.
+        target: kind of target: "class", "numbers" or "mask"; None for the obvious one.
+        num_classes: number of classes of a mask's pixels, if the set does not tell.
         label_column: name of the target, for a set of columns; see ``columns.choose``.
-        feature_columns: names of the others.
-        vocabularies: see ``Source``; None for what the training data have, once
+        feature_columns: names of the columns to learn from.
+        vocabularies: see ``Source``; None for those of the training data, once
             prepared.
 
     Raises:
-        ValueError: the features are not such as can be read, or, once prepared, there
-            is no such split.
+        ValueError: the features cannot be read, or, once prepared, there is no such
+            split.
     """
 
     ends_need_checking = True
@@ -114,21 +115,21 @@ class TFDSSource(StreamSource):
                 "count - 1"
             )
         self.name = name
-        found = None
+        chosen = None
         if label_column is None and feature_columns is None:
-            found = features.choose(builder, name, target, num_classes)
-        if found is None:
+            chosen = features.choose(builder, name, target, num_classes)
+        if chosen is None:
             asked = target, label_column, feature_columns
-            found = columns.choose(builder, name, *asked)
-        if found is None:
+            chosen = columns.choose(builder, name, *asked)
+        if chosen is None:
             raise features.no_such(builder, name, target)
-        self._features = found
-        self._take_target(found.target)
-        self.image_shape, self.encoded = found.image_shape, found.encoded
-        self.label_field, self.image_fields = found.y, found.fields
-        self.notes = found.notes
-        self._take_vocabularies(vocabularies or dict.fromkeys(found.texts, ()))
-        self._known = vocabularies is not None or not found.texts
+        self._features = chosen
+        self._take_target(chosen.target)
+        self.image_shape, self.encoded = chosen.image_shape, chosen.encoded
+        self.label_field, self.image_fields = chosen.y, chosen.fields
+        self.notes = chosen.notes
+        self._take_vocabularies(vocabularies or dict.fromkeys(chosen.texts, ()))
+        self._known = vocabularies is not None or not chosen.texts
         self._builder = builder
         self._num_shards = num_shards
         self._asked = {"train": train_split, "test": eval_split}
@@ -157,7 +158,7 @@ class TFDSSource(StreamSource):
     def without(
         self, bad: Mapping[str, Sequence[Record]], splits: Mapping[str, int]
     ) -> Source:
-        """See ``Source.without``; what TFDS cannot read, it has to write again."""
+        """Returns the source without records; TFDS must rewrite unreadable files."""
         for record in itertools.chain.from_iterable(bad.values()):
             if record.gap:
                 raise ValueError(
@@ -170,21 +171,22 @@ class TFDSSource(StreamSource):
         """Downloads the set and writes its shards, unless that was done before.
 
         Raises:
-            ValueError: no network, no permission, or whatever the builder met.
+            ValueError: no network, no permission, or an error of the builder.
         """
         config = tfds.download.DownloadConfig(
             num_shards=self._num_shards, try_download_gcs=False
         )
         if os.environ.get("TQDM_DISABLE") == "1":
-            # tqdm has read it when it was imported, which may have been before.
+            # tqdm has read the variable when it was imported, which may have been
+            # before.
             tfds.disable_progress_bar()
         try:
             with network.no_waiting():
                 self._builder.download_and_prepare(download_config=config)
         # A builder is somebody else's program and may raise anything.
         except Exception as error:
-            # Another process may have been faster: all write to a folder of their
-            # own and rename it, which only the first can.
+            # Another process may have been faster: each writes to its own folder and
+            # renames it, which only the first can do.
             if not tf.io.gfile.exists(self._builder.data_dir):
                 if isinstance(error, network.Unreachable):
                     raise ValueError(
@@ -196,27 +198,27 @@ class TFDSSource(StreamSource):
                     f"{self.name} cannot be prepared in {self._builder.data_dir}: "
                     f"{type(error).__name__}: {_reason(error)}"
                 ) from error
-        # A copy reads anew what is on disk, whoever wrote it.
+        # A copy reads again what is on disk, whoever has written it.
         self._builder = copy.copy(self._builder)
         self._check_splits()
         if self._is_of_tfrecords:
             split = "train" if "train" in self.splits else "test"
             records = itertools.chain.from_iterable(map(self.walk, self.files(split)))
-            found = self._notes_of_pictures(records)
-            self.notes = (*self._features.notes, *found)
+            notes_of_pictures = self._notes_of_pictures(records)
+            self.notes = (*self._features.notes, *notes_of_pictures)
         if self._features.texts and not self._known:
             self._take_vocabularies(self._read_vocabularies())
             self._known = True
 
     def _take_vocabularies(self, vocabularies: Mapping[str, Sequence[str]]) -> None:
-        """Says which ids there are, of texts and of classes."""
-        found = {**vocabularies, **self._features.classes}
+        """Sets the ids that exist, of texts and of classes."""
+        by_name = {**vocabularies, **self._features.classes}
         names = (*self._features.texts, *self._features.classes)
-        categories.check(self.name, names, found)
-        self.vocabularies = {name: found[name] for name in names}
+        categories.check(self.name, names, by_name)
+        self.vocabularies = {name: by_name[name] for name in names}
         self.table_sizes = categories.table_sizes(self.vocabularies)
         self._ids = categories.finders(
-            {name: found[name] for name in self._features.texts}
+            {name: by_name[name] for name in self._features.texts}
         )
         self.reads = (*self.reads, *self.vocabularies.items())
 
@@ -227,30 +229,31 @@ class TFDSSource(StreamSource):
         texts = batches.map(
             lambda _, records: [records[name] for name in self._features.texts]
         )
-        # What is wrong with a record is said when it is read.
-        found = texts.ignore_errors().as_numpy_iterator()
-        return categories.read_vocabularies(self._features.texts, found)
+        # Reading a record reports its faults.
+        readable = texts.ignore_errors().as_numpy_iterator()
+        return categories.read_vocabularies(self._features.texts, readable)
 
     def files(self, split: str) -> list[str]:
-        """Paths of one split's shards, of which a part of a split may read a part."""
+        """Returns the paths of one split's shards, which may be read in part."""
         return [os.fspath(path) for path in self._info(split).filepaths]
 
     def records(
         self, split: str, shuffle_seed: tf.Tensor | None = None
     ) -> tf.data.Dataset:
-        """Numbers, and dicts of encoded image and label, from TFDS's own reader."""
+        """Returns numbers, and dicts of encoded image and label, from TFDS's reader."""
         config = dataclasses.replace(
             self._read_config,
             shuffle_seed=shuffle_seed,
             shuffle_reshuffle_each_iteration=False,
             # Some sets are ordered on disk; training shuffles them all the same.
             enable_ordering_guard=False,
-            # Caching would pin the first epoch's order; we prefetch at the end.
+            # Caching would fix the first epoch's order; the pipeline prefetches at its
+            # end.
             try_autocache=False,
             skip_prefetch=True,
             # Workers of a tf.data service read parts.
             assert_cardinality=False,
-            # File and position in it.
+            # The id has the file, and the position in it.
             add_tfds_id=True,
         )
         with _without_warnings():
@@ -267,7 +270,7 @@ class TFDSSource(StreamSource):
         return records.map(numbered)
 
     def reads_whole(self, split: str) -> str:
-        """See ``Source.reads_whole``."""
+        """Returns why files are read whole, or ""; see ``Source.reads_whole``."""
         if not self._is_of_tfrecords:
             return "they are no TFRecord files"
         if not self._knows_order(split):
@@ -276,17 +279,17 @@ class TFDSSource(StreamSource):
         return self._index_of(split).reads_whole(record_bytes)
 
     def places(self, split: str) -> Places:
-        """See ``StreamSource.places``."""
+        """Returns the places of a split's records; see ``StreamSource.places``."""
         parts, index = self._info(split).file_instructions, self._index_of(split)
 
         def records(shuffle_seed):
-            found = order.named_places(parts, index, self._read_config, shuffle_seed)
-            return found.map(lambda name, place: (_number(name), place))
+            named = order.named_places(parts, index, self._read_config, shuffle_seed)
+            return named.map(lambda name, place: (_number(name), place))
 
         return Places(records, functools.partial(index.read, parse=self._deserialized))
 
     def _numbered(self, split: str) -> tf.data.Dataset | None:
-        """See ``StreamSource``: their names tell."""
+        """Returns the numbers of a split's records, from their names."""
         if not self._is_of_tfrecords or not self._knows_order(split):
             return None
         parts = self._info(split).file_instructions
@@ -298,22 +301,22 @@ class TFDSSource(StreamSource):
         return not self._asked_config and len(folders) == 1
 
     def _index_of(self, split: str) -> RecordIndex:
-        # One for each split, as it knows what it has found.
+        # One index for each split, as it keeps the places.
         parts = self._info(split).file_instructions
         paths = [os.fspath(part.filename) for part in parts]
         return self._index.setdefault(split, RecordIndex(paths))
 
     def record_bytes(self, split: str) -> float:
-        """See ``StreamSource.record_bytes``."""
+        """Returns the mean bytes of a record; see ``StreamSource.record_bytes``."""
         file = self._info(split).file_instructions[0]
         return tf.io.gfile.stat(file.filename).length / file.examples_in_shard
 
     def parse(self, records: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """See ``Source.parse``."""
+        """Returns examples and targets of records; see ``Source.parse``."""
         return self._features.parse(records, self._ids)
 
     def walk(self, path: str, split: str | None = None) -> Iterator[Record]:
-        """See ``Source.walk``."""
+        """Yields the records of a file, including bad ones; see ``Source.walk``."""
         parts = None
         if split is not None:
             parts = [
@@ -335,13 +338,13 @@ class TFDSSource(StreamSource):
             yield record
 
     def _deserialized(self, record: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The features that are read, of a serialized record."""
+        """Returns the features to read of a serialized record."""
         decoders = self._features.decoders()
         read = decoders.extract_features(self._builder.info.features)
         return read.deserialize_example(record, decoders=decoders.decoders)
 
     def is_whole(self, path: str) -> bool:
-        """See ``Source.is_whole``."""
+        """Tells whether a file is complete, by its end; see ``Source.is_whole``."""
         return not self._is_of_tfrecords or framing.is_whole(path)
 
     @property
@@ -349,7 +352,7 @@ class TFDSSource(StreamSource):
         return self._builder.info.file_format is tfds.core.FileFormat.TFRECORD
 
     def _names(self) -> dict[str, Any]:
-        """What TFDS calls each of our splits; none until prepared."""
+        """Returns TFDS's names of our splits; empty until prepared."""
         infos = self._builder.info.splits
         if not infos:
             return {}
@@ -370,11 +373,11 @@ class TFDSSource(StreamSource):
         return self._builder.info.splits[self._names()[split]]
 
     def _check_splits(self) -> None:
-        """Has TFDS read the names of the splits."""
+        """Makes TFDS read the names of the splits."""
         for split, name in self._names().items():
             try:
                 count = self._info(split).num_examples
-            # A slice that is too long is an AssertionError there.
+            # In TFDS, a slice that is too long is an AssertionError.
             except (AssertionError, ValueError) as error:
                 raise ValueError(
                     f"{self.name} has no split {name}: {_reason(error)}"
@@ -386,13 +389,13 @@ class TFDSSource(StreamSource):
 
 
 def _number(name: str | tf.Tensor) -> tf.Tensor:
-    """A record's number, by the name that TFDS gives it: file and position in it."""
+    """Returns a record's number, from TFDS's name for it: file and position in it."""
     return tf.strings.to_hash_bucket_fast(name, 2**63 - 1)
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """TFDS numbers records by a function that TensorFlow calls outdated."""
+    """A context without TensorFlow's warning about TFDS's numbering of records."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("ERROR")
@@ -403,5 +406,5 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The message on one line, and not a page of it."""
+    """Returns the message on one line, at most a page of it."""
     return textwrap.shorten(str(error), 600) or "no reason given"

@@ -26,7 +26,7 @@ def _build(job, rank, addresses):
 
     from towers import devices, multi_gpu_model
     from towers.cluster import process_group
-    from towers.hosts.membership import Membership
+    from towers.hosts.group import Membership
 
     divide_threads(job)
     placed = devices.configure(1)

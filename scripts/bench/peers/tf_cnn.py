@@ -5,14 +5,22 @@ turn.
 """
 
 import os
+import sys
 
 from .. import works
-from ..worker import Clock, Job, tensorflow_memory_mb, use_checkout
+from ..worker import Clock, Job, tensorflow_memory_mb
 
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
-    use_checkout(job, "tf_cnn_dir", "benchmark_cnn.py")
+    folder = job.checkout or ""
+    if not os.path.exists(os.path.join(folder, "benchmark_cnn.py")):
+        raise ValueError(
+            f"--tf_cnn_dir must be a folder with benchmark_cnn.py, but is {folder!r}."
+        )
+    sys.path.insert(0, folder)
+    # The checkout stays as it is.
+    sys.dont_write_bytecode = True
     # TensorFlow 1's layers are those of Keras 2.
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import tensorflow.compat.v1 as tf

@@ -10,7 +10,8 @@ from tests.towers.train.runs import read_settings
 from towers.input_pipeline import open_source
 from towers.predict import tables
 from towers.train.outputs.preprocessing import Preprocessing
-from towers.train.parts.data import open_sources, scale
+from towers.train.parts import scale
+from towers.train.parts.data import open_sources
 
 DAY, YEAR = datetime.date(2024, 5, 31), 2024
 # What training had, what the file has in the first 100 rows, and in the next.

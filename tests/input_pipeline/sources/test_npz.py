@@ -12,10 +12,9 @@ from tests.limits import HANG_S
 from towers.input_pipeline import make_dataset, measure_scaling, open_source
 from towers.input_pipeline.sources.array_files import numpy_files
 from towers.predict import arrays as predict_arrays
-from towers.train.outputs.absolute_paths import with_absolute_path
 from towers.train.outputs.preprocessing import Preprocessing
-from towers.train.parts.data.examples import open_data
-from towers.train.settings import Settings
+from towers.train.parts.data import open_data
+from towers.train.settings import Settings, with_absolute_path
 
 RNG = np.random.default_rng(0)
 PICTURES = RNG.integers(0, 256, [60, 5, 6], np.uint8)

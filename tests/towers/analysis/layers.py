@@ -21,8 +21,7 @@ from keras import layers
 
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import Dependence
-from towers.analysis.layer_calls import recorded_layers
-from towers.analysis.trust import is_trusted
+from towers.analysis.layer_calls import is_trusted, recorded_layers
 
 TABLE = pathlib.Path(__file__).with_name("layers.txt")
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "layers.md"

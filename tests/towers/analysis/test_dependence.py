@@ -8,8 +8,7 @@ from keras import ops
 
 from towers.analysis.dependence import Reader
 from towers.analysis.kinds import Dependence
-from towers.analysis.layer_calls import recorded_layers
-from towers.analysis.trust import is_trusted
+from towers.analysis.layer_calls import is_trusted, recorded_layers
 from towers.keras_adapter.layers import set_tag
 from towers.models.block_sparse import block_sparse_matmul
 

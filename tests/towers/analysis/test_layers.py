@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.towers.analysis import layers
 from tests.variants import slow
-from towers.analysis import trust
+from towers.analysis import layer_calls
 
 TABLE = layers.table()
 BY_CLASS = {kind: [row for row in TABLE if row.kind == kind] for kind, *_ in TABLE}
@@ -56,10 +56,10 @@ def test_outcomes(kind):
 
 def test_a_part_of_a_layer_is_looked_at():
     inner = keras.layers.Softmax(axis=0)
-    assert trust.is_trusted(keras.layers.TimeDistributed(keras.layers.Dense(2)))
-    assert not trust.is_trusted(keras.layers.TimeDistributed(inner))
-    assert not trust.is_trusted(keras.layers.Dense(2, activation=inner))
-    assert not trust.is_trusted(keras.layers.Dense(2, activation=lambda x: x))
+    assert layer_calls.is_trusted(keras.layers.TimeDistributed(keras.layers.Dense(2)))
+    assert not layer_calls.is_trusted(keras.layers.TimeDistributed(inner))
+    assert not layer_calls.is_trusted(keras.layers.Dense(2, activation=inner))
+    assert not layer_calls.is_trusted(keras.layers.Dense(2, activation=lambda x: x))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_part_of_a_layer_is_looked_at():
 )
 def test_an_equation_of_rows(equation, trusted):
     layer = keras.layers.EinsumDense(equation, (None, 3))
-    assert trust.is_trusted(layer) == trusted
+    assert layer_calls.is_trusted(layer) == trusted
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_an_equation_of_rows(equation, trusted):
 )
 def test_texts_that_are_as_long_as_the_longest(options, trusted):
     layer = keras.layers.TextVectorization(vocabulary=["a"], **options)
-    assert trust.is_trusted(layer) == trusted
+    assert layer_calls.is_trusted(layer) == trusted
 
 
 def test_the_last_axis_of_inner_layers_is_none_of_examples():
-    assert trust.is_trusted(keras.layers.Softmax(axis=-1))
-    assert not trust.is_trusted(keras.layers.Softmax(axis=-2))
-    assert trust.is_trusted(keras.layers.Softmax(axis=-2), [tf.zeros([2, 3, 4])])
+    assert layer_calls.is_trusted(keras.layers.Softmax(axis=-1))
+    assert not layer_calls.is_trusted(keras.layers.Softmax(axis=-2))
+    assert layer_calls.is_trusted(keras.layers.Softmax(axis=-2), [tf.zeros([2, 3, 4])])
 
 
 def test_all_functions_of_a_layer_are_looked_at():
     own = keras.layers.GRU(2, recurrent_activation=lambda x: x)
-    assert trust.is_trusted(keras.layers.GRU(2))
-    assert not trust.is_trusted(own)
+    assert layer_calls.is_trusted(keras.layers.GRU(2))
+    assert not layer_calls.is_trusted(own)

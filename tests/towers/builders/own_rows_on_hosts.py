@@ -16,7 +16,7 @@ import towers
 from tests.exact import oracle
 from tests.towers.builders import own_rows
 from towers.cluster import process_group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 
 def main(rank, addresses, counts, file):

@@ -28,7 +28,7 @@ from tests.towers.builders.test_own_steps import (
 )
 from towers.cluster import process_group
 from towers.collectives.world import this_host
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.layers import sharded
 
 WAYS = {

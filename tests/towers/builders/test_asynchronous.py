@@ -17,7 +17,7 @@ from tests import executed, oracle
 from tests.variants import slow
 from towers import Asynchronous, multi_gpu_model
 from towers.builders.asynchronous.staleness import Staleness
-from towers.loop.streams import Streams
+from towers.builders.asynchronous.training import Streams
 from towers.tower.errors import ModelError
 
 pytestmark = pytest.mark.quick_one_in(2)

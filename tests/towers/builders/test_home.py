@@ -188,7 +188,7 @@ def _default(parallel):
     used = parallel.builder
     alg, merge = "-", used.plan.merge[8:]
     if used.name == "replicated":
-        alg, merge = used.training.reducer.algorithm, "-"
+        alg, merge = used.pieces.store.algorithm, "-"
     others = [str(way) for way in parallel._self_update.ways()]
     what = used.name, alg, used.plan.home[8:], merge, used.context.prefetch, used.xla
     return (*what, others)

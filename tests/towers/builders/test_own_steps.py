@@ -346,7 +346,7 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
 
 def _assert_copies_are_equal(parallel):
     """Asserts that towers have copies, each with the bits of the model's own."""
-    kept = parallel.builder.pieces.copies
+    kept = parallel.builder.pieces.store
     assert len(kept._originals) > len(parallel.trainable_variables)
     others = parallel.builder.plan.devices[1:]
     for device, copies in zip(others, kept._copies, strict=True):

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tests import as_on_gpu, executed
 from tests.variants import slow
 from towers import Asynchronous, ParameterServer, Replicated, multi_gpu_model
-from towers.builders.pieces import batches
+from towers.builders import batches
 from towers.models.images import resnet_cifar
 from towers.partition.partitioned import Partitioned, judge
 

@@ -12,7 +12,7 @@ from tests import executed, oracle
 from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.loop import listeners
+from towers.model import fit_call
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -62,7 +62,7 @@ def _state(model):
 def _assert_copies_are_equal(parallel):
     """Every tower has, on its device, the bits of the model's own variables."""
     builder = parallel.builder
-    kept = builder.pieces.copies
+    kept = builder.pieces.store
     assert len(kept._copies) == len(builder.plan.devices) - 1
     originals = kept._originals
     assert len(originals) > len(parallel.trainable_variables)
@@ -74,7 +74,7 @@ def _assert_copies_are_equal(parallel):
             assert ours.tobytes() == own.tobytes(), variable.path
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class _Looks(keras.callbacks.Callback):
     """Compares the copies, which are not made anew for its sake.
 

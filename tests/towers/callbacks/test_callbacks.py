@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tests import small
 from towers import multi_gpu_model
-from towers.lifecycle.stop_at_step import StopAtStep
 from towers.monitoring.lines import Lines
 from towers.monitoring.throughput import Throughput
+from towers.train.callbacks import StopAtStep
 
 
 def data(examples=20, batch=8):

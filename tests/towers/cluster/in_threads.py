@@ -9,7 +9,7 @@ from typing import Any
 from tests.limits import HANG_S
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import Links
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 
 def memberships(count: int, **options: Any) -> list[Membership]:

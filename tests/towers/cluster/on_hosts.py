@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
-from towers.hosts.membership import HostFailedError, Membership
+from towers.hosts.group import HostFailedError, Membership
 from towers.program.ending import ANOTHER_FAILED
 
 rng = np.random.default_rng(0)

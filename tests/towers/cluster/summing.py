@@ -16,7 +16,7 @@ import numpy as np
 
 from towers.cluster import process_group
 from towers.hosts import group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 SIZE, SUMS = 50_000, 5
 

@@ -21,7 +21,7 @@ from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError, Links
 from towers.collectives.world import ALONE, this_host
 from towers.hosts import group
-from towers.hosts.membership import ElasticPlace, HostFailedError
+from towers.hosts.group import ElasticPlace, HostFailedError
 from towers.keras_adapter import runtime
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from tests.variants import slow
 from towers.cluster import communicator as module
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import LinkError, Links
-from towers.hosts.membership import HostsDifferError
+from towers.hosts.group import HostsDifferError
 
 COUNTS = (1, 2, 3, 4, 5, slow(7))
 

@@ -10,7 +10,7 @@ import pytest
 
 from towers.cluster import environment
 from towers.hosts import group
-from towers.hosts.membership import ElasticPlace, ProcessPlace
+from towers.hosts.group import ElasticPlace, ProcessPlace
 
 OURS = {
     "TOWERS_HOST_RANK": "1",

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tests.towers.cluster.in_threads import communicators, on_each
 from towers.cluster import hosts
 from towers.collectives import packing
+from towers.layers.pipeline import ONE_STAGE, Pipeline
 from towers.plan import Plan
 
 TYPES = [
@@ -274,3 +275,28 @@ def test_a_plan_numbers_the_towers_of_all_hosts():
     )
     # Of a small batch, the first towers of all get the rows.
     assert plan.sizes(1) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("others", "pipeline", "expected"),
+    [
+        ([1], ONE_STAGE, [0]),
+        ([1, 1], ONE_STAGE, [0, 1]),
+        ([1, 1, 1], ONE_STAGE, [0, 1]),
+        ([1], Pipeline(1, 2), [0]),
+        ([1], Pipeline(2, 2), [0, 1]),
+    ],
+    ids=["fewer", "as many", "two of three", "micro-batches", "stages"],
+)
+def test_hosts_divide_whole_tables_over_as_many_devices(others, pipeline, expected):
+    names = iter(f"/device:CPU:{k}" for k in range(4))
+    devices = [[next(names) for _ in range(pipeline.stages)] for _ in range(2)]
+    plan = Plan.of(
+        devices,
+        (1, 1),
+        devices[0],
+        hosts=_Counting(),
+        pipeline=pipeline,
+        ratios_of_hosts=[others, (1, 1)],
+    )
+    assert plan.table_devices == tuple(f"/device:CPU:{k}" for k in expected)

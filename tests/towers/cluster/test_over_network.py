@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PORT = 8476
 MEET = """
 import socket, sys
-from towers.hosts.membership import ProcessPlace
+from towers.hosts.group import ProcessPlace
 from towers.cluster import rendezvous
 from towers.cluster.rendezvous import meeting
 rank, count, coordinator, seconds = sys.argv[1:]

@@ -25,7 +25,7 @@ from towers.cluster.rendezvous import (
     meeting,
     strangers,
 )
-from towers.hosts.membership import ProcessPlace
+from towers.hosts.group import ProcessPlace
 
 # Longer than any test may take: who waits for that, fails.
 LONG = 10 * HANG_S

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towers.cluster import process_group
 from towers.collectives.world import World, this_host
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 # Large enough to be added where it lies.
 LARGE = 2**14 + 3

@@ -13,9 +13,9 @@ from tensorflow.python.eager import context
 
 from tests import warm
 from towers import devices
-from towers.devices import listing, threads
+from towers.devices import configuration, listing
 from towers.hosts import group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.machine import limits, nvml
 from towers.machine.limits import Processors
 from towers.machine.nvml import Gpu
@@ -634,7 +634,7 @@ def test_operations_at_once(environ, found, asked, expected):
     threading_of = tf.config.threading
     environ.setattr(threading_of, "get_inter_op_parallelism_threads", lambda: found)
     environ.setenv("TF_NUM_INTEROP_THREADS", asked)
-    assert threads.inter_op() == expected
+    assert configuration.inter_op() == expected
 
 
 def test_table_of_gpus(machine, environ):

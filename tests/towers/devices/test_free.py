@@ -18,7 +18,7 @@ from towers.machine.nvml import Gpu, Holders
 from towers.parity import check_flags
 from towers.program import voice
 from towers.scaling import scaling_flags
-from towers.train.parts.devices import configured
+from towers.train.parts import devices as parts_devices
 from towers.train.settings import Settings
 
 ME = os.getpid()
@@ -216,10 +216,10 @@ def test_a_run_takes_them(monkeypatch, tmp_path):
         found.append((count, gpu_indices))
 
     monkeypatch.setattr(free, "choose", choose)
-    monkeypatch.setattr(configured, "configure", configure)
-    monkeypatch.setattr(configured, "_say_doubts", lambda settings, devices: None)
+    monkeypatch.setattr(parts_devices, "configure", configure)
+    monkeypatch.setattr(parts_devices, "_say_doubts", lambda settings, devices: None)
     for more in ({}, {"num_gpus": 2}, {"num_gpus": 1, "max_gpus": 2}):
-        configured.configure_devices(Settings(gpu_indices=("free",), **more))
+        parts_devices.configure_devices(Settings(gpu_indices=("free",), **more))
     assert asked == [None, 2, 2]
     assert found == [(None, [3, 1]), (None, [3, 1]), (1, [3])]
 
@@ -237,13 +237,13 @@ def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
 
     monkeypatch.setattr(free, "one_at_a_time", one_at_a_time)
     monkeypatch.setattr(
-        configured.group, "join_as_started", lambda hosts: events.append(hosts)
+        parts_devices.group, "join_as_started", lambda hosts: events.append(hosts)
     )
-    monkeypatch.setattr(configured, "_configure", lambda settings: "devices")
+    monkeypatch.setattr(parts_devices, "_configure", lambda settings: "devices")
     monkeypatch.setattr(
-        configured, "_say_doubts", lambda settings, devices: events.append(devices)
+        parts_devices, "_say_doubts", lambda settings, devices: events.append(devices)
     )
-    configured.configure_devices(Settings(gpu_indices=("free",)))
+    parts_devices.configure_devices(Settings(gpu_indices=("free",)))
     # Here TensorFlow finds no GPU, and why is said before that is an error.
     assert events == ["auto", None, "lock", "unlock", "devices"]
 
@@ -251,12 +251,12 @@ def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
 def test_a_program_whose_processes_use_them(monkeypatch, tmp_path):
     monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
     monkeypatch.setattr(free, "choose", lambda count: [3, 1, 0][:count])
-    every = configured.with_free_gpus(Settings(gpu_indices=("free",)))
+    every = parts_devices.with_free_gpus(Settings(gpu_indices=("free",)))
     assert (every.gpu_indices, every.num_gpus) == (("3", "1", "0"), None)
-    two = configured.with_free_gpus(Settings(gpu_indices=("free",), num_gpus=2))
+    two = parts_devices.with_free_gpus(Settings(gpu_indices=("free",), num_gpus=2))
     assert (two.gpu_indices, two.num_gpus) == (("3", "1"), None)
     fixed = Settings(gpu_indices=("2",))
-    assert configured.with_free_gpus(fixed) is fixed
+    assert parts_devices.with_free_gpus(fixed) is fixed
 
 
 def test_flags_say_free_and_not_which():

@@ -13,7 +13,7 @@ from towers.devices.configuration import Devices
 from towers.doctor.gpus import at_start, checks
 from towers.machine import nvml
 from towers.machine.nvml import Driver, Gpu
-from towers.train.parts.devices import configured
+from towers.train.parts import devices as parts_devices
 from towers.train.settings import Settings
 
 ME = os.getpid()
@@ -198,10 +198,35 @@ def test_a_run_says_it(monkeypatch, capsys, more, looks):
         return ["GPUs: 2 in this machine."]
 
     monkeypatch.setattr(at_start, "doubts", doubts)
+    monkeypatch.setattr(nvml, "has_gpus", lambda: True)
     monkeypatch.setattr(nvml, "gpu", lambda index: Gpu(index, f"GPU-{index}", 1000))
     devices = Devices(("/device:GPU:0",), "", (1,), others=("/device:GPU:1",))
-    configured._say_doubts(Settings(**more), devices)
+    parts_devices._say_doubts(Settings(**more), devices)
     ((build, found, used, looked),) = asked
     assert build["cuda_version"] == tf.sysconfig.get_build_info()["cuda_version"]
     assert (found, used, looked) == (0, {"GPU-1"}, looks)
     assert "towers: Warning: GPUs: 2 in this machine." in capsys.readouterr().err
+
+
+def test_without_gpus_nobody_looks_for_faults(monkeypatch):
+    monkeypatch.setattr(nvml, "has_gpus", lambda: False)
+    monkeypatch.setattr(at_start, "doubts", None)
+    parts_devices._say_doubts(Settings(), None)
+
+
+def test_gpus_are_seen_by_files(tmp_path):
+    assert not nvml.has_gpus(tmp_path)
+    bus = tmp_path / "sys/bus/pci/devices"
+    for name, vendor, kind in (
+        ("a", "0x10de", "0x040300"),
+        ("b", "0x8086", "0x030000"),
+    ):
+        (bus / name).mkdir(parents=True)
+        (bus / name / "vendor").write_text(f"{vendor}\n")
+        (bus / name / "class").write_text(f"{kind}\n")
+    assert not nvml.has_gpus(tmp_path)  # a sound device, and another maker's GPU
+    (bus / "b" / "vendor").write_text("0x10de\n")
+    assert nvml.has_gpus(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert nvml.device_files(tmp_path) == nvml.on_bus(tmp_path) == 1

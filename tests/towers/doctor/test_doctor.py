@@ -15,10 +15,12 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
+import pynvml
 import pytest
 import tensorflow as tf
 
 from tests.limits import HANG_S
+from tests.made_up_nvml import NOT_SUPPORTED, Nvml, held, memory
 from tests.variants import slow
 from towers.cluster.launchers import tf_config
 from towers.doctor import __main__ as doctor
@@ -28,13 +30,14 @@ from towers.doctor import (
     host,
     probe,
     process,
-    settings,
     versions,
 )
 from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.doctor.gpus import checks as gpus
+from towers.doctor.gpus import seen
 from towers.keras_adapter import versions as tested_versions
+from towers.machine.nvml import Driver
 from towers.program.extras import install_command
 
 ROOT = Path(__file__).parents[3]
@@ -298,15 +301,15 @@ def test_a_process_that_cannot_be_started(monkeypatch):
 def test_the_users_settings_of_keras(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    assert settings.keras().verdict == "ok"
+    assert versions.of_keras().verdict == "ok"
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    finding = settings.keras()
+    finding = versions.of_keras()
     assert finding.verdict == "note"
     assert re.search(
         "^KERAS_BACKEND=jax .* in Python, set KERAS_BACKEND=t", finding.text
     )
     (tmp_path / "keras.json").write_text('{"floatx": "float8"}')
-    assert settings.keras().verdict == "wrong"
+    assert versions.of_keras().verdict == "wrong"
 
 
 def test_towers_that_cannot_be_set_up():
@@ -459,27 +462,33 @@ def test_towers_that_are_not_installed(installed):
 
 # GPUs, which are faked.
 
-_SMI = """#!/bin/sh
-case "$1" in
-*compute-apps*) echo "GPU-b, 4194305, python, 60000" ;;
-*compute_cap*) echo "0, 9.0"; echo "1, 9.0" ;;
-*) echo "0, NVIDIA H200, GPU-a, 81559, 81000, 555.58.02"
-   echo "1, NVIDIA H200, GPU-b, 81559, 500, 555.58.02" ;;
-esac
-"""
+CARDS = {
+    "DeviceGetCount": 2,
+    "SystemGetDriverVersion": "555.58.02",
+    "SystemGetProcessName": "python",
+    "DeviceGetName": "NVIDIA H200",
+    "DeviceGetUUID": {"gpu 0": "GPU-a", "gpu 1": "GPU-b"}.get,
+    "DeviceGetMemoryInfo": lambda card, *_: memory(
+        {"gpu 0": 559, "gpu 1": 81059}[card], 81559
+    ),
+    "DeviceGetCudaComputeCapability": (9, 0),
+    "DeviceGetComputeRunningProcesses": lambda card: (
+        [held(4194305, 60000)] if card == "gpu 1" else []
+    ),
+}
 FOUND = DeviceProbe(build=BUILT, gpus=2)
 
 
-def smi(folder, monkeypatch, text):
-    script = folder / "nvidia-smi"
-    script.write_text(text)
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def drive(monkeypatch, **answers):
+    """Has a made-up driver answer the process that asks it."""
+    driver = Driver(Nvml(**CARDS | answers))
+    told = json.dumps(seen.told_by(driver))
+    monkeypatch.setattr(process, "run", lambda *_: (told, "", 0))
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine of two GPUs, as files and nvidia-smi show it."""
+    """A machine of two GPUs, as files and the driver show it."""
     kinds = [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x040300")]
     for index, (vendor, kind) in enumerate([*kinds, ("0x1234", "0x030000")]):
         folder = tmp_path / f"sys/bus/pci/devices/{index}"
@@ -489,7 +498,7 @@ def machine(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    smi(tmp_path, monkeypatch, _SMI)
+    drive(monkeypatch)
     return gpus.look(tmp_path, {})
 
 
@@ -510,37 +519,34 @@ def test_look(machine):
     assert gpus.check_libraries(machine, without).text.endswith("without CUDA")
 
 
-def test_an_nvidia_smi_that_does_not_answer(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "run", lambda *_: ("", "", None))
-    assert gpus.look(tmp_path, {}).fault == "nvidia-smi gives nothing within 20 s"
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (("", "", None), "it gives nothing within 30 s"),
+        (("", "a warning\nSegmentation fault\n", -11), "asking it fails: Segmentation"),
+    ],
+)
+def test_a_driver_that_breaks_the_process(tmp_path, monkeypatch, answer, fault):
+    monkeypatch.setattr(process, "run", lambda *_: answer)
+    assert gpus.look(tmp_path, {}).fault.startswith(fault)
 
 
 def test_holders_without_psutil(machine, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "towers.processes.described", None)
+    drive(monkeypatch)
     (holder,) = gpus.look(tmp_path, {}).holders
     assert holder == ("GPU-b", "process 4194305 (python)", 60000)
 
 
-@pytest.mark.parametrize(
-    ("script", "fault"),
-    [
-        (
-            "#!/bin/sh\necho Failed to initialize NVML: Driver/library version "
-            "mismatch\nexit 18\n",
-            "nvidia-smi says: Failed to initialize NVML: Driver/library version "
-            "mismatch",
-        ),
-        ("#!/bin/sh\necho 0, what\n", "nvidia-smi fails: ValueError: "),
-    ],
-)
-def test_an_nvidia_smi_that_fails(machine, tmp_path, monkeypatch, script, fault):
-    smi(tmp_path, monkeypatch, script)
+def test_a_driver_that_does_not_answer(machine, tmp_path, monkeypatch):
+    mismatch = pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    drive(monkeypatch, Init=mismatch)
     machine = gpus.look(tmp_path, {})
     assert machine.gpus == 2
-    assert machine.fault.startswith(fault)
+    assert machine.fault == str(mismatch)
     finding = gpus.check_gpus(machine, DeviceProbe(build=BUILT, gpus=0), {})
     assert finding.verdict == "wrong"
-    assert f"because the driver does not answer: {fault}" in finding.text
+    assert f"because the driver does not answer: {mismatch}" in finding.text
     assert (
         gpus.check_driver(machine, DeviceProbe(build=BUILT, gpus=0)).verdict == "wrong"
     )
@@ -549,9 +555,15 @@ def test_an_nvidia_smi_that_fails(machine, tmp_path, monkeypatch, script, fault)
 
 
 def test_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
+    # In a process, whose library is missing.
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "pynvml.py").write_text(
+        "class NVMLError(Exception): pass\n"
+        f"def nvmlInit(): raise NVMLError({str(lost)!r})"
+    )
     machine, found = gpus.look(tmp_path, {}), DeviceProbe(build=BUILT, gpus=0)
-    assert machine == gpus.SeenMachine(0, 0, fault="nvidia-smi is not installed")
+    assert machine == gpus.SeenMachine(0, 0, fault=str(lost))
     assert gpus.check_gpus(machine, found, {}).verdict == "note"
     for finding in (
         gpus.check_driver(machine, found),
@@ -610,11 +622,7 @@ def test_a_driver_that_has_to_compile(machine, capability, driver, verdict, expe
 
 
 def test_a_driver_that_does_not_tell_the_capability(machine, tmp_path, monkeypatch):
-    refuses = (
-        """*compute_cap*) echo 'Field "compute_cap" is not a valid field'; exit 2 ;;"""
-    )
-    old = re.sub(r"\*compute_cap.*", refuses, _SMI)
-    smi(tmp_path, monkeypatch, old)
+    drive(monkeypatch, DeviceGetCudaComputeCapability=NOT_SUPPORTED)
     cards = gpus.look(tmp_path, {}).cards
     assert [card.capability for card in cards] == ["", ""]
     assert cards == tuple(card._replace(capability="") for card in machine.cards)
@@ -662,8 +670,8 @@ def test_kernels(machine, capability, built, verdict, text):
 
 def test_slices(machine, tmp_path, monkeypatch):
     assert not machine.cut_up
-    mode = '*mig.mode*) echo "0, Enabled"; echo "1, [N/A]" ;;\n*compute_cap'
-    smi(tmp_path, monkeypatch, _SMI.replace("*compute_cap", mode))
+    modes = {"gpu 0": (pynvml.NVML_DEVICE_MIG_ENABLE, 1)}
+    drive(monkeypatch, DeviceGetMigMode=lambda card: modes.get(card, NOT_SUPPORTED))
     cut_up = gpus.look(tmp_path, {})
     assert cut_up == machine._replace(cut_up=True)
     finding = gpus.check_gpus(cut_up, DeviceProbe(build=BUILT, gpus=1), {})
@@ -672,8 +680,8 @@ def test_slices(machine, tmp_path, monkeypatch):
 
 
 def test_who_holds_the_memory(machine, tmp_path, monkeypatch):
-    script = _SMI.replace("4194305", str(os.getpid()))
-    smi(tmp_path, monkeypatch, script)
+    mine = [held(os.getpid(), 60000)]
+    drive(monkeypatch, DeviceGetComputeRunningProcesses=mine)
     finding = gpus.check_memory(gpus.look(tmp_path, {}))
     user = psutil.Process().username()
     assert f"GPU 1's is held by process {os.getpid()} of {user}" in finding.text
@@ -713,9 +721,7 @@ def test_why_gpus_are_not_found(machine, installed, monkeypatch):
         assert finding.verdict == "wrong"
         return finding.figures["reason"]
 
-    bare = gpus.SeenMachine(
-        on_bus=1, device_files=0, fault="nvidia-smi is not installed"
-    )
+    bare = gpus.SeenMachine(on_bus=1, device_files=0, fault="the library is missing")
     assert reason(bare).startswith("there is no /dev/nvidia0, so the driver is not")
     assert reason(build={}).startswith("this TensorFlow is built without CUDA")
     old = machine._replace(driver="470.57.02")

@@ -20,7 +20,7 @@ from towers.doctor import __main__ as doctor
 from towers.doctor import hosts
 from towers.doctor.gpus import notes as gpu_notes
 from towers.doctor.gpus import table as gpu_table
-from towers.hosts.membership import ProcessPlace
+from towers.hosts.group import ProcessPlace
 from towers.machine import nvml
 from towers.machine.nvml import Driver
 from towers.processes import described

@@ -8,7 +8,7 @@ from tests.towers.cluster.in_threads import in_threads, memberships
 from towers.doctor import hosts
 from towers.doctor.__main__ import main
 from towers.doctor.finding import NOTE, OK, WRONG
-from towers.hosts.membership import ProcessPlace
+from towers.hosts.group import ProcessPlace
 
 
 def places(count, **changes):

@@ -19,7 +19,7 @@ from tests.towers.launch.launching import ROOT, launch
 from tests.towers.train import runs
 from tests.towers.train.runs import assembled, main_here, ours, read_settings
 from tests.variants import slow
-from towers.elastic import batch_size, requests, resize
+from towers.elastic import requests, resize
 from towers.train import callbacks
 
 pytestmark = pytest.mark.quick_one_in(2)
@@ -82,11 +82,11 @@ FIXED = "\ntrain_data = tf.data.Dataset.from_tensor_slices((x, y)).batch({})\n"
 def test_a_host_that_comes_takes_the_size_of_the_first(monkeypatch):
     sizes = [8, 8]
     place = types.SimpleNamespace(exchange=lambda mine: sizes)
-    monkeypatch.setattr(batch_size, "this_host", lambda: place)
-    callback = batch_size.BatchPerTower(4, 8, lambda: True)
+    monkeypatch.setattr(callbacks, "this_host", lambda: place)
+    callback = callbacks.BatchPerTower(4, 8, lambda: True)
     callback.before_hosts_compare()
     sizes[1] = 12
-    with pytest.raises(batch_size.BatchSizeChange) as change:
+    with pytest.raises(callbacks.BatchSizeChange) as change:
         callback.before_hosts_compare()
     assert (change.value.size, change.value.is_news) == (8, False)
 

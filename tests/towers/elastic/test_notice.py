@@ -23,7 +23,7 @@ from towers.elastic import notice
 from towers.elastic.notice import Notice, NoticeError
 from towers.elastic.preemption import Lookout, PreemptionNotice
 from towers.lifecycle.checkpoint import Checkpoint
-from towers.lifecycle.signals import Stopped
+from towers.processes.signals import Stopped
 from towers.train import checks
 from towers.train.settings import Settings
 

@@ -17,9 +17,9 @@ from tests.limits import HANG_S
 from tests.towers.train.runs import finish, start, summary_of, wait_for
 from towers.devices.configuration import Devices
 from towers.elastic import requests
-from towers.elastic.asked import Asked
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.requests import Inbox, Request, RunError
+from towers.elastic.resize import Asked
 from towers.hosts import group
 from towers.resize import __main__ as program
 from towers.resize import arguments

@@ -17,7 +17,7 @@ from towers.devices.sharing import RegistryError
 from towers.elastic import shares
 from towers.elastic.shares import Shares
 from towers.hosts import group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.machine import nvml
 from towers.machine.nvml import Gpu
 from towers.train.parts.devices import share_devices
@@ -138,7 +138,7 @@ def test_nobody_can_ask_a_run_that_shares(tmp_path):
 
 
 def shares_asked(folder):
-    from towers.elastic.asked import Asked
+    from towers.elastic.resize import Asked
 
     return Asked(str(folder), Devices((), ""), shared=True)
 

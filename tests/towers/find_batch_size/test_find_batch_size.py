@@ -21,12 +21,12 @@ from tests.limits import HANG_S
 from tests.variants import slow
 from towers.devices.configuration import Devices
 from towers.find_batch_size import __main__ as main
-from towers.find_batch_size import child, processes, search_flags
+from towers.find_batch_size import child, search_flags
 from towers.find_batch_size import probe as probing
 from towers.find_batch_size.report import SearchReport
 from towers.find_batch_size.search import Probe, search, unit
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError
+from towers.hosts.group import HostFailedError
 from towers.input_pipeline.sources.targets import Target
 from towers.tower.errors import StageError
 from towers.train.parts.facts import DataFacts
@@ -651,13 +651,14 @@ def test_hosts_try_a_size_together(monkeypatch):
         folder = next(each for each in command if each.startswith("--log_dir="))
         with open(f"{folder.removeprefix('--log_dir=')}/host1.log", "w") as log:
             log.write('a warning\n{"fits": false, "why": "OOM when allocating"}\n')
-        said = '{"batch_size": 32}\n'
+        said = '{"batch_size": 32, "towers": ["a"]}\n'
         return subprocess.CompletedProcess(command, 75, said, "")
 
     started = mock.Mock(side_effect=launch)
     monkeypatch.setattr(child.subprocess, "run", started)
-    told = processes.run(read("--hosts=2", "--num_gpus=3", "--model=mlp"), 32)
-    assert told == {"batch_size": 32, "fits": False, "why": "OOM when allocating"}
+    told = main.run(read("--hosts=2", "--num_gpus=3", "--model=mlp"), 32)
+    why = {"fits": False, "why": "OOM when allocating"}
+    assert told == {"batch_size": 32, "towers": ["a"], **why}
     command = started.call_args.args[0]
     assert command[1:5] == ["-m", "towers.launch", "--hosts=2", "--num_gpus=3"]
     assert command[6:9] == ["--", "-m", "towers.find_batch_size.probe"]

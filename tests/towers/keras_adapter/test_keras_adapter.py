@@ -624,14 +624,6 @@ def test_what_an_optimizer_keeps_of_each_variable(options, steps):
         assert average.shape == variable.shape and "one" in average.path
 
 
-def test_what_an_optimizer_divides_gradients_by():
-    plain = keras.optimizers.SGD()
-    assert optimizers.loss_scale(plain) is None
-    scaled = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0)
-    scaled.build([keras.Variable([1.0])])
-    assert float(optimizers.loss_scale(scaled)) == 8.0
-
-
 def test_each_optimizer_of_several_has_slots_of_its_own():
     several = getattr(keras.optimizers, "MultiOptimizer", None)
     if several is None:
@@ -694,24 +686,26 @@ def _():
 
 @contract(
     "keras.src.optimizers.base_optimizer.global_norm",
-    "GLOBAL_NORM, CLIP_GRADIENTS, global_norm",
-    "is what `_clip_gradients` divides all gradients by, with `global_clipnorm`",
+    "GLOBAL_NORM",
+    "is what `apply` divides all gradients by, with `global_clipnorm`",
 )
 def _():
     optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
-    variable, noted = _built(optimizer), []
+    variable = _built(optimizer)
     before = variable.numpy()
-
-    def clip(keras_clip, *args):
-        noted.append(args)
-        with patched(optimizers.GLOBAL_NORM, lambda *_: tf.constant(2.0)):
-            return keras_clip(*args)
-
-    with patched(optimizers.CLIP_GRADIENTS, clip):
+    with patched(optimizers.GLOBAL_NORM, lambda *_: tf.constant(2.0)):
         optimizer.apply([tf.constant([3.0, 4.0])], [variable])
-    assert len(noted) == 1 and noted[0][0] is optimizer
     np.testing.assert_allclose(before - variable.numpy(), [1.5, 2.0], rtol=1e-6)
-    assert optimizers.global_norm([tf.constant([3.0]), tf.constant([4.0])]) == 5
+
+
+@contract("keras.optimizers.Nadam", "scalars", "has a product for all variables")
+def _():
+    for optimizer, count in (
+        (keras.optimizers.Nadam(), 1),
+        (keras.optimizers.Adam(), 0),
+    ):
+        _built(optimizer)
+        assert len(optimizers.scalars(optimizer)) == count
 
 
 @contract(
@@ -721,13 +715,8 @@ def _():
 )
 @contract(
     "_trainable_variables_indices",
-    "updating_only",
+    "taking",
     "has as many entries as a `MultiOptimizer` wants gradients",
-)
-@contract(
-    "_var_key",
-    "updating_only",
-    "is the key of a variable in `_trainable_variables_indices`",
 )
 def _():
     if not hasattr(keras.optimizers, "MultiOptimizer"):
@@ -739,11 +728,27 @@ def _():
     assert optimizers.updating_one(optimizer, first) is inner[0]
     assert optimizers.updating_one(optimizer, second) is inner[1]
     optimizer.build([first, second])
-    with optimizers.updating_only(optimizer, [id(second)]):
-        optimizer.apply([tf.ones([1])], [second])
-    assert (first.numpy(), second.numpy()) == (1, -1)
-    optimizer.apply([tf.ones([1])] * 2, [first, second])
+    with optimizers.taking(optimizer, 3):
+        optimizer.apply([tf.ones([1])] * 3, [first, second, second])
     assert (first.numpy(), second.numpy()) == (0, -3)
+    optimizer.apply([tf.ones([1])] * 2, [first, second])
+    assert (first.numpy(), second.numpy()) == (-1, -5)
+
+
+@contract(
+    "make_train_function", "before_training", "is called on a model before it trains"
+)
+def _():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    calls, data = [], (np.ones((2, 2)), np.ones((2, 1)))
+    models.before_training(model, lambda: calls.append("first"))
+    models.before_training(model, lambda: calls.append("second"))
+    model.evaluate(*data, verbose=0)
+    assert not calls
+    model.fit(*data, verbose=0)
+    model.train_on_batch(*data)
+    assert calls == ["second"] * 2
 
 
 @contract("_cached_value", "read_once", "is what a read of a `tf.Variable` gives")

@@ -58,6 +58,18 @@ def read(options, *command):
 # What is started.
 
 
+@pytest.mark.slow
+def test_two_hosts_train_into_one_folder(tmp_path):
+    with launch(
+        *("--hosts=2", f"--log_dir={tmp_path / 'logs'}", "--"),
+        *("--dataset=synthetic:8x8x1:10:64", "--model=mlp", "--num_gpus=1"),
+        *("--train_epochs=1", f"--model_dir={tmp_path / 'run'}"),
+    ) as process:
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def test_each_host_has_its_place_and_its_output(launched, tmp_path):
     code, (out, err) = launched(
         "import os, sys, json\n"

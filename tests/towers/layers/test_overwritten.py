@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers import multi_gpu_model
-from towers.layers import overwritten
+from towers.partition import trace
 
 
 def _in_float8():
@@ -23,14 +23,16 @@ def test_all_of_keras_s_float8_are_known():
     model = _in_float8()
     variables = model.trainable_variables
     assert sum(v.overwrite_with_gradient for v in variables) == 12
-    assert overwritten.others(model) == []
+    assert trace.overwritten_unlike_float8(model) == []
 
 
 def test_uses_are_told_apart_in_their_sum():
     @tf.function(autograph=False)
     def uses(*values):
         first, *others = values
-        return overwritten.each_use(tf.add_n([*others, tf.identity(first)]) + first)
+        return trace.largest_of_each_use(
+            tf.add_n([*others, tf.identity(first)]) + first
+        )
 
     values = [tf.constant([float(k), 9.0]) for k in range(3)]
     found = sorted(each.numpy().tolist() for each in uses(*values))

@@ -176,7 +176,7 @@ def test_a_slot_is_cut_however_it_is_asked_for():
 def test_the_users_optimizer_updates_shards_where_they_lie(name, sparse, axis):
     plain, model = _model(), _model()
     optimizers = [OPTIMIZERS[name](), OPTIMIZERS[name]()]
-    assert sharded.refuse_others(optimizers[1]) is None
+    assert sharded.why_not_cut(optimizers[1]) is None
     _cut(model, axis)
     optimizers[0].build(plain.trainable_variables)
     with sharded.slots_like_variables():
@@ -212,7 +212,7 @@ def test_optimizers_that_look_at_whole_variables_are_known():
             pass
 
     def why(optimizer):
-        return sharded.refuse_others(optimizer)
+        return sharded.why_not_cut(optimizer)
 
     assert "Lamb" in why(keras.optimizers.Lamb())
     assert "Adafactor" in why(

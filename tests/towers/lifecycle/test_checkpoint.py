@@ -28,9 +28,9 @@ from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.manager import SaveError
 from towers.lifecycle.checkpoints.saved_model import check_checkpoint
 from towers.lifecycle.checkpoints.store import Position
-from towers.lifecycle.stop_at_step import StopAtStep
 from towers.machine import limits
 from towers.numerics.errors import NotFinite
+from towers.train.callbacks import StopAtStep
 
 pytestmark = pytest.mark.oldest
 

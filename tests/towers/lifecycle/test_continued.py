@@ -36,8 +36,8 @@ from towers.lifecycle.checkpoints import states, store
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.continuing import data_position
 from towers.lifecycle.continuing.resume import ResumeError
-from towers.lifecycle.signals import Stopped
-from towers.lifecycle.stop_at_step import StopAtStep
+from towers.processes.signals import Stopped
+from towers.train.callbacks import StopAtStep
 
 pytestmark = [pytest.mark.quick_one_in(2), pytest.mark.oldest]
 
@@ -657,7 +657,7 @@ def test_in_another_thread_there_are_no_signals(tmp_path):
 
 _TWICE = """
 import signal, sys
-from towers.lifecycle.signals import Signals
+from towers.processes.signals import Signals
 
 with Signals():
     signal.raise_signal(signal.SIGINT)

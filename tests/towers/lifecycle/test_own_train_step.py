@@ -11,7 +11,7 @@ import towers
 from tests.towers.lifecycle.runs import Breaks
 from towers.layers import variables
 from towers.lifecycle.checkpoint import Checkpoint
-from towers.lifecycle.stop_at_step import StopAtStep
+from towers.train.callbacks import StopAtStep
 
 pytestmark = pytest.mark.quick_one_in(2)
 

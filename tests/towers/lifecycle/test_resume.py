@@ -12,9 +12,9 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
-from towers.lifecycle.stop_at_step import StopAtStep
 from towers.model.tower_model import TowerModel
 from towers.model.update.variable_update import VariableUpdate
+from towers.train.callbacks import StopAtStep
 
 EXAMPLES, BATCH = 21, 4  # six batches
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers.collectives.world import Alone
-from towers.hosts.membership import HostsDifferError, SignalReceived
+from towers.hosts.group import HostsDifferError, SignalReceived
 from towers.loop.agreement import Agreement
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from towers.collectives.world import Alone
-from towers.loop import alike, described
+from towers.loop import alike
 from towers.model import fit_call
 from towers.train.settings import OF_A_HOST, Settings
 
@@ -84,17 +84,17 @@ def model(units=4, activation="relu", kind="functional", dtype="float32", **comp
 
 @pytest.mark.parametrize("kind", ["functional", "sequential", "subclassed"])
 def test_other_models_in_a_process_change_nothing(kind):
-    first = described.of_model(model(kind=kind))
+    first = alike.of_model(model(kind=kind))
     model()
-    assert compare(first, described.of_model(model(kind=kind))) is None
+    assert compare(first, alike.of_model(model(kind=kind))) is None
 
 
 def test_weights_and_rates_are_the_first_hosts():
     made = model(loss=lambda y, p: y - p)
-    first = described.of_model(made)
+    first = alike.of_model(made)
     made.optimizer.learning_rate = 0.5
     made.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
-    assert compare(first, described.of_model(made)) is None
+    assert compare(first, alike.of_model(made)) is None
 
 
 SCHEDULE = keras.optimizers.schedules.CosineDecay(1.0, 9)
@@ -119,13 +119,13 @@ SCHEDULE = keras.optimizers.schedules.CosineDecay(1.0, 9)
     ],
 )
 def test_models_that_differ(change, said):
-    found = compare(*(described.of_model(model(**each)) for each in ({}, change)))
+    found = compare(*(alike.of_model(model(**each)) for each in ({}, change)))
     assert said in found
 
 
 def test_variables_of_a_class_of_the_users():
     found = compare(
-        *(described.of_model(model(units, kind="subclassed")) for units in (4, 5))
+        *(alike.of_model(model(units, kind="subclassed")) for units in (4, 5))
     )
     assert "variable own/dense/kernel, number 0 of the model: [[3, 4], " in found
 
@@ -149,13 +149,13 @@ X = np.zeros((6, 3), "float32")
     ],
 )
 def test_data_that_differ(first, second, said):
-    assert said in compare(*map(described.of_data, (first, second)))
+    assert said in compare(*map(alike.of_data, (first, second)))
 
 
 def test_of_a_batch_the_number_of_rows_may_differ():
     data = tf.data.Dataset.from_tensor_slices(X)
     sizes = (data.batch(size, drop_remainder=True) for size in (2, 3))
-    assert compare(*map(described.of_data, sizes)) is None
+    assert compare(*map(alike.of_data, sizes)) is None
 
 
 def test_flags_of_a_host_are_its_own():

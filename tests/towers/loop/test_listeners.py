@@ -10,8 +10,8 @@ from keras import callbacks
 import towers.lifecycle
 import towers.monitoring
 from towers.lifecycle import run_state
-from towers.lifecycle.continuing import skip_batches
-from towers.loop import listeners
+from towers.lifecycle.continuing import data_position
+from towers.model import fit_call
 
 # How each of Keras's is made, and whether it may change variables between batches. What
 # changes them as an epoch begins or ends may not. A new class is to be decided here.
@@ -41,9 +41,9 @@ KERAS = {
 def test_each_callback_of_keras_is_decided():
     assert {n for n, v in vars(callbacks).items() if inspect.isclass(v)} == {*KERAS}
     for name, (make, may) in KERAS.items():
-        assert (getattr(callbacks, name) not in listeners._KNOWN) == may, name
+        assert (getattr(callbacks, name) not in fit_call._KNOWN) == may, name
         if make is not None:
-            assert listeners.may_change_variables(make()) == may, name
+            assert fit_call.may_change_variables(make()) == may, name
 
 
 def test_each_callback_of_ours_is_known():
@@ -63,10 +63,10 @@ def test_each_callback_of_ours_is_known():
         if kind.__module__.startswith(tuple(f"{p.__name__}." for p in packages))
     }
     # `fit` itself puts these before the user's.
-    ours -= {run_state.SaveFirst, skip_batches.CallbacksFromBatch}
-    assert len(ours) >= 10 and ours <= listeners._KNOWN.keys()
+    ours -= {run_state.SaveFirst, data_position.CallbacksFromBatch}
+    assert len(ours) >= 10 and ours <= fit_call._KNOWN.keys()
     # Nothing that decorates a class has replaced a function since.
-    assert all(listeners._KNOWN[kind] == listeners._functions(kind) for kind in ours)
+    assert all(fit_call._KNOWN[kind] == fit_call._functions(kind) for kind in ours)
 
 
 def _with_function(callback, name="on_train_batch_end"):
@@ -98,11 +98,11 @@ _Own.__module__ = "keras.src.callbacks.history"
     ],
 )
 def test_what_a_user_has_changed_is_not_known(make):
-    assert listeners.may_change_variables(make())
+    assert fit_call.may_change_variables(make())
 
 
 def test_a_function_in_place_of_a_class_s(monkeypatch):
-    assert not listeners.may_change_variables([callbacks.History()])
+    assert not fit_call.may_change_variables([callbacks.History()])
     monkeypatch.setattr(callbacks.History, "on_train_batch_end", lambda *_: None)
-    assert listeners.may_change_variables([callbacks.History()])
-    assert not listeners.may_change_variables(None)
+    assert fit_call.may_change_variables([callbacks.History()])
+    assert not fit_call.may_change_variables(None)

@@ -24,7 +24,7 @@ from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.keras_adapter import datasets
-from towers.loop.ahead import Ahead, Fetched
+from towers.loop.loop import Ahead, Fetched
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -423,7 +423,7 @@ class Held:
 
 
 def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
-    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.loop._PATIENCE_S", 0.1)
     held, steps = Held(2), []
 
     def step(number):
@@ -448,7 +448,7 @@ def test_a_step_that_fails_does_not_wait_for_an_input_that_hangs(monkeypatch):
 
 
 def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
-    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.loop._PATIENCE_S", 0.1)
     held = Held(0)
     ahead = Ahead(1, lambda iterator: Fetched(None, next(iterator)), None)
     hangs, other = iter(_numbered(3, held)), iter(_numbered(3))
@@ -471,7 +471,7 @@ def test_an_input_that_hangs_keeps_no_other_from_being_fetched(monkeypatch):
 
 
 def test_a_fetch_left_behind_lets_go_of_its_iterator(monkeypatch):
-    monkeypatch.setattr("towers.loop.ahead._PATIENCE_S", 0.1)
+    monkeypatch.setattr("towers.loop.loop._PATIENCE_S", 0.1)
     held = Held(1)
 
     def step(number):

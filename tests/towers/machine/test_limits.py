@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from tests.limits import HANG_S
-from tests.variants import slow
 from towers.input_pipeline.pipeline import room
 from towers.machine import limits
 from towers.machine.limits import Memory, Processors
@@ -148,14 +147,14 @@ def test_the_input_stays_within_the_container(monkeypatch):
     assert math.isinf(limits.share_of_container())
 
 
-@slow
+@pytest.mark.slow
 def test_training_in_a_real_control_group(tmp_path):
     """As in a container of 1 of 2 CPUs and 2 GB."""
     from scripts.control_group import quota
 
     def train(cpus, name):
         with quota(cpus, 2048) as inside:
-            script = "from scripts.bench_quota import measure_here; measure_here()"
+            script = "tests.towers.machine.counted_threads"
             flags = [
                 f"--model_dir={tmp_path / name}",
                 f"--data_dir={tmp_path / 'data'}",
@@ -163,7 +162,7 @@ def test_training_in_a_real_control_group(tmp_path):
                 "--variable_update=parameter_server",
             ]
             return subprocess.run(
-                [*inside, sys.executable, "-c", script, *flags],
+                [*inside, sys.executable, "-m", script, *flags],
                 capture_output=True,
                 text=True,
                 timeout=HANG_S,

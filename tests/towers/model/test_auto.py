@@ -20,10 +20,10 @@ from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.collectives.world import Alone
 from towers.loop import loop
-from towers.model.replayable import ReplayableBatches
 from towers.model.tower_model import TowerModel
 from towers.model.update import auto, first_call, variable_update
 from towers.model.update.auto import Choice
+from towers.model.update.variable_update import ReplayableBatches
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -709,7 +709,7 @@ def gpus():
 def _algorithm(builder):
     """How gradients are added to copies, if there are copies."""
     copies = builder.name == "replicated"
-    return builder.training.reducer.algorithm if copies else None
+    return builder.pieces.store.algorithm if copies else None
 
 
 @pytest.mark.slow

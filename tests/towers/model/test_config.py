@@ -9,8 +9,7 @@ import pytest
 
 import towers
 from towers.loop import alike
-from towers.model.config import Config
-from towers.model.options import UPDATES
+from towers.model.options import UPDATES, Config
 
 # Each host has its own devices and files, and may copy batches as it likes.
 OF_A_HOST = {
@@ -106,5 +105,5 @@ def test_a_copy_trains_as_was_asked():
     copied = copy.deepcopy(parallel)
     assert copied._self_update.config == parallel._self_update.config
     assert copied._self_update.layout == parallel._self_update.layout
-    assert copied.builder.training.reducer.algorithm == "ring"
+    assert copied.builder.pieces.store.algorithm == "ring"
     assert copied.__wrapped__ is not model

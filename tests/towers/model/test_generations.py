@@ -7,7 +7,7 @@ import pytest
 
 from towers.cluster import process_group
 from towers.hosts import group
-from towers.hosts.membership import HostsChange, HostsDifferError, Membership
+from towers.hosts.group import HostsChange, HostsDifferError, Membership
 from towers.model import generations
 
 
@@ -19,7 +19,7 @@ class Update:
     def __init__(self):
         self.why, self.state_lost = [], False
         self.builder = mock.Mock()
-        parts = self.builder.pieces.copies.hosts_parts
+        parts = self.builder.pieces.store.hosts_parts
         parts.lose.return_value, parts.take_home.return_value = True, False
 
     def is_of_hosts(self, membership):
@@ -78,7 +78,7 @@ def test_a_host_is_lost(hosts):
     assert fit(update, broken) == "history"
     assert hosts["joins"] == 2
     assert update.why == ["", "host 1 has gone"]
-    update.builder.pieces.copies.hosts_parts.lose.assert_called_once_with()
+    update.builder.pieces.store.hosts_parts.lose.assert_called_once_with()
 
 
 def test_hosts_agree_on_a_change(hosts):

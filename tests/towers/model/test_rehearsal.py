@@ -13,7 +13,7 @@ from tests.variants import slow
 from towers.hosts import group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.keras_adapter.randomness import random_states
-from towers.model import fit_data, rehearsal, tower_model
+from towers.model import fit_call, rehearsal, tower_model
 
 X = np.random.default_rng(0).normal(size=[50, 4]).astype("float32")
 Y = X[:, :2]
@@ -138,16 +138,16 @@ class Lists(keras.utils.PyDataset):
 def test_what_data_tell_before_they_are_read(x, inputs, size):
     options = {"x": x, "batch_size": 4, "steps_per_epoch": None}
     options |= {"validation_split": 0.0, "validation_data": None}
-    found = fit_data.inputs(options)
+    found = fit_call.inputs(options)
     tf.nest.map_structure(np.testing.assert_array_equal, found, inputs)
-    assert fit_data.batch_size(options) == size
+    assert fit_call.batch_size(options) == size
 
 
 def test_what_data_sets_tell_before_they_are_read():
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
-    assert fit_data.inputs({"x": data}) == data.element_spec[0]
-    assert fit_data.batch_size({"x": data}) == 4
-    assert fit_data.batch_size({"x": pipeline()}) == 16
+    assert fit_call.inputs({"x": data}) == data.element_spec[0]
+    assert fit_call.batch_size({"x": data}) == 4
+    assert fit_call.batch_size({"x": pipeline()}) == 16
     apart = rehearsal._apart({"x": (ours := pipeline())})
     assert apart is not ours
     for one, other in zip(apart, ours, strict=True):
@@ -159,9 +159,9 @@ def test_data_that_cannot_be_copied_stay(monkeypatch):
         raise tf.errors.InvalidArgumentError(None, None, "It has more than 2 GB.")
 
     data = tf.data.Dataset.from_tensor_slices(X).shuffle(9)
-    assert fit_data.unopened(data) is not data
+    assert fit_call.unopened(data) is not data
     monkeypatch.setattr(tf.raw_ops, "DatasetToGraphV2", too_large)
-    assert fit_data.unopened(data) is data
+    assert fit_call.unopened(data) is data
 
 
 def generator():

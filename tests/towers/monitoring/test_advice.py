@@ -21,7 +21,7 @@ from towers.input_pipeline import (
 )
 from towers.input_pipeline.sources.arrays import RowSource
 from towers.input_pipeline.sources.targets import Target
-from towers.monitoring.bottleneck import advice, tfdata_stats
+from towers.monitoring.bottleneck import tfdata_stats, verdict
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
 from towers.train.callbacks import make_watch
@@ -52,7 +52,7 @@ def a_stage(kind, label="", threads=1):
 def test_advice_names_arguments_that_there_are(kind, threads):
     method = METHODS.get(kind, kind)
     stage = a_stage(kind, threads=threads)
-    name, found = advice.advise(stage, [stage])
+    name, found = verdict.advise(stage, [stage])
     assert name == f"`{kind}`"
     for each in re.findall(r"\.(\w+)\(\)", found):
         assert hasattr(tf.data.Dataset, each)
@@ -67,23 +67,23 @@ def test_advice_names_arguments_that_there_are(kind, threads):
 
 
 def test_every_kind_of_advice_is_looked_at():
-    known = {kind.removesuffix(" in parallel") for kind in advice._OF_TF_DATA}
+    known = {kind.removesuffix(" in parallel") for kind in verdict._OF_TF_DATA}
     assert known <= set(KINDS)
 
 
 def test_what_a_generator_is_wrapped_in_is_not_named():
     wrapper, generator = a_stage("flat_map"), a_stage("Generator", "read")
-    name, found = advice.advise(wrapper, [a_stage("prefetch"), wrapper, generator])
+    name, found = verdict.advise(wrapper, [a_stage("prefetch"), wrapper, generator])
     assert name == "`Generator` (read)"
     assert "keras.utils.PyDataset" in found
     files = a_stage("TFRecord", "read")
-    assert advice.advise(wrapper, [wrapper, files])[0] == "`flat_map`"
+    assert verdict.advise(wrapper, [wrapper, files])[0] == "`flat_map`"
 
 
 @pytest.mark.parametrize("kind", ["Range", "TensorSlice", "FromTensor"])
 def test_no_disk_is_blamed_for_what_is_in_memory(kind):
     stage = a_stage(kind, "read")
-    assert "disk" not in advice.advise(stage, [stage])[1]
+    assert "disk" not in verdict.advise(stage, [stage])[1]
 
 
 def found_in(data):
@@ -99,7 +99,7 @@ def test_arrays_are_keras_s_to_cut():
     adapter = keras.src.trainers.data_adapters.array_data_adapter
     data = adapter.ArrayDataAdapter(x, x, batch_size=4, shuffle=True)
     for stage in (found := found_in(data.get_tf_dataset()).stages()):
-        name, what = advice.advise(stage, found)
+        name, what = verdict.advise(stage, found)
         assert name.startswith("Keras's own") and "batch_size" in what
     parameters = inspect.signature(keras.Model.fit).parameters
     assert "batch_size" in parameters
@@ -127,7 +127,7 @@ def test_stages_of_ours_have_words_of_ours(ours, repeat):
     for data in ours(repeat):
         found = found_in(data).stages()
         for stage in found:
-            name, what = advice.advise(stage, found, ADVICE)
+            name, what = verdict.advise(stage, found, ADVICE)
             assert what in ADVICE.values()
             words.add(name)
     assert {"`read`", "`map` (parse)", "`map` (decode)", "`map` (augment)"} <= words

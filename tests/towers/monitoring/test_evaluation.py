@@ -8,7 +8,7 @@ import tensorflow as tf
 import towers
 from tests import small
 from tests.progress_seen import Seen
-from towers.monitoring.evaluation import EvaluationProgress
+from towers.monitoring.lines import EvaluationProgress
 
 _X, _Y = np.zeros([10, 4, 4, 1], "float32"), np.arange(10) % 3
 

@@ -25,7 +25,7 @@ from towers.hosts import group
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
-from towers.monitoring.stall import hosts, questions
+from towers.monitoring.stall import callback, hosts
 from towers.monitoring.stall.callback import Stall
 from towers.train import checks
 from towers.train.settings import Settings
@@ -309,9 +309,9 @@ def test_the_input_of_validation(run):
 @pytest.mark.slow
 def test_a_device_that_does_not_answer(run, monkeypatch):
     dead = Block()
-    compute = questions.compute
+    compute = callback.compute
     monkeypatch.setattr(
-        *(questions, "compute"),
+        *(callback, "compute"),
         lambda device: dead() if device == TOWERS[1] else compute(device),
     )
     block = Block()
@@ -434,7 +434,7 @@ def test_it_goes_on_while_it_is_asked(run, monkeypatch):
         block.free.set()
         asked()
 
-    monkeypatch.setattr(questions, "compute", compute)
+    monkeypatch.setattr(callback, "compute", compute)
     with run.blocked(block, plain(block), ends):
         said = run.wait()
     assert reason(said)
@@ -456,7 +456,7 @@ def test_it_raises_while_it_is_asked(run, monkeypatch):
             if thread.name == "fits":
                 thread.join(HANG_S)
 
-    monkeypatch.setattr(questions, "compute", compute)
+    monkeypatch.setattr(callback, "compute", compute)
     run.stall("stop")
     with run.blocked(block, plain(fails)):
         assert reason(run.wait())

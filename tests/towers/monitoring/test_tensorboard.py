@@ -36,9 +36,8 @@ from tests import small
 from tests.variants import slow
 from towers import multi_gpu_model
 from towers.monitoring.profile import callback as profile
-from towers.monitoring.profile.callback import Profile
-from towers.monitoring.profile.trace import add_towers
-from towers.monitoring.tensorboard import drawing, graph, pictures
+from towers.monitoring.profile.callback import Profile, add_towers
+from towers.monitoring.tensorboard import graph, pictures
 from towers.monitoring.tensorboard.callback import TensorBoard
 
 HPARAMS = {"model": "cnn", "learning_rate": 0.1, "batch_size": 8, "clipped": True}
@@ -472,7 +471,7 @@ class TestPictures:
         step, (found,) = board.pictures("train", "input")
         images, labels = next(iter(pixels()))
         assert step == 0
-        expected = drawing.sheet(images.numpy(), [names[label] for label in labels])
+        expected = pictures.sheet(images.numpy(), [names[label] for label in labels])
         np.testing.assert_array_equal(found, expected)
         assert board.text("train", "input_labels")[1].splitlines() == [
             f"{i}. {names[label]}" for i, label in enumerate(labels, 1)
@@ -499,7 +498,7 @@ class TestPictures:
         assert step == 3
         named = names or ["0", "1", "2"]
         captions = [f"{named[label]}\ntaken for {named[g]}" for _, label, g in wrong]
-        expected = drawing.sheet(np.array([image for image, _, _ in wrong]), captions)
+        expected = pictures.sheet(np.array([image for image, _, _ in wrong]), captions)
         np.testing.assert_array_equal(found, expected)
         _, text = board.text("train", "misclassified_as")
         assert text.splitlines() == [
@@ -514,7 +513,7 @@ class TestPictures:
         np.testing.assert_array_equal(found, counts)
         step, (picture,) = board.pictures("train", "confusion")
         assert step == 3
-        np.testing.assert_array_equal(picture, drawing.confusion(counts, named))
+        np.testing.assert_array_equal(picture, pictures.confusion(counts, named))
 
     def test_confusion_of_rows_of_numbers(self, run):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
@@ -533,7 +532,7 @@ class TestPictures:
 
     def test_a_picture_of_a_matrix(self):
         counts = np.array([[4, 0, 0], [1, 0, 3], [0, 0, 0]])
-        picture = drawing.matrix(counts)
+        picture = pictures.matrix(counts)
         cell = picture.shape[0] // 3
         found = picture[cell // 2 :: cell, cell // 2 :: cell].astype(int)
         blue, red = found[..., 2] > found[..., 0], found[..., 0] > found[..., 2]
@@ -545,9 +544,9 @@ class TestPictures:
 
     def test_a_matrix_has_words_beside_it(self):
         """Names at the rows and below the columns: another name is seen there."""
-        counts, side = np.array([[4, 0], [1, 3]]), drawing.matrix(np.eye(2)).shape[0]
-        picture = drawing.confusion(counts, ["ant", "bee"])
-        other = drawing.confusion(counts, ["ant", "eeb"])
+        counts, side = np.array([[4, 0], [1, 3]]), pictures.matrix(np.eye(2)).shape[0]
+        picture = pictures.confusion(counts, ["ant", "bee"])
+        other = pictures.confusion(counts, ["ant", "eeb"])
         assert picture.shape == other.shape
         top, right = 6, picture.shape[1] - 6
         left, bottom = right - side, top + side
@@ -559,26 +558,26 @@ class TestPictures:
         assert (columns[below] >= left + side // 2).all()
         # Inside are the counts, and nowhere else is something between the cells.
         inside = picture[top:bottom, left:right]
-        changed = (inside != drawing.matrix(counts)).any(axis=-1)
+        changed = (inside != pictures.matrix(counts)).any(axis=-1)
         cells = changed.reshape(2, side // 2, 2, side // 2).any(axis=(1, 3))
         np.testing.assert_array_equal(cells, counts > 0)
 
     def test_pictures_have_their_words_below_them(self):
         images = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4, 1)
-        found = drawing.sheet(images, ["ant", "bee", "cat"])
+        found = pictures.sheet(images, ["ant", "bee", "cat"])
         # Two in a row, with squares for pixels.
         corner = found[6:102:24, 6:102:24, 0]
         np.testing.assert_array_equal(corner, images[0, ..., 0])
-        other = drawing.sheet(images, ["ant", "eeb", "cat"])
+        other = pictures.sheet(images, ["ant", "eeb", "cat"])
         rows, columns = np.nonzero((found != other).any(axis=-1))
         assert rows.min() >= 102 and rows.max() < 125 and columns.min() >= 108
         # Some words are wider than the picture.
-        wider = drawing.sheet(images[:1], ["taken for validation"])
+        wider = pictures.sheet(images[:1], ["taken for validation"])
         assert 108 < wider.shape[1] <= 132
 
     def test_a_font_of_ascii(self):
-        assert drawing.plain("Ägyptische Katze") == "Agyptische Katze"
-        assert drawing.plain("本") is drawing.plain("a\n") is None
+        assert pictures.plain("Ägyptische Katze") == "Agyptische Katze"
+        assert pictures.plain("本") is pictures.plain("a\n") is None
         classes = pictures.Classes(["é", "本"])
         assert [classes.drawn(label) for label in range(2)] == ["e", "1"]
         assert classes[1] == "本"
@@ -597,9 +596,9 @@ class TestPictures:
         names = [*map(str, range(30)), "all others"]
         note = ", the 30 most confused of 100,000"
         counts = confusions.among(range(30))
-        expected = drawing.confusion(counts, names, note)
+        expected = pictures.confusion(counts, names, note)
         np.testing.assert_array_equal(picture, expected)
-        assert (picture != drawing.confusion(counts, names)).any()
+        assert (picture != pictures.confusion(counts, names)).any()
 
     def _mistakes_of(self, run, count):
         """Writes those of a model that always gives class 7, of two examples."""
@@ -882,6 +881,6 @@ def test_tensors_of_what_was_measured_are_not_kept(tmp_path):
 
 def test_a_long_name_is_cut_before_it_is_measured(monkeypatch):
     measured = []
-    monkeypatch.setattr(drawing, "_length", lambda text: measured.append(text) or 999)
-    assert drawing._short("A" * 5000, 120) == "…"
+    monkeypatch.setattr(pictures, "_length", lambda text: measured.append(text) or 999)
+    assert pictures._short("A" * 5000, 120) == "…"
     assert len(measured) <= 122

@@ -24,9 +24,8 @@ from tests.towers.monitoring.test_device_report import (
 from towers import multi_gpu_model
 from towers.loop.timers import Totals
 from towers.machine.nvml import Driver
-from towers.monitoring.bottleneck.sampling import CpuLoad, Sample, Sampler
-from towers.monitoring.device_report import DeviceReport
-from towers.monitoring.tensorboard import drawing, pictures
+from towers.monitoring.device_report import CpuLoad, DeviceReport, Sample, Sampler
+from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.callback import TensorBoard
 
 __all__ = ["cards"]  # a fixture
@@ -182,13 +181,13 @@ def test_rows_of_the_picture():
 
 def test_the_picture_is_as_high_as_the_values():
     values = np.array([0, 0.25, 1, np.nan, 0.5])
-    picture = drawing.areas({"gpu:0": values, "waiting": values[::-1]}, "a caption")
+    picture = pictures.areas({"gpu:0": values, "waiting": values[::-1]}, "a caption")
     blue = (picture == (33, 113, 181)).all(axis=-1)
     columns = blue.sum(axis=0)
     drawn = columns[columns > 0]
     # Both rows are in a column, six pixels wide.
     np.testing.assert_array_equal(
-        drawn, np.repeat([30, 15, 120, 15, 30], drawing._COLUMN)
+        drawn, np.repeat([30, 15, 120, 15, 30], pictures._COLUMN)
     )
 
 
@@ -274,7 +273,7 @@ def test_towers_train_writes_them(tmp_path):
         *("--model=mlp", "--train_epochs=4", "--log_steps=10"),
         *("--variable_update=parameter_server", "--enable_xla=false"),
         # So that this short run has some.
-        changed={"towers.monitoring.bottleneck.sampling.PERIOD_S": 0.01},
+        changed={"towers.monitoring.device_report.PERIOD_S": 0.01},
     )
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "run/train"), {"tensors": 0}).Reload()

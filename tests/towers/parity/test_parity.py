@@ -17,7 +17,7 @@ from tests.towers.train.runs import read_settings
 from tests.variants import slow
 from towers import input_pipeline
 from towers.collectives import reduce
-from towers.hosts.membership import HostFailedError
+from towers.hosts.group import HostFailedError
 from towers.layers import fused
 from towers.parity import __main__ as parity_program
 from towers.parity import causes, check, check_flags, check_parity

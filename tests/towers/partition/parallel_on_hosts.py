@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[7, 4]).astype("float32")

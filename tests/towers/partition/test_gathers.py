@@ -27,12 +27,12 @@ def _weights(count, shape=(WIDTH, WIDTH)):
 
 def _partitioned(function, weights):
     def traced(batch):
-        with parameters.standing_in(weights):
+        with sharded.standing_in(weights):
             return function(*batch)
 
-    handles = {id(p.stand_in.handle): p for p in parameters.of(weights)}
+    handles = sharded.stand_ins(weights)
     spec = (tf.TensorSpec([None, WIDTH], tf.float32),)
-    return Partitioned(judge(traced, spec, parameters=handles))
+    return Partitioned(judge(traced, spec, stand_ins=handles))
 
 
 def _computed(partitioned, x):
@@ -158,13 +158,13 @@ def test_a_function_that_assigns_a_parameter_is_refused():
         weights[0].assign(weights[0] * 0.5)
         return x @ weights[0]
 
-    handles = {id(p.stand_in.handle): p for p in parameters.of(weights)}
+    handles = sharded.stand_ins(weights)
 
     def traced(batch):
-        with parameters.standing_in(weights):
+        with sharded.standing_in(weights):
             return function(*batch)
 
     spec = (tf.TensorSpec([None, WIDTH], tf.float32),)
-    verdict = judge(traced, spec, parameters=handles)
+    verdict = judge(traced, spec, stand_ins=handles)
     assert verdict.placement.assigned == parameters.of(weights)
     assert "changes a variable that is in parts" in verdict.refused

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tests.towers.partition.own_losses import Losses, similar
 from tests.variants import slow
 from towers.collectives import batch
-from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
+from towers.tower.errors import PartitionError
 
 pytestmark = pytest.mark.quick_one_in(2)
 

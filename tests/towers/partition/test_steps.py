@@ -13,9 +13,8 @@ from tests import executed
 from towers import Replicated, Stages, multi_gpu_model
 from towers.analysis import effects
 from towers.layers.pipeline import LayerPlacement, Pipeline
-from towers.partition.errors import PartitionError
 from towers.partition.partitioned import Partitioned, judge
-from towers.tower.errors import ModelError
+from towers.tower.errors import ModelError, PartitionError
 
 ROWS = 1000
 IDS = np.random.default_rng(0).integers(0, ROWS, [8, 5]).astype("int32")

@@ -5,13 +5,13 @@ import csv
 from tests.towers.train.runs import assembled
 from towers.predict import __main__ as predict
 from towers.predict import arguments
-from towers.train.outputs import model_files
+from towers.train.outputs import preprocessing
 
 
 def finished(*flags, model_dir):
     """The model_dir of a run that has ended, but for its training."""
     job = assembled(*flags, f"--model_dir={model_dir}")
-    model_files.write(job)
+    preprocessing.write_model_files(job)
     job.model.save(model_dir / "model.keras")
     return job
 

@@ -12,8 +12,8 @@ from towers.generate.sampling import generate
 from towers.lifecycle.checkpoints import store
 from towers.predict import arguments
 from towers.train import run
-from towers.train.outputs import files, summary
-from towers.train.parts.training.optimizer import averaged
+from towers.train.outputs import files
+from towers.train.parts.training import averaged
 
 SMALL = (
     *("--model=transformer_lm", "--layers=1", "--width=8", "--heads=1"),
@@ -80,7 +80,7 @@ def ended(job, folder):
     """Makes a copy of a run, as its end leaves it."""
     shutil.copytree(job.model_dir, folder)
     copy = dataclasses.replace(job, settings=job.settings.but(model_dir=str(folder)))
-    files.end(copy, summary.summarise(copy, run.evaluate(copy), None))
+    files.end(copy, run.summarise(copy, run.evaluate(copy), None))
 
 
 def test_a_run_that_has_ended_says_nothing(stopped, tmp_path, capsys):

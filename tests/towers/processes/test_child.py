@@ -59,7 +59,7 @@ def test_a_request_to_save_before_a_program_listens(tmp_path, program):
 def test_a_request_to_save_before_and_after_fit():
     code = (
         "import os, signal\n"
-        "from towers.lifecycle.signals import Signals\n"
+        "from towers.processes.signals import Signals\n"
         "signals = Signals()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "with signals:\n"

@@ -87,8 +87,8 @@ STARTS = {
 def run(folder):
     """Has what a run has."""
     from towers.elastic import requests
-    from towers.lifecycle.signals import Signals
     from towers.processes import signals
+    from towers.processes.signals import Signals
     from towers.program import ending, forks
 
     signals.refuse_to_save()

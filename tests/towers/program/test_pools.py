@@ -7,9 +7,9 @@ from tests.limits import HANG_S
 
 _KILLED = """
 import multiprocessing, os, signal, sys, time
-from towers.program import pools
+from towers.program import forks
 
-pools._SECONDS = 0.1
+forks._SECONDS = 0.1
 pool = multiprocessing.get_context("fork").Pool(2)
 pool.map(abs, range(4))
 lock = pool._inqueue._rlock
@@ -23,7 +23,7 @@ for process in workers:
     os.kill(process.pid, signal.SIGTERM)
 for process in workers:
     process.join()
-pools.end_at_exit()
+forks.end_pools_at_exit()
 sys.exit(143)
 """
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from towers.program import raised
+from towers.train import __main__
 
 
 def _rows():
@@ -38,10 +38,10 @@ def test_the_line_that_raised(make, function, words):
         [*make()]
     line = function.__code__.co_firstlineno + (2 if function is _rows else 1)
     wanted = f"{__file__}:{line}, in {function.__name__}: {words}"
-    assert raised.in_graph(str(caught.value)) == wanted
+    assert __main__.raised_in_graph(str(caught.value)) == wanted
 
 
 def test_an_error_of_tensorflow_has_no_line():
     with pytest.raises(tf.errors.OpError) as caught:
         tf.io.decode_png(b"no picture")
-    assert raised.in_graph(str(caught.value)) is None
+    assert __main__.raised_in_graph(str(caught.value)) is None

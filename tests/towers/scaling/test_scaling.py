@@ -357,7 +357,6 @@ def test_no_step_was_measured():
         ([trial(1, 60.0), KeyboardInterrupt], 130, "Stopped by Ctrl-C."),
         ([KeyboardInterrupt], 130, "Stopped by Ctrl-C."),
         ([unfit(1), unfit(2)], "No number of towers fits (OOM); allow", "t fit (OOM)"),
-        ([{"fits": False, "why": "OOM"}], "ended before it had any tower (OOM)", ""),
     ],
 )
 def test_what_may_come_of_it(monkeypatch, capsys, tried, code, said):

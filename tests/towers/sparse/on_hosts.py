@@ -16,7 +16,7 @@ import numpy as np
 import towers
 from tests.towers.sparse import networks
 from towers.cluster import process_group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 
 def made(kind):

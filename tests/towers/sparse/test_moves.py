@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from towers.sparse.moves import moved
+from towers.sparse.rigl import moved
 
 pytestmark = pytest.mark.quick_one_in(2)
 

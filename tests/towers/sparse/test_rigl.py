@@ -14,8 +14,7 @@ from tests.variants import slow
 from towers import callbacks
 from towers.keras_adapter.optimizers import slots_of
 from towers.models.block_sparse import BlockSparseDense
-from towers.sparse.gradients import norms_of_blocks
-from towers.sparse.moves import moved
+from towers.sparse.rigl import moved, norms_of_blocks
 
 pytestmark = pytest.mark.quick_one_in(2)
 

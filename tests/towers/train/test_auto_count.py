@@ -8,7 +8,7 @@ import pytest
 
 from tests.towers.train.runs import TWO_STEPS, finish, start
 from towers.hosts import group
-from towers.train.parts.devices import auto_count, configured
+from towers.train.parts import auto_count, devices
 from towers.train.settings import Settings
 
 
@@ -122,8 +122,8 @@ def test_the_devices_are_as_many(asked, monkeypatch):
     def configure(count, **more):
         found.update(count=count)
 
-    monkeypatch.setattr(configured, "configure", configure)
-    configured.configure_devices(asked.settings)
+    monkeypatch.setattr(devices, "configure", configure)
+    devices.configure_devices(asked.settings)
     assert found == {"count": 3}
 
 

@@ -13,7 +13,7 @@ from towers import models
 from towers.models.images import applications
 from towers.train import checks
 from towers.train.outputs import start
-from towers.train.parts.training import fine_tune
+from towers.train.parts import fine_tune
 from towers.train.settings import Settings
 
 layers = keras.layers

@@ -18,11 +18,12 @@ from tests.towers.train.runs import (
 from towers import devices
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
+from towers.elastic import notice
 from towers.monitoring.profile import callback as profile
 from towers.train import checks, job, settings
 from towers.train import flags as train_flags
+from towers.train.parts import devices as parts_devices
 from towers.train.parts import task
-from towers.train.parts.devices import division
 from towers.train.settings import Settings
 
 
@@ -64,6 +65,7 @@ def test_nothing_but_the_flags_touches_flags():
 def test_names_that_flags_know_are_those_of_the_tables():
     """They are checked before what they name is imported."""
     assert sorted(settings.BUILDERS) == sorted(STRATEGIES)
+    assert sorted(settings.CLOUDS) == sorted(notice.CLOUDS)
     assert sorted(settings.ALL_REDUCE_ALGS) == sorted(reduce.ALGORITHMS)
     assert checks.MOST_PROFILED_STEPS == profile.MOST_STEPS
     optimizers = {
@@ -447,15 +449,15 @@ def test_flags_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     ],
 )
 def test_flags_of_updates_become_a_value(flags, expected):
-    update = division.variable_update(Settings(**flags), "cpu", "choice.json")
+    update = parts_devices.variable_update(Settings(**flags), "cpu", "choice.json")
     assert update == expected
 
 
 def test_flags_of_stages_become_a_value():
     given = {"placement": ("b=c=0", ".*=1"), "pipeline_schedule": "gpipe"}
-    stages = division.stages(Settings(stages=2, **given))
+    stages = parts_devices.stages(Settings(stages=2, **given))
     assert stages == towers.Stages(2, {"b=c": 0, ".*": 1}, "gpipe")
-    assert division.stages(Settings()) == towers.Stages(1)
+    assert parts_devices.stages(Settings()) == towers.Stages(1)
 
 
 def test_copies_are_on_the_towers_and_nowhere_else():

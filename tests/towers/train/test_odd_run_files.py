@@ -27,9 +27,10 @@ from towers.queue.entry import Entry
 from towers.queue.record import Record
 from towers.report import read as report
 from towers.report.__main__ import write as report_of
-from towers.train.outputs import files, links, model_files, summary
+from towers.train import run
+from towers.train.outputs import files, preprocessing
 from towers.train.outputs.preprocessing import Preprocessing
-from towers.train.parts.data import scale
+from towers.train.parts import scale
 
 JSON = {"folder", "FIFO", "not UTF-8", "deep", "another type"}
 TEXT = {"folder", "FIFO"}
@@ -74,7 +75,7 @@ READERS = {
         {},
     ),
     "a new run's summary.json": (
-        lambda folder: summary.measured_before(folder)["verdict"],
+        lambda folder: run.measured_before(folder)["verdict"],
         JSON,
         None,
     ),
@@ -117,7 +118,7 @@ READERS = {
         JSON,
         False,
     ),
-    "prediction's classes.json": (model_files.read_classes, JSON, SENTENCE),
+    "prediction's classes.json": (preprocessing.read_classes, JSON, SENTENCE),
     "prediction's model.keras": (
         lambda folder: model.read(folder, "last"),
         JSON,
@@ -157,7 +158,7 @@ def test_what_is_none_of_ours(tmp_path, name, kind):
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [*links.FILES, "lock", "tokenizer/tokenizer.txt"])
+@pytest.mark.parametrize("name", [*files.FILES, "lock", "tokenizer/tokenizer.txt"])
 def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     folder = tmp_path / "run"
     (folder / name).parent.mkdir(parents=True)
@@ -171,7 +172,7 @@ def test_a_run_writes_to_no_file_elsewhere(tmp_path, name):
     assert [*tmp_path.iterdir()] == [folder]
 
 
-@pytest.mark.parametrize("name", links.FOLDERS)
+@pytest.mark.parametrize("name", files.FOLDERS)
 @pytest.mark.parametrize("kind", ["folder", "nothing", "loop", "FIFO"])
 def test_a_run_writes_to_no_folder_elsewhere(tmp_path, name, kind):
     path, other = tmp_path / "run" / name, tmp_path / "other"
@@ -202,7 +203,7 @@ MAKES_ROOM = {
     **{
         f"--clean, {name}": (name, files.remove_run)
         for name in (
-            *links.FILES,
+            *files.FILES,
             *("train/plugins/profile", "train/events.out.tfevents.1", "tokenizer"),
             *("checkpoints/.unfinished", "checkpoints/.unfinished-removal"),
         )

@@ -26,23 +26,22 @@ from tests.towers.train.runs import (
 from towers import devices, input_pipeline
 from towers.elastic import balance, requests
 from towers.hosts import group
-from towers.hosts.membership import HostFailedError
+from towers.hosts.group import HostFailedError
 from towers.input_pipeline.sources.targets import Target
-from towers.lifecycle.signals import Stopped
 from towers.numerics.errors import NotFinite
+from towers.processes.signals import Stopped
 from towers.program import ending, whole_file
 from towers.tower.errors import ModelError
 from towers.train import __main__ as train
 from towers.train import callbacks, checks
 from towers.train import run as train_run
-from towers.train.outputs import files, reports
+from towers.train.outputs import files
 from towers.train.outputs import start as first_lines
-from towers.train.outputs import summary as last_lines
 from towers.train.parts import data as data_parts
-from towers.train.parts import evaluated
 from towers.train.parts import model as model_parts
+from towers.train.parts import own_data
 from towers.train.parts.devices import configure_devices, split_ratios
-from towers.train.parts.training.optimizer import build_optimizer, learning_rate
+from towers.train.parts.training import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
 
@@ -161,7 +160,7 @@ def test_nothing_left_names_the_flag_that_ended_it(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}'])
 def test_what_was_measured_before_may_be_unknown(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
-    assert set(last_lines.measured_before(str(tmp_path)).values()) == {None}
+    assert set(train_run.measured_before(str(tmp_path)).values()) == {None}
 
 
 def test_a_report_that_looks_at_the_lock_keeps_no_run_away(tmp_path, monkeypatch):
@@ -316,7 +315,7 @@ def test_split_ratios_that_were_found(tmp_path, monkeypatch):
     settings = Settings(split_ratios=("auto",), model_dir=str(tmp_path))
     settings = checks.check(settings)
     assert split_ratios(settings, placed) == (1, 1)
-    balance.remember(str(tmp_path / balance.FILE), placed.towers, (2, 5))
+    balance.remember(str(tmp_path / requests.RATIOS), placed.towers, (2, 5))
     assert split_ratios(settings, placed) == (2, 5)
     assert split_ratios(settings.but(clean=True), placed) == (1, 1)
     three = devices.Devices((*placed.towers, "/device:CPU:2"), placed.home)
@@ -506,12 +505,12 @@ def test_each_number_at_the_end_is_said_of_its_model():
     summary |= {"val_loss": 0.7, "val_accuracy": 0.8}
     last = "  validation loss 0.7000, validation accuracy 0.8000"
     of_best = " " * 15 + "validation loss 0.5000, validation accuracy 0.9000"
-    said = last_lines.text({**summary, "epochs": 4}, trained=False).splitlines()
+    said = train_run.closing_lines({**summary, "epochs": 4}, trained=False).splitlines()
     assert said[1] == f"{last} (model.keras, after epoch 4)"
     line = "  best model   best.keras, val_loss 0.5000 after epoch 3"
     assert said[said.index(line) + 1] == of_best
     # Where the last is the best, there is but one model.
-    said = last_lines.text({**summary, "epochs": 3}, trained=False).splitlines()
+    said = train_run.closing_lines({**summary, "epochs": 3}, trained=False).splitlines()
     assert said[1] == last and of_best not in said
 
 
@@ -540,7 +539,7 @@ def test_short_epochs_have_scalars(tmp_path, flags, expected):
 def test_commands_that_are_printed_quote_paths():
     summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
     summary |= {"epochs": 1, "steps": 1, "towers": [], "model_dir": "/my runs/a"}
-    said = last_lines.text({**summary, "checkpoint": None}, trained=False)
+    said = train_run.closing_lines({**summary, "checkpoint": None}, trained=False)
     assert "  tensorboard --logdir '/my runs/a'" in said
 
 
@@ -601,8 +600,8 @@ def test_only_the_first_batches_are_evaluated(tmp_path):
     data = data_parts.open_data(asked, None).prepare()
     assert [len(y) for _, y in data.evaluation] == [3, 3]
     batches = tf.data.Dataset.range(9).batch(2)
-    assert len(list(evaluated.first(batches, 4))) == 4
-    assert evaluated.first(batches, None) is batches
+    assert len(list(own_data.first_batches(batches, 4))) == 4
+    assert own_data.first_batches(batches, None) is batches
 
 
 class _Numbers(keras.utils.PyDataset):
@@ -628,7 +627,7 @@ class _Numbers(keras.utils.PyDataset):
 )
 def test_of_a_pydataset_too_the_first_batches_are_evaluated(known, asked, has):
     data = _Numbers(known)
-    some = evaluated.first(data, asked)
+    some = own_data.first_batches(data, asked)
     assert (some.num_batches, some[2], some.workers) == (has, 2, 2)
     some.on_epoch_begin()
     some.on_epoch_end()
@@ -649,11 +648,11 @@ def test_of_a_pydataset_too_the_first_batches_are_evaluated(known, asked, has):
 )
 def test_of_training_data_only_some_is_evaluated(options, examples, held_out, most):
     settings = Settings(**{"dataset": "digits", "batch_size": 64, **options})
-    assert evaluated.most_batches(settings, examples, held_out) == most
+    assert own_data.most_batches_evaluated(settings, examples, held_out) == most
 
 
 def test_what_is_evaluated_of_training_data_is_a_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluated, "MOST_TRAINING_EXAMPLES", 10)
+    monkeypatch.setattr(own_data, "MOST_TRAINING_EXAMPLES", 10)
     rows = "".join(f"{k},{k // 20}\n" for k in range(40))  # sorted by class
     (tmp_path / "a.csv").write_text(f"x,y\n{rows}")
     asked = Settings(
@@ -713,10 +712,12 @@ def test_a_path_need_not_be_utf_8(tmp_path):
 
 
 def test_who_asks_hears_of_each_epoch(monkeypatch):
-    assert reports.wanted({}) is None
+    assert callbacks.reports_descriptor({}) is None
     read, write = os.pipe()
     monkeypatch.setenv("TOWERS_REPORTS", str(write))
-    callback = reports.Reports(reports.wanted(), lambda: "checkpoints/ckpt-3-0", 2)
+    callback = callbacks.Reports(
+        callbacks.reports_descriptor(), lambda: "checkpoints/ckpt-3-0", 2
+    )
     model = small.tiny()
     callback.set_model(model)
     callback.on_train_begin()

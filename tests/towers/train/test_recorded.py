@@ -10,7 +10,7 @@ from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.store import Contents, Position
 from towers.lifecycle.continuing.resume import ResumeError
 from towers.train import continued
-from towers.train.outputs import recorded
+from towers.train.outputs import preprocessing
 from towers.train.parts.task import TASKS
 
 COPY = {"scaling": {"mean": [1.5]}}
@@ -30,7 +30,7 @@ def test_a_copy_is_read_and_nothing_is_written(run, capsys, left):
     if left is not None:
         path.write_text(left)
     for _ in range(2):
-        scaling = recorded.read(str(run), lambda found: found.pop("scaling"))
+        scaling = preprocessing.read(str(run), lambda found: found.pop("scaling"))
         assert scaling == COPY["scaling"]
     # Others may write there: a reader has no lock.
     assert (path.read_text() if path.exists() else None) == left
@@ -45,7 +45,7 @@ def test_a_copy_is_read_and_nothing_is_written(run, capsys, left):
 
 def test_without_a_copy_the_fault_is_told(tmp_path):
     with pytest.raises(FileNotFoundError):
-        recorded.read(str(tmp_path), dict)
+        preprocessing.read(str(tmp_path), dict)
 
 
 @pytest.mark.parametrize(("task", "fits"), [("classification", True), ("tags", False)])

@@ -8,7 +8,7 @@ import pytest
 from towers.input_pipeline import ArraySource, measure_scaling, open_source
 from towers.train.checks import check_data
 from towers.train.parts import data as data_parts
-from towers.train.parts.data import scale
+from towers.train.parts import scale
 from towers.train.settings import Settings
 
 

@@ -21,11 +21,11 @@ from towers.train import callbacks, checks
 from towers.train import run as train_run
 from towers.train.parts import metrics
 from towers.train.parts import setup as setup_parts
+from towers.train.parts import training as training_parts
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import TASKS
-from towers.train.parts.training import objective
-from towers.train.parts.training.optimizer import build_optimizer, learning_rate
+from towers.train.parts.training import build_optimizer, learning_rate
 from towers.train.settings import Settings
 
 # Three steps an epoch.
@@ -262,7 +262,7 @@ def of_task(name, size=2, **asked):
 
 def test_metrics_are_those_of_the_task():
     asked = ("precision", "AUC", "F1Score")
-    found = objective.metrics(of_task("binary", metrics=asked), logits=False)
+    found = training_parts.metrics(of_task("binary", metrics=asked), logits=False)
     # What the task measures already is not measured twice.
     assert [metric.name for metric in found] == [
         "auc",
@@ -271,14 +271,18 @@ def test_metrics_are_those_of_the_task():
         "f1_score",
     ]
     # A logit of 0 is a probability of 1/2.
-    precision = objective.metrics(of_task("binary", metrics=asked[:2]), logits=True)[-1]
+    precision = training_parts.metrics(
+        of_task("binary", metrics=asked[:2]), logits=True
+    )[-1]
     precision.update_state([[1.0], [0.0], [1.0]], [[0.2], [-0.1], [-3.0]])
     assert float(precision.result()) == 1.0
-    (_, iou) = objective.metrics(of_task("classification", metrics=("MeanIoU",)), True)
+    (_, iou) = training_parts.metrics(
+        of_task("classification", metrics=("MeanIoU",)), True
+    )
     iou.update_state([0, 1], [[3.0, 1.0], [2.0, 5.0]])
     assert float(iou.result()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="F1Score, which needs probabilities"):
-        objective.metrics(of_task("binary", metrics=asked), logits=True)
+        training_parts.metrics(of_task("binary", metrics=asked), logits=True)
 
 
 def test_names_of_metrics():
@@ -295,20 +299,22 @@ def test_names_of_metrics():
 
 def test_labels_are_smoothed_where_there_are_some():
     smooth = {"label_smoothing": 0.2}
-    loss = objective.loss(of_task("multilabel", 3, **smooth), logits=True)
+    loss = training_parts.loss(of_task("multilabel", 3, **smooth), logits=True)
     assert type(loss) is keras.losses.BinaryCrossentropy
     assert loss.get_config()["label_smoothing"] == 0.2
-    assert not objective.is_one_hot(of_task("binary", **smooth))
+    assert not training_parts.is_one_hot(of_task("binary", **smooth))
     with pytest.raises(ValueError, match=r"=0\.2 for --task=segmentation; expected it"):
-        objective.loss(of_task("segmentation", **smooth), logits=True)
+        training_parts.loss(of_task("segmentation", **smooth), logits=True)
 
 
 def test_classes_are_weighted_by_name_or_number():
-    found = objective.class_weight(of_task("binary", class_weight=("bee:5",)), None)
+    found = training_parts.class_weight(
+        of_task("binary", class_weight=("bee:5",)), None
+    )
     assert found == {0: 1.0, 1: 5.0}
     numbered = of_task("classification", class_weight=("0:2", "1:0.5"))
-    assert objective.class_weight(numbered, None) == {0: 2.0, 1: 0.5}
-    said = objective.class_weight_text(numbered, {0: 2.0, 1: 0.5})
+    assert training_parts.class_weight(numbered, None) == {0: 2.0, 1: 0.5}
+    said = training_parts.class_weight_text(numbered, {0: 2.0, 1: 0.5})
     assert said == "Class weights: ant 2, bee 0.5."
     for asked, task, message in (
         (("owl:2",), "classification", "no class 'owl'; expected some of 0, 1, ant"),
@@ -316,7 +322,7 @@ def test_classes_are_weighted_by_name_or_number():
         (("balanced",), "classification", "file of your own, which are not counted"),
     ):
         with pytest.raises(ValueError, match=message):
-            objective.class_weight(of_task(task, class_weight=asked), None)
+            training_parts.class_weight(of_task(task, class_weight=asked), None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Tells of an operation what it makes of tensors whose second axis is the examples'.
+"""Rules for operations on tensors whose second axis is the examples'.
 
-Attention puts queries, keys and values first, and a mixture of experts puts these. Most
-of it is undone soon, so what is known here are the ways back to rows.
+Attention puts queries, keys and values first, and a mixture of experts its experts.
+Most models undo this soon, so the rules know the ways back to rows.
 """
 
 import functools
@@ -9,17 +9,19 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.last import of_reshape
 from towers.analysis.axes.position import (
+    ELEMENTWISE,
+    flipped,
     moves,
     of_factor,
     of_moved,
+    rule_for,
     with_examples_at,
 )
-from towers.analysis.axes.types import ELEMENTWISE, rule_for
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
+    LAST,
     NONE,
     ROWS,
     SUM,
@@ -31,9 +33,10 @@ from towers.analysis.static_values import integers
 
 _LAST_AXIS = {"LogSoftmax", "Softmax"}
 _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
-# By type of operation, what takes (tensor, op, inputs), where the first input has
-# columns, and nothing else depends on the examples.
+# For each type of operation, a rule that takes (tensor, op, inputs). The first input
+# has columns, and no other input depends on the examples.
 _RULES = {}
+_PRODUCTS = "BatchMatMulV2", "BatchMatMulV3"
 
 
 def of_columns(
@@ -42,20 +45,20 @@ def of_columns(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation depends on the examples.
 
     Args:
-        tensor: What it returns.
+        tensor: The result.
         op: The operation.
-        inputs: What it takes.
-        kinds: Of each input COLUMNS, ROWS or NONE; COLUMNS of one at least.
+        inputs: The inputs.
+        kinds: COLUMNS, ROWS or NONE for each input; COLUMNS for at least one.
     """
     if op.type == "MatMul" and NONE not in kinds:
-        # Over the examples; or each with each.
+        # A sum over the examples; or each example with each.
         flipped = op.get_attr("transpose_a") or op.get_attr("transpose_b")
         kind = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
         return UNKNOWN if flipped or kind is None else kind
-    if ROWS in kinds or any(each.shape.rank is None for each in inputs):
+    if ROWS in kinds or any(tensor.shape.rank is None for tensor in inputs):
         return UNKNOWN
     if op.type in ELEMENTWISE:
         return _of_elements(inputs, kinds)
@@ -73,13 +76,13 @@ _rule = functools.partial(rule_for, _RULES)
 
 
 def _of_elements(inputs, kinds):
-    """Of operations on elements, where broadcasting must not pair two examples."""
+    """Handles operations on elements: broadcasting must not pair two examples."""
     ranks = {t.shape.rank for t, k in zip(inputs, kinds, strict=True) if k is COLUMNS}
     if len(ranks) != 1:
         return UNKNOWN
     (rank,) = ranks
     for other, kind in zip(inputs, kinds, strict=True):
-        # Where it meets the examples' axis, if it has so many axes.
+        # The axis that meets the examples' axis, if the input has so many axes.
         axis = other.shape.rank - rank + 1
         if kind is COLUMNS or axis < 0:
             continue
@@ -89,7 +92,7 @@ def _of_elements(inputs, kinds):
 
 
 def _of_product(op, inputs, kinds):
-    rank, other = (each.shape.rank for each in inputs)
+    rank, other = (tensor.shape.rank for tensor in inputs)
     if NONE in kinds:
         return of_factor(op, inputs, kinds)
     return COLUMNS if rank == other and rank > 3 else UNKNOWN
@@ -112,7 +115,7 @@ def _of_reduction(tensor, op, inputs):
 
 @_rule("Reshape")
 def _of_reshape(tensor, op, inputs):
-    """The first axis stays, and each example becomes a whole number of columns."""
+    """Keeps the first axis, and makes a whole number of columns of each example."""
     old, new = inputs[0].shape, tensor.shape
     if old.rank == 2 and new.rank and new.rank > 2 and new[-1] is None:
         return of_reshape(tensor, inputs)
@@ -131,7 +134,7 @@ def _of_padding(tensor, op, inputs):
 
 @_rule("StridedSlice")
 def _of_slice(tensor, op, inputs):
-    """The examples stay if the slice takes all of their axis."""
+    """Keeps the examples if the slice takes all of their axis."""
     begin, steps = (tf.get_static_value(inputs[i], partial=True) for i in (1, 3))
     if begin is None or steps is None:
         return UNKNOWN
@@ -140,23 +143,23 @@ def _of_slice(tensor, op, inputs):
         for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     }
     rest = inputs[0].shape.rank - (len(begin) - 1 - sum(marks["new_axis"]))
-    axis, place = 0, 1
+    axis, position = 0, 1
     for i in range(len(begin)):
         if axis > 1:
             break
         if marks["ellipsis"][i]:
             axis += rest
         elif marks["new_axis"][i]:
-            place += 1
+            position += 1
         elif axis == 1:
             whole = marks["end"][i] and (marks["begin"][i] or begin[i] == 0)
             if not whole or marks["shrink_axis"][i] or steps[i] != 1:
                 return UNKNOWN
             axis += 1
         else:
-            place -= marks["shrink_axis"][i]
+            position -= marks["shrink_axis"][i]
             axis += 1
-    return with_examples_at(place)
+    return with_examples_at(position)
 
 
 @_rule("Shape")
@@ -166,7 +169,7 @@ def _of_shape(tensor, op, inputs):
 
 @_rule("GatherV2")
 def _of_gather(tensor, op, inputs):
-    """Numbers of places stand for the first axis, or for a later one."""
+    """Replaces the first axis, or a later one, by the axes of the indices."""
     axis, rank = integers(inputs[2]), inputs[0].shape.rank
     ids_rank = inputs[1].shape.rank
     if axis is None or ids_rank is None or op.get_attr("batch_dims"):
@@ -174,3 +177,87 @@ def _of_gather(tensor, op, inputs):
     if axis[0] % rank == 1:
         return UNKNOWN
     return with_examples_at(1 if axis[0] % rank else ids_rank, tensor.shape.rank)
+
+
+# Tells of an operation what it makes of tensors whose last axis is the examples'.
+#
+# Block-sparse products have features first: a block of them is one piece of memory.
+
+
+def of_last(
+    tensor: tf.Tensor,
+    op: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    kinds: Sequence[Dependence],
+) -> Dependence:
+    """Tells how what an operation returns depends on the examples.
+
+    Args:
+        tensor: What it returns.
+        op: The operation.
+        inputs: What it takes.
+        kinds: Of each input LAST or NONE; LAST of one at least.
+    """
+    if any(each.shape.rank is None for each in inputs) or tensor.shape.rank is None:
+        return UNKNOWN
+    if moves(op):
+        return of_moved(op, inputs, kinds)
+    if op.type in ELEMENTWISE:
+        return _last_elements(tensor, inputs, kinds)
+    if op.type in _PRODUCTS:
+        return _last_product(op, inputs, kinds)
+    rule = {
+        "GatherV2": _last_gather,
+        "Pad": _last_padding,
+        "PadV2": _last_padding,
+        "Reshape": of_reshape,
+    }.get(op.type)
+    if rule is None or kinds[0] is not LAST or {*kinds[1:]} - {NONE}:
+        return UNKNOWN
+    return rule(tensor, inputs)
+
+
+def _last_elements(tensor, inputs, kinds):
+    """Of operations on elements, where broadcasting must not pair two examples."""
+    for other, kind in zip(inputs, kinds, strict=True):
+        if kind is LAST and other.shape.rank != tensor.shape.rank:
+            return UNKNOWN
+        if kind is NONE and other.shape.rank and other.shape[-1] != 1:
+            return UNKNOWN
+    return LAST
+
+
+def _last_product(op, inputs, kinds):
+    if NONE in kinds:
+        return of_factor(op, inputs, kinds)
+    # Over the examples, of products of their values.
+    return SUM if flipped(op) == (False, True) else UNKNOWN
+
+
+def _last_gather(tensor, inputs):
+    axis, rank = integers(inputs[2]), inputs[0].shape.rank
+    batched = tensor.op.get_attr("batch_dims") != 0
+    if axis is None or batched or axis[0] % rank == rank - 1:
+        return UNKNOWN
+    return with_examples_at(tensor.shape.rank - 1, tensor.shape.rank)
+
+
+def _last_padding(tensor, inputs):
+    paddings = integers(inputs[1])
+    return LAST if paddings is not None and not any(paddings[-2:]) else UNKNOWN
+
+
+def of_reshape(tensor: tf.Tensor, inputs: Sequence[tf.Tensor]) -> Dependence:
+    """Tells where the examples are, if a reshape leaves the last axis as it is.
+
+    Args:
+        tensor: What it returns.
+        inputs: What it takes; the last axis of the first is the examples'.
+    """
+    old, new = inputs[0].shape, tensor.shape
+    if new.rank is None or new.rank < 2 or new[-1] is not None or old[-1] is not None:
+        return UNKNOWN
+    before, after = old[:-1].num_elements(), new[:-1].num_elements()
+    if before is None or before != after:
+        return UNKNOWN
+    return with_examples_at(new.rank - 1, new.rank)

@@ -1,13 +1,14 @@
-"""Tensors that are each tower's own: it takes its rows for the batch.
+"""Finds tensors that are a tower's own: the tower takes its rows for the batch.
 
-That is asked for by `loss_placement="tower"`: a matrix that compares each example with
-each has a row for each of the tower's rows, and as many columns. Its rows add up as
-rows do: a sum over them is a sum, a mean over them a mean. A scalar that is neither is
-taken for a mean, which counts by the tower's fraction of the batch.
+`loss_placement="tower"` asks for this. A matrix that compares each example with each
+then has a row for each of the tower's rows, and as many columns. Its rows add up as
+rows do: a sum over them is a sum, a mean over them a mean. A scalar that is neither
+counts as a mean, weighted by the tower's fraction of the batch.
 
-What a tower's own is made of has to be its own, too: a tower that divides by the number
-of its pairs must not take the number of all pairs. So a function is traced again, until
-no total of the whole batch goes into what is a tower's own (`totals_behind`).
+The inputs of a tower's own tensor must be its own, too: a tower that divides by the
+number of its pairs must not take the number of all pairs. So a function is traced
+again, until no total of the whole batch goes into a tower's own tensor
+(`_totals_behind`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.axes.blocks import RowBlocks
-from towers.analysis.axes.counts import RowCounts
-from towers.analysis.axes.types import ELEMENTWISE
+from towers.analysis.axes.blocks import RowBlocks, RowCounts
+from towers.analysis.axes.position import ELEMENTWISE
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -39,9 +39,9 @@ from towers.analysis.layer_calls import key
 from towers.analysis.static_values import integers
 from towers.keras_adapter.graphs import is_stateful
 
-# They draw random numbers, for all rows.
+# They draw random numbers for all rows.
 _DRAWS = "StatelessRandom", "StatelessTruncated"
-# What they return has the rows of what they take at this place.
+# Their results have the rows of the input at this index.
 _ROWS_OF = {
     "BatchMatMulV2": 0,
     "GatherV2": 1,
@@ -54,11 +54,11 @@ _SUMS = "Add", "AddN", "AddV2", "Sub"
 
 
 class Decided(NamedTuple):
-    """Operations that an earlier trace of the same function has decided about.
+    """Decisions about operations from an earlier trace of the same function.
 
     Attributes:
-        no_totals: What takes no total of the whole batch.
-        at_home: What is nobody's own, and runs at home on the rows of all towers.
+        no_totals: The operations that take no total of the whole batch.
+        at_home: The operations that run at home on the rows of all towers.
     """
 
     no_totals: frozenset[str] = frozenset()
@@ -66,14 +66,14 @@ class Decided(NamedTuple):
 
 
 class OwnRows:
-    """Tells which tensors are a tower's own, and how they depend on its rows.
+    """Finds the tensors that are a tower's own, and how they depend on its rows.
 
     Attributes:
-        firsts: The operations that make something a tower's own of what is not.
-        by_hand: The names of operations that may make none: those of gradients that
-            are read operation by operation.
+        firsts: The operations that make a tower's own tensor of other tensors.
+        by_hand: The names of operations that may make none: operations of gradients
+            that are read one by one.
         contested: The keys of totals that operations must not take.
-        at_home: The names of operations whose result is needed whole.
+        at_home: The names of operations whose whole result is needed.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class OwnRows:
         blocks: RowBlocks,
         meets: Callable[[tf.Operation], bool],
     ):
-        """Takes what is decided, and what knows the rows of a graph's tensors.
+        """Takes earlier decisions, and the counts and blocks of a graph's tensors.
 
-        `meets` tells of an operation whether it is read by itself.
+        `meets` tells whether an operation is read by itself.
         """
         self._decided, self._meets = decided, meets
         self._counts, self._blocks = counts, blocks
@@ -95,10 +95,10 @@ class OwnRows:
         self.at_home: set[str] = set()
         self._kinds: dict[Any, Dependence] = {}
         self._operations: list[tf.Operation] = []
-        # What is divided by a number of the tower's rows, or alike. What it adds up to
-        # does not add up over towers.
+        # Tensors divided by a number of the tower's rows, or the like. Sums of them do
+        # not add up over towers.
         self._scaled: set[Any] = set()
-        # What has as many rows as is known of it.
+        # Tensors whose number of rows is known.
         self._aligned: set[Any] = set()
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
@@ -115,13 +115,14 @@ class OwnRows:
         if tensor.op.name in self._decided.no_totals | self._decided.at_home:
             return False
         if any(t in self for t in inputs):
-            # A metric adds what is found to what it has: of all towers, at home. So are
-            # losses of several kinds added, of which the gradient takes each by itself.
+            # A metric adds a result to its value: for all towers, at home. So does a
+            # sum of several losses, whose gradient takes each loss by itself.
             totals = [kind for kind in kinds if kind is not NONE]
             few = len(totals) == 1 or tensor.op.type in _SUMS
             fits = few and {*totals} <= {MEAN, SIZE, SUM}
             return fits and tensor.shape.is_fully_defined()
-        # What has a row for each example has one for each of the tower's.
+        # A tensor with a row for each example gets one for each of the tower's
+        # examples.
         return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS, LAST} & {*kinds})
 
     def read(
@@ -131,16 +132,16 @@ class OwnRows:
         kinds: Sequence[Dependence],
         kind: Dependence,
     ) -> Dependence:
-        """Tells how a tensor depends on a tower's rows, if it is the tower's own.
+        """Determines how a tensor depends on a tower's rows, if it is the tower's own.
 
         Args:
             tensor: A tensor.
-            inputs: What it is made of.
-            kinds: How that depends on the examples.
-            kind: How the tensor does, as far as that is known of the whole batch.
+            inputs: The inputs.
+            kinds: How the inputs depend on the examples.
+            kind: How the tensor depends on the examples of the whole batch, if known.
 
         Returns:
-            How it does; `kind`, if it is no tower's own.
+            How the tensor depends on its rows; `kind`, if it is no tower's own.
         """
         own = [t for t in inputs if t in self]
         if not self._may_be_own(tensor.op, kinds, kind, bool(own)):
@@ -165,13 +166,13 @@ class OwnRows:
         return kind
 
     def like(self, gradient: tf.Tensor, source: tf.Tensor) -> None:
-        """Notes that a gradient of what is own has the rows of its source."""
+        """Notes that a gradient of a tower's own tensor has the rows of its source."""
         self._kinds[key(gradient)] = ROWS
         if source not in self or key(source) in self._aligned:
             self._aligned.add(key(gradient))
 
     def is_part(self, tensor: tf.Tensor) -> bool:
-        """Tells whether what towers have of a tensor makes something of all rows."""
+        """Tells whether the towers' values of a tensor make up that of all rows."""
         kind = self._kinds.get(key(tensor))
         if kind is OWN:
             return False
@@ -182,12 +183,12 @@ class OwnRows:
         return key(tensor) in self._aligned and None not in others
 
     def need(self, tensor: tf.Tensor) -> None:
-        """Notes that something needs the whole batch's value of a tensor."""
+        """Notes that an operation needs a tensor's value of the whole batch."""
         if not self.is_part(tensor):
             self.send_home(tensor)
 
     def send_home(self, tensor: tf.Tensor) -> None:
-        """Has nothing behind a tensor be a tower's own."""
+        """Excludes all tensors behind a tensor from being a tower's own."""
         waiting, seen = [tensor], set()
         while waiting:
             current = waiting.pop()
@@ -202,12 +203,12 @@ class OwnRows:
         extremes: Mapping[Any, Total],
         known: Callable[[tf.Operation], bool],
     ) -> Decided:
-        """Returns what is decided by now, for another trace.
+        """Returns the decisions so far, for another trace.
 
         Args:
             totals: The totals that operations take.
             extremes: Largest and smallest values, by their keys.
-            known: Tells of an operation whether its result is known as a whole.
+            known: Tells whether the whole result of an operation is known.
         """
         unwanted = self.contested | {*self._totals_behind(totals, extremes, known)}
         names = {
@@ -220,18 +221,19 @@ class OwnRows:
         before = self._decided
         if names <= before.no_totals:
             return before._replace(at_home=before.at_home | self.at_home)
-        # Without these totals, less may be needed whole.
+        # Without these totals, fewer whole results may be needed.
         return before._replace(no_totals=before.no_totals | names)
 
     def _totals_behind(self, totals, extremes, known) -> Iterable[Any]:
-        """Yields the keys of totals that go into what is a tower's own."""
+        """Yields the keys of totals that go into a tower's own tensors."""
         waiting, seen = [*self._operations], set()
         while waiting:
             op = waiting.pop()
             if op.name in seen or op.name in self.by_hand or known(op):
                 continue
             seen.add(op.name)
-            # A number that is added to a tower's own is nothing of its own.
+            # A number that is added to a tower's own tensor need not be the tower's
+            # own.
             adds = op.type in _SUMS and op.outputs[0].shape.rank == 0
             adds &= any(tensor in self for tensor in op.inputs)
             for i, tensor in enumerate(op.inputs):
@@ -247,7 +249,7 @@ class OwnRows:
         if kind is NONE or op.name in self.by_hand:
             return False
         if {COUPLED, PACKED, UNKNOWN} & {*kinds}:
-            # It runs at home, with what it takes.
+            # The operation runs at home, with its inputs.
             return False
         if kind not in (COUPLED, UNKNOWN):
             return takes_own
@@ -271,10 +273,10 @@ class OwnRows:
         return ROWS
 
     def _kept(self, tensor, inputs, kind):
-        """Returns the dependence of a tensor that is made of own ones, by a rule."""
+        """Returns the dependence of a tensor that a rule makes of a tower's own."""
         shape = tensor.shape
         if tensor.op.type in ("Shape", "Size"):
-            # As many columns as rows are no number that all towers have.
+            # The number of columns, as many as rows, differs between towers.
             before = inputs[0].shape
             return OWN if before.rank is None or None in before[1:] else kind
         if kind in (SHAPE, SIZE) or (kind in (MEAN, SUM) and shape.is_fully_defined()):
@@ -306,11 +308,11 @@ class OwnRows:
         if op.type in ELEMENTWISE:
             same = [t for t in known if t.shape.rank == tensor.shape.rank]
             return same[0] if same else None
-        place = _ROWS_OF.get(op.type)
-        if place is None or not any(t is inputs[place] for t in known):
+        index = _ROWS_OF.get(op.type)
+        if index is None or not any(t is inputs[index] for t in known):
             return None
         if op.type == "GatherV2" and integers(inputs[2]) != [0]:
             return None
         flipped = op.type == "MatMul" and op.get_attr("transpose_a")
         short = op.type == "BatchMatMulV2" and tensor.shape.rank < 3
-        return None if flipped or short else inputs[place]
+        return None if flipped or short else inputs[index]

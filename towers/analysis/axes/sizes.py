@@ -1,11 +1,11 @@
-"""Tells of an operation what it makes of shapes, and of numbers of examples."""
+"""Rules for operations on shapes, and on numbers of examples."""
 
 import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.types import rule_for
+from towers.analysis.axes.position import rule_for
 from towers.analysis.kinds import (
     NONE,
     ROWS,
@@ -17,7 +17,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.static_values import integers, leading
 
-# Each element is drawn by itself. They take a shape, and then what is of the seed.
+# They draw each element by itself, and take a shape first, and then the seed.
 STATELESS_DRAWS = set(
     """StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
     StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
@@ -26,10 +26,10 @@ STATELESS_DRAWS = set(
 DRAWS = STATELESS_DRAWS | set(
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
 )
-# Numbers of these types count examples. Smaller integers overflow.
+# Numbers of these types can count examples. Smaller integers overflow.
 _COUNTS = {tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32, tf.float64}
-# By type of operation, what takes (tensor, op, inputs), where the first is a shape,
-# and nothing else depends on the examples.
+# For each type of operation, a rule that takes (tensor, op, inputs), where the first
+# input is a shape, and no other input depends on the examples.
 _RULES_OF_SHAPES = {}
 
 
@@ -39,13 +39,13 @@ def of_sizes(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation depends on the examples.
 
     Args:
-        tensor: What it returns.
+        tensor: The result.
         op: The operation.
-        inputs: What it takes.
-        kinds: Of each input SHAPE, SIZE or NONE; SHAPE or SIZE of one at least.
+        inputs: The inputs.
+        kinds: SHAPE, SIZE or NONE for each input; SHAPE or SIZE for at least one.
     """
     if op.type == "Cast":
         exact = inputs[0].dtype.is_integer and tensor.dtype in _COUNTS
@@ -79,11 +79,11 @@ def of_sizes(
 def of_turned(
     op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:
-    """Tells what an operation makes of a shape of columns.
+    """Determines the kind of a result that is made from a shape of columns.
 
     Args:
         op: The operation.
-        inputs: What it takes.
+        inputs: The inputs.
         kinds: How each input depends on the examples: one is TURNED.
     """
     if kinds[0] is not TURNED or {*kinds[1:]} - {NONE}:

@@ -8,8 +8,8 @@ from towers.builders.asynchronous.training import AsynchronousTraining
 from towers.builders.builder import Builder, Composed
 from towers.builders.common import Pieces
 from towers.builders.context import Context
-from towers.builders.pieces.reducer import SumAtHome
 from towers.builders.steps import Steps
+from towers.builders.stores.store import Store
 
 
 def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
@@ -26,8 +26,8 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
     )
 
     def compose():
-        pieces = Pieces(context)
-        own = Steps(pieces, SumAtHome(context))
+        pieces = Pieces(context, Store(context))
+        own = Steps(pieces)
         step = TowerStep(own)
         training = AsynchronousTraining(pieces, step, staleness, threads)
         return Composed(pieces, training, own)

@@ -8,18 +8,17 @@ lock several times.
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.builders.asynchronous.part import TowerPart, graph
 from towers.builders.eager_steps import compute_eagerly
 from towers.builders.guarded_step import guarded_step, steps_done
-from towers.builders.step_function import step_function
 from towers.builders.step_report import step_name
 from towers.builders.steps import Steps
+from towers.builders.train_function import step_function
 from towers.collectives import batch, packing
 from towers.devices.names import HOST
 from towers.partition.call import Gradients
@@ -27,6 +26,32 @@ from towers.partition.partitioned import Partitioned, judge
 from towers.partition.phases import phases
 from towers.partition.placement.late import Late, use_of_state
 from towers.tower.errors import explained_trace
+
+
+class TowerPart(NamedTuple):
+    """A part of a tower's step, done in one go at home or on the tower's device.
+
+    The last part of a step is at home, and returns the logs.
+
+    Attributes:
+        function: Takes the local batch, and the results of all parts before.
+        at_home: Whether it runs at home, where one tower is at a time.
+        reads: Whether it reads there what towers compute with.
+        updates: Whether it changes that.
+        goes_on: Whether the tower comes home again in this step.
+    """
+
+    function: Callable[..., Any]
+    at_home: bool = True
+    reads: bool = False
+    updates: bool = False
+    goes_on: bool = False
+
+
+def graph(function: Callable) -> Callable:
+    """Makes a function to be traced for several kinds of local batches."""
+    return tf.function(function, autograph=False, reduce_retracing=True)
+
 
 _DONE = "steps done"
 

@@ -24,7 +24,7 @@ from towers.cluster.rendezvous.host import (
     within,
 )
 from towers.cluster.rendezvous.strangers import Strangers
-from towers.hosts.membership import JOIN_SECONDS, ProcessPlace
+from towers.hosts.group import JOIN_SECONDS, ProcessPlace
 from towers.program import voice
 
 # For all to hear that it ends.

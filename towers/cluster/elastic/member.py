@@ -20,7 +20,7 @@ from towers.cluster.rendezvous.host import (
     own_address,
     versions,
 )
-from towers.hosts.membership import JOIN_SECONDS, Membership, ProcessPlace
+from towers.hosts.group import JOIN_SECONDS, Membership, ProcessPlace
 
 _CLOSE_S = 5.0
 _FORMED = "rank", "addresses", "names", "generation"

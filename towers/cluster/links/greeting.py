@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Generator
 
 from towers.cluster import addresses
 from towers.cluster.links.shared_memory import read
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 
 # All have met, so it takes milliseconds.
 _CONNECT_S, _GREET_S, _AGAIN_S = 60.0, 10.0, 0.02

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from towers.cluster import addresses
 from towers.cluster.links.greeting import Greeting, LinkError
 from towers.cluster.links.shared_memory import SharedMemoryConnection, share
-from towers.hosts.membership import HostsDifferError, Membership
+from towers.hosts.group import HostsDifferError, Membership
 from towers.program import forks, words
 
 # Every message tells how many bytes follow, and what they are.

@@ -11,7 +11,7 @@ from typing import Any
 from towers.cluster.rendezvous import meeting
 from towers.cluster.rendezvous.guest import Guest
 from towers.cluster.rendezvous.host import HostsMissingError, RendezvousError
-from towers.hosts.membership import Membership, ProcessPlace
+from towers.hosts.group import Membership, ProcessPlace
 
 __all__ = ["HostsMissingError", "RendezvousError", "meet"]
 

@@ -19,7 +19,7 @@ from towers.cluster.rendezvous.host import (
     own_address,
     within,
 )
-from towers.hosts.membership import Membership, ProcessPlace
+from towers.hosts.group import Membership, ProcessPlace
 from towers.program import voice
 
 

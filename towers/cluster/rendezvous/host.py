@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from towers.cluster import addresses
-from towers.hosts.membership import Membership, ProcessPlace
+from towers.hosts.group import Membership, ProcessPlace
 from towers.program import voice, words
 
 # Most time for what takes milliseconds.

@@ -23,7 +23,7 @@ from towers.cluster.rendezvous.host import (
     within,
 )
 from towers.cluster.rendezvous.strangers import Strangers
-from towers.hosts.membership import Membership, ProcessPlace
+from towers.hosts.group import Membership, ProcessPlace
 from towers.program import forks, voice, words
 
 # For a process of an earlier generation to free the port, or a name to be known.

@@ -23,8 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.parts import Part
-from towers.collectives.spread.variable import SpreadVariable
+from towers.collectives.spread.variable import Part, SpreadVariable
 from towers.collectives.world import World
 from towers.devices.names import HOST
 from towers.keras_adapter import optimizers
@@ -51,16 +50,29 @@ class SpreadTable(SpreadVariable):
         own_rows: The rows of this host.
     """
 
-    elsewhere = True
+    elsewhere = stands_in = True
+    gathered_by_use = False
 
     def __init__(self, *arguments: Any):
         """Takes what `SpreadVariable` does; the parts of each host are rows."""
         super().__init__(*arguments)
-        width, first = self.shape[1], self._hosts.index
+        width, first = self.shape[1], self.hosts.index
         self.ends = np.array([of_host[-1].stop // width for of_host in self.parts])
         self.start = self.parts[first][0].start // width
         own = int(self.ends[first]) - self.start
         self.own_rows = ShardedVariable(self.shards, [own, width], 0)
+
+    def is_given(self, gradient: Any) -> bool:
+        """Tells whether hosts `give` a gradient, and do not add it for all."""
+        del gradient
+        return True
+
+    @staticmethod
+    def give(
+        hosts: World, tables: Sequence["SpreadTable"], gradients: Sequence[Any]
+    ) -> list[list[Any]]:
+        """Gives gradients of tables to the hosts that have their rows; see `give`."""
+        return give(hosts, tables, gradients)
 
     @property
     def ids_type(self) -> tf.DType:

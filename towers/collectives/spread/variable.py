@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.parts import Part
 from towers.collectives.world import World
 from towers.devices.names import HOST
 from towers.hosts import group
@@ -22,6 +21,23 @@ from towers.layers.sharded_variable import ShardedVariable
 
 # Less than that is not worth a file.
 _SMALL_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a variable that a tower of some host has.
+
+    Attributes:
+        owner: Which of the towers of all hosts has it.
+        start: The first of its numbers, as if the variable was flat.
+        stop: The one behind the last.
+        shape: The shape of the part: rows of the variable, or flat.
+    """
+
+    owner: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
 
 
 class SpreadVariable(ShardedVariable):
@@ -34,6 +50,7 @@ class SpreadVariable(ShardedVariable):
         shards: A `tf.Variable` for each part of this host.
         shape: That of the whole value.
         parts: The parts of each host, in order.
+        hosts: The hosts.
     """
 
     # What it is made of lies in no order by which rows could be looked up.
@@ -50,17 +67,10 @@ class SpreadVariable(ShardedVariable):
     ):
         """Takes the identity of `like`, in whose place it stands."""
         self.shards, self.shape = tuple(shards), tf.TensorShape(shape)
-        self.parts = [[self._own(part) for part in of_host] for of_host in parts]
+        self.parts = parts
         self.dtype, self.name, self.trainable = like.dtype, like.name, like.trainable
-        self._hosts, self._kept = hosts, None
+        self.hosts, self._kept = hosts, None
         take_identity(self, like)
-
-    def _own(self, part):
-        """A part of the variable that it belongs to, as one of its own numbers."""
-        if not part.whole:
-            return part
-        size, shape = self.shape.num_elements(), tuple(self.shape)
-        return dataclasses.replace(part, stop=size, shape=shape)
 
     @property
     def device(self) -> str:
@@ -69,7 +79,7 @@ class SpreadVariable(ShardedVariable):
 
     def split(self, value: Any) -> list[Any]:
         """Cuts a whole value into the parts of this host."""
-        flat, mine = tf.reshape(value, [-1]), self.parts[self._hosts.index]
+        flat, mine = tf.reshape(value, [-1]), self.parts[self.hosts.index]
         return [tf.reshape(flat[each.start : each.stop], each.shape) for each in mine]
 
     def assign(self, value: Any, **_: Any) -> None:
@@ -80,9 +90,9 @@ class SpreadVariable(ShardedVariable):
         elif self._kept is not None:
             self._kept[...] = np.asarray(value)
 
-    def alike(self, shards: Sequence[tf.Variable]) -> "SpreadVariable":
+    def alike(self, shards: Sequence[tf.Variable], like: Any) -> "SpreadVariable":
         """See `ShardedVariable`."""
-        return SpreadVariable(shards, self.shape, self.parts, self._hosts, shards[0])
+        return SpreadVariable(shards, self.shape, self.parts, self.hosts, like)
 
     def own(self) -> np.ndarray:
         """Returns the numbers that this host has."""
@@ -139,6 +149,6 @@ class SpreadVariable(ShardedVariable):
         with tf.device(HOST):
             mine = [tf.convert_to_tensor(shard) for shard in self.shards]
             purpose = f"values of {self._shared_name}"
-            every = self._hosts.gather_parts(mine, like, purpose)
+            every = self.hosts.gather_parts(mine, like, purpose)
             flat = [tf.reshape(part, [-1]) for of_host in every for part in of_host]
             return tf.reshape(tf.concat(flat, 0), self.shape)

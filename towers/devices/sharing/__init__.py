@@ -1,8 +1,8 @@
-"""Several runs of a machine share its GPUs: each holds some of the places.
+"""Lets several runs of a machine share its GPUs: each holds some of the places.
 
-A place is one tower's device: a GPU or a part of one, such as "GPU-5b8c.../0", or a
-logical CPU, such as "cpu:0". `Registry` tells a run which ones it should hold; `Others`
-tells it which ones are filled by programs that do not take part.
+A place is the device of one tower: a GPU or a part of one, such as "GPU-5b8c.../0", or
+a logical CPU, such as "cpu:0". `Registry` gives a run the places that it should hold;
+`Others` finds the places that programs outside of sharing fill.
 """
 
 from towers.devices.sharing.errors import RegistryError

@@ -1,8 +1,8 @@
-"""Divides places among runs: how many each should hold, and which.
+"""Divides places among runs: how many each run should hold, and which.
 
-It is a pure function of the runs, so that all of them find the same division. Runs may
-list other places each, or find other ones filled. Only where both is so may one that
-waits be passed over, until they agree which are filled.
+The division is a pure function of the runs, so all runs compute the same one. Runs may
+list different places, or see different ones filled. Only if both happen may a waiting
+run be passed over, until the runs agree on the filled places.
 """
 
 import collections
@@ -12,19 +12,19 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class SharingRun:
-    """A run that takes part.
+    """A run that takes part in sharing.
 
     Attributes:
-        token: What no other run has.
+        token: A unique name of the run.
         pid: Its process.
-        started: When that began, in seconds since the machine did.
-        name: What to call it, such as its model_dir.
-        minimum: How many places it is sure of.
-        limit: How many it takes at most.
-        places: Those that it can use, in its order.
-        held: Those that nobody else may take, in the order in which it got them.
-        filled: Those that somebody else fills, as far as it has seen.
-        waits: Whether it has not got its minimum yet, and so holds nothing.
+        started: When its process began, in seconds since the machine booted.
+        name: The name in messages, such as its model_dir.
+        minimum: The number of places that the run is sure of.
+        limit: The number of places that it takes at most.
+        places: The places that it can use, in its order.
+        held: The places that no other run may take, in the order in which it got them.
+        filled: The places that it sees filled by other programs.
+        waits: Whether it is still waiting for its minimum, and so holds nothing.
     """
 
     token: str
@@ -43,32 +43,34 @@ class SharingRun:
 
 
 def divide(runs: Sequence[SharingRun]) -> list[tuple[str, ...]]:
-    """Tells which places each run should hold once all have moved.
+    """Computes which places each run should hold once all have moved.
 
-    First each gets its minimum, in order of arrival. What is left makes the run that
-    has fewest larger by one, the earlier one of two, until all are at their limits or
-    nothing is left. A run keeps what it holds as far as it may. What is new to it are
-    free places, in its order, then what others give up. It has a filled place only if
-    it would not reach its minimum otherwise.
+    First each run gets its minimum, in order of arrival. The rest goes one by one to
+    the run that has fewest places, the earlier one of two, until all runs are at their
+    limits or nothing is left. A run keeps its places as far as it may. Its new places
+    are free ones, in its order, then ones that others give up. It gets a filled place
+    only if it would not reach its minimum otherwise.
 
     Args:
-        runs: All of them, in order of arrival.
+        runs: All runs, in order of arrival.
 
     Returns:
-        For each its places, in its order.
+        The places of each run, in its order.
     """
     counts = _counts(runs)
     holders = {place: run.token for run in reversed(runs) for place in run.held}
     matching = _Matching(len(runs))
-    # Without filled places as far as that goes.
+    # First without filled places, then with them.
     for allowed in (_unfilled(runs), [run.places for run in runs]):
         for index, run in enumerate(runs):
             for place in run.held:
                 if place in allowed[index] and matching.counts[index] < counts[index]:
                     matching.keep(index, place)
         nearest = [
-            sorted(places, key=lambda place: holders.get(place, run.token) != run.token)
-            for run, places in zip(runs, allowed, strict=True)
+            sorted(
+                candidates, key=lambda place: holders.get(place, run.token) != run.token
+            )
+            for run, candidates in zip(runs, allowed, strict=True)
         ]
         for index, count in enumerate(counts):
             matching.grow(index, count, nearest)
@@ -79,13 +81,13 @@ def divide(runs: Sequence[SharingRun]) -> list[tuple[str, ...]]:
 
 
 def fits(runs: Sequence[SharingRun]) -> bool:
-    """Tells whether there are places for the minimum of each run at the same time."""
+    """Tells whether the places suffice for the minimum of all runs at the same time."""
     counts = _counts(runs)
     return all(n >= run.minimum for n, run in zip(counts, runs, strict=True))
 
 
 def _counts(runs: Sequence[SharingRun]) -> list[int]:
-    """Tells how many places each run should hold."""
+    """Computes the number of places that each run should hold."""
     unfilled, every = _unfilled(runs), [run.places for run in runs]
     matching = _Matching(len(runs))
     for index, run in enumerate(runs):
@@ -95,7 +97,7 @@ def _counts(runs: Sequence[SharingRun]) -> list[int]:
     while growing:
         index = min(growing, key=lambda index: (matching.counts[index], index))
         count = matching.counts[index] + 1
-        # One that cannot grow now cannot later, when others have more.
+        # A run that cannot grow now cannot grow later, when others have more.
         if count > runs[index].limit or not matching.grow(index, count, unfilled):
             growing.remove(index)
     return matching.counts
@@ -106,7 +108,7 @@ def _unfilled(runs):
 
 
 def _ordered(run: SharingRun, places: Iterable[str]) -> tuple[str, ...]:
-    """Returns places in the order of a run, without filled ones above its minimum."""
+    """Sorts places in the order of a run, and drops filled ones above its minimum."""
     kept = [place for place in run.places if place in places]
     for place in reversed(run.places):
         if len(kept) > run.minimum and place in kept and place in run.filled:
@@ -115,11 +117,11 @@ def _ordered(run: SharingRun, places: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Matching:
-    """Which run has which place. Runs are numbers here.
+    """An assignment of places to runs, which are numbers here.
 
     Attributes:
         owners: The run that has a place.
-        counts: How many each run has.
+        counts: The number of places of each run.
     """
 
     def __init__(self, runs: int):
@@ -133,17 +135,17 @@ class _Matching:
             self.counts[run] += 1
 
     def grow(self, run: int, count: int, allowed: Sequence[Sequence[str]]) -> bool:
-        """Gives a run places until it has so many, or there is none for it.
+        """Gives a run places until it has `count`, or none is left for it.
 
-        Others keep as many as they have, but may get other ones for them.
+        Other runs keep their number of places, but their places may change.
 
         Args:
-            run: Which one grows.
-            count: Up to how many places.
-            allowed: For each run the places that it may get, the best first.
+            run: The run that grows.
+            count: The number of places to reach.
+            allowed: For each run, the places that it may get, the best first.
 
         Returns:
-            Whether it has so many now.
+            Whether the run has `count` places now.
         """
         while self.counts[run] < count:
             if not self._grow_by_one(run, allowed):
@@ -152,8 +154,9 @@ class _Matching:
         return True
 
     def _grow_by_one(self, run, allowed):
-        """Looks for the shortest chain of runs, each taking a place of the next."""
-        # For a place that has been reached: who would take it, and leave which one.
+        """Finds the shortest chain of runs in which each takes a place of the next."""
+        # For each place reached: the run that would take it, and the place it would
+        # leave.
         reached = {}
         queue = collections.deque([(run, None)])
         while queue:
@@ -164,7 +167,7 @@ class _Matching:
                 if place not in self.owners:
                     self._move(place, reached)
                     return True
-            # Its own ones lead nowhere, but do not get in the way either.
+            # The run's own places lead nowhere, but do no harm either.
             queue.extend((self.owners[place], place) for place in new)
         return False
 

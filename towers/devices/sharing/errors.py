@@ -1,5 +1,5 @@
-"""What goes wrong where runs share places."""
+"""The error of runs that cannot share places."""
 
 
 class RegistryError(ValueError):
-    """Runs cannot share places so."""
+    """Runs cannot share places in this way."""

@@ -1,4 +1,4 @@
-"""What sharing needs to know of this machine: its processes, its clock, its folder."""
+"""Reads what sharing needs from this machine: processes, clock, folder."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ from towers.devices.sharing.errors import RegistryError
 FOLDER = "TOWERS_REGISTRY"
 
 _MEMORY = "/dev/shm"
-# Linux rounds the time of its start to seconds.
+# Linux rounds its boot time to seconds.
 _SAME_S = 2.0
 
 
@@ -21,19 +21,19 @@ class SharedMachine:
     """This machine, as its processes see it."""
 
     def process(self) -> tuple[int, float]:
-        """Returns this process's number, and when it began, as `began` does."""
+        """Returns the number of this process, and its start as in `_began`."""
         pid = os.getpid()
         return pid, _began(pid)
 
     def runs(self, pid: int, started: float) -> bool:
-        """Tells whether a process still runs, and not another one with its number.
+        """Tells whether a process still runs, and no other one has its number.
 
         Args:
-            pid: Its number.
+            pid: The number of the process.
             started: When it began.
         """
         try:
-            # Of a zombie nothing is left but its number.
+            # Only the number of a zombie is left.
             return (
                 abs(_began(pid) - started) < _SAME_S
                 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -42,29 +42,29 @@ class SharedMachine:
             return False  # gone, or somebody else's
 
     def now(self) -> float:
-        """Returns the time, in seconds since some moment."""
+        """Returns the time, in seconds since an arbitrary moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits for some seconds."""
         time.sleep(seconds)
 
 
 def _began(pid):
-    """When a process began, after the machine: the clock may have been set since."""
-    # In this order, as psutil may keep the first for the second.
+    """Returns when a process began, from boot on: the clock may have been set since."""
+    # In this order, as psutil may cache the first for the second.
     machine = psutil.boot_time()
     return psutil.Process(pid).create_time() - machine
 
 
 def usual_folder(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the folder of this machine and user in which runs meet, and makes it.
+    """Creates and returns the folder in which this user's runs meet on this machine.
 
     Args:
-        environ: The variables, of which `TOWERS_REGISTRY` may name another one.
+        environ: Environment variables; `TOWERS_REGISTRY` may name another folder.
 
     Raises:
-        RegistryError: It cannot be made, or is not this user's.
+        RegistryError: The folder cannot be created, or belongs to another user.
     """
     if folder := environ.get(FOLDER):
         return folder
@@ -73,14 +73,14 @@ def usual_folder(environ: Mapping[str, str] = os.environ) -> str:
     folder = os.path.join(root, f"towers-{os.getuid()}")
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError as error:
         raise RegistryError(
             f"Received no folder in which runs may meet, and {folder} cannot be made: "
             f"{error}; set {FOLDER} to another one of this machine."
         ) from error
-    # Anybody may make folders there, also by this name.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    # Any user may create folders there, also with this name.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise RegistryError(
             f"Received {folder}, which belongs to somebody else; expected a folder of "
             f"this user's, so set {FOLDER} to another one of this machine."
@@ -89,9 +89,9 @@ def usual_folder(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def file_name() -> str:
-    """Returns the name of the file of runs that see each other's processes.
+    """Returns the file name for runs that see each other's processes.
 
-    Two containers may have the same folder, and other numbers of processes: the runs of
+    Two containers may share the folder, but not the numbers of processes: the runs of
     one would seem dead in the other.
     """
     try:

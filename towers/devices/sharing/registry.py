@@ -13,22 +13,22 @@ from towers.devices.wish import check_unique, is_int
 
 Filled = Callable[[Sequence[str], Collection[int]], Collection[str]]
 
-# How often a run that waits looks, and after how long it says so.
+# How often a waiting run looks, and after how many seconds it says so.
 _POLL_S, _PATIENCE_S = 0.5, 5.0
 
 
 def nobody(places: Sequence[str], pids: Collection[int]) -> Collection[str]:
-    """Finds no place filled; see `Others.filled`."""
+    """Reports no place as filled; see `Others.filled`."""
     return ()
 
 
 class Registry:
     """Shares places with the other runs of this machine and user.
 
-    A run joins, looks now and then which places it should hold, makes itself larger or
-    smaller, and tells so. Nobody else gets a place from when a look has named it until
-    the run has told that it holds others, or a later look has not named it. A run that
-    dies leaves its places to the others.
+    A run joins, looks now and then which places it should hold, grows or shrinks, and
+    reports its places. A place that a look has named is the run's alone, until the run
+    reports that it holds others, or a later look does not name it. A run that dies
+    leaves its places to the others.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Registry:
         name: str = "",
         here: SharedMachine | None = None,
     ):
-        """Takes what a run wishes; nobody else knows of it yet.
+        """Takes the request of a run; other runs do not see it yet.
 
         Args:
-            places: Those that it can use, all or some of those that runs share. It
-                gets the first ones first. Of a GPU in parts: "GPU/0 of 2" and so on.
-            minimum: How many it is sure of once it has joined.
-            limit: How many it takes at most, where others leave them.
-            folder: Where runs meet; one of this machine and user by default, see
-                `machine.usual_folder`.
-            filled: Tells which places are filled by processes that are no runs, such as
-                `Others().filled`. Such a place is left where the minimum allows it.
-            name: What others call this run, such as its model_dir.
-            here: What stands in for this machine's processes and clock.
+            places: The places that it can use, all or some of the shared ones, the best
+                first. Parts of a GPU are named "GPU/0 of 2" and so on.
+            minimum: The number of places that it is sure of once it has joined.
+            limit: The number of places that it takes at most, if others leave them.
+            folder: The folder in which runs meet; by default one of this machine and
+                user, see `machine.usual_folder`.
+            filled: Finds places filled by processes that are no runs, such as
+                `Others().filled`. The run leaves such a place if its minimum allows it.
+            name: The name of this run in messages, such as its model_dir.
+            here: Replaces this machine's processes and clock.
 
         Raises:
-            ValueError: These cannot be, or the folder is not this user's.
+            ValueError: An argument is not possible, or the folder is not this user's.
         """
         _check(places, minimum, limit)
         self._places, self._minimum, self._limit = tuple(places), minimum, limit
@@ -64,7 +64,7 @@ class Registry:
         self._machine = here or SharedMachine()
         self._table = Table(folder or machine.usual_folder(), self._machine)
         self._run: SharingRun | None = None
-        # What it really uses, in the order in which it came to that.
+        # The places that it really uses, in the order in which it got them.
         self._held: tuple[str, ...] = ()
         self._reported: frozenset[str] | None = None
         self._pids: frozenset[int] = frozenset()
@@ -72,18 +72,20 @@ class Registry:
     def join(self, seconds: float, say: Callable[[str], None]) -> tuple[str, ...]:
         """Waits until this run has at least its minimum of places.
 
-        It gets none before. Meanwhile others find in their looks what to give up.
+        It gets none before. Meanwhile the looks of other runs tell them what to give
+        up.
 
         Args:
-            seconds: How long to wait at most.
-            say: Is told in a line for whom it waits, after some seconds.
+            seconds: The longest time to wait.
+            say: Receives a line that names the runs it waits for, after some seconds.
 
         Returns:
             The places that it holds now, in its order.
 
         Raises:
-            RegistryError: There are too few for all minimums, others have not given up
-                theirs in time, or another run divides a GPU into other parts.
+            RegistryError: There are too few places for all minimums, others have not
+                given up theirs in time, or another run divides a GPU into different
+                parts.
         """
         self._enter()
         try:
@@ -93,9 +95,9 @@ class Registry:
             raise
 
     def look(self) -> tuple[str, ...]:
-        """Tells which places this run should hold now.
+        """Computes which places this run should hold now.
 
-        These are at least its minimum, its own or free, and nobody else's from now on.
+        These are at least its minimum, its own or free, and reserved from now on.
 
         Returns:
             The places, in its order.
@@ -108,7 +110,7 @@ class Registry:
         with self._table.locked() as runs:
             index, taken = self._find(runs)
             aim = [p for p in division.divide(runs)[index] if p not in taken]
-            # What it waits for may be another's still; until then it keeps what it has.
+            # A new place may still be another run's; until then the run keeps its own.
             for place in (*runs[index].held, *self._held):
                 if len(aim) < self._minimum and place not in aim:
                     aim.append(place)
@@ -116,14 +118,14 @@ class Registry:
         return self._ordered(aim)
 
     def hold(self, places: Sequence[str]) -> None:
-        """Tells that this run uses exactly these places now; others may take the rest.
+        """Reports the places that this run uses now; other runs may take the rest.
 
         Args:
-            places: What the last look named, or fewer, or free ones.
+            places: The places that the last look named, or fewer, or free ones.
 
         Raises:
-            RegistryError: It has not joined, one is another run's or none that this run
-                listed, or the file cannot be used.
+            RegistryError: It has not joined, a place belongs to another run or was not
+                listed by this run, or the file cannot be used.
         """
         self._check_joined("hold")
         if strange := [place for place in places if place not in self._places]:
@@ -145,7 +147,7 @@ class Registry:
         self._held = held
 
     def leave(self) -> None:
-        """Leaves all places to others; does nothing if this run has not joined.
+        """Leaves all places to other runs; does nothing if this run has not joined.
 
         Raises:
             RegistryError: The file cannot be used.
@@ -178,11 +180,11 @@ class Registry:
                 raise RegistryError(_does_not_fit(run, runs))
             runs.append(run)
             self._run = run
-            self._pids = frozenset(each.pid for each in runs)
+            self._pids = frozenset(member.pid for member in runs)
 
     def _wait(self, seconds, say):
         begun = self._machine.now()
-        said = None
+        reported = None
         while True:
             self._examine()
             held, holders = self._try()
@@ -195,16 +197,16 @@ class Registry:
                     f"{holders}; expected them to be given up, so end one of these "
                     "runs, or wait longer."
                 )
-            if waited >= _PATIENCE_S and said != holders:
+            if waited >= _PATIENCE_S and reported != holders:
                 say(f"Waiting for {_places(self._minimum)}: {holders}.")
-                said = holders
+                reported = holders
             self._machine.sleep(min(_POLL_S, seconds - waited))
 
     def _try(self):
-        """Takes what this run should hold, if that is free and enough.
+        """Takes the places that this run should hold, if they are free and enough.
 
         Returns:
-            The places, and in words who still holds what others should have.
+            The places, and in words the runs that still hold others' places.
         """
         with self._table.locked() as runs:
             index, taken = self._find(runs)
@@ -217,32 +219,32 @@ class Registry:
         return self._ordered(free), ""
 
     def _find(self, runs: list[SharingRun]) -> tuple[int, dict[str, SharingRun]]:
-        """Finds this run among all, and the places of others with who holds them.
+        """Finds this run among all runs, and the holder of each place of other runs.
 
-        If the file was lost, the run enters it again, with what nobody has taken since.
+        If the file was lost, the run enters again, with the places still free.
         """
-        mine = self._run
-        taken = {p: run for run in runs if run.token != mine.token for p in run.held}
+        own = self._run
+        taken = {p: run for run in runs if run.token != own.token for p in run.held}
         tokens = [run.token for run in runs]
-        if mine.token not in tokens:
+        if own.token not in tokens:
             held = tuple(place for place in self._held if place not in taken)
-            runs.append(dataclasses.replace(mine, held=held))
-            tokens.append(mine.token)
-        index = tokens.index(mine.token)
+            runs.append(dataclasses.replace(own, held=held))
+            tokens.append(own.token)
+        index = tokens.index(own.token)
         runs[index] = dataclasses.replace(
-            runs[index], filled=mine.filled, waits=mine.waits
+            runs[index], filled=own.filled, waits=own.waits
         )
         self._pids = frozenset(run.pid for run in runs)
         return index, taken
 
     def _keep(self, runs, index, held):
-        """Writes what nobody else may take."""
+        """Writes the places that no other run may take."""
         held = tuple(dict.fromkeys(held))
         self._run = dataclasses.replace(runs[index], held=held, waits=False)
         runs[index] = self._run
 
     def _examine(self):
-        """Asks which places are filled; only twice the same answer changes anything."""
+        """Asks which places are filled; only two equal answers in a row count."""
         now = frozenset(self._filled(self._places, self._pids))
         before = now if self._reported is None else self._reported
         filled = tuple(
@@ -285,26 +287,26 @@ def _places(count):
 
 
 def _check_parts(run, others):
-    """Refuses a run that divides a GPU into other parts than those that are there."""
-    mine = _parts(run)
+    """Raises an error if a run divides a GPU into other parts than other runs."""
+    parts = _parts(run)
     for other in others:
         for gpu, theirs in _parts(other).items():
-            if mine.get(gpu, theirs) != theirs:
+            if parts.get(gpu, theirs) != theirs:
                 raise RegistryError(
-                    f"Received --gpu_split={mine[gpu]} for {gpu}, which {other.name} "
+                    f"Received --gpu_split={parts[gpu]} for {gpu}, which {other.name} "
                     f"has with --gpu_split={theirs}; expected the same in all runs."
                 )
 
 
 def _parts(run):
-    """Into how many parts a run divides each GPU, of places such as GPU-a/0 of 2."""
-    found = (place.partition("/") for place in run.places)
-    return {gpu: part.partition(" of ")[2] for gpu, _, part in found if part}
+    """Returns the number of parts of each GPU, from places such as GPU-a/0 of 2."""
+    partitions = (place.partition("/") for place in run.places)
+    return {gpu: part.partition(" of ")[2] for gpu, _, part in partitions if part}
 
 
 def _does_not_fit(run, runs):
-    minimums = ", ".join(f"{each.minimum} for {each}" for each in runs)
-    every = {place for each in (run, *runs) for place in each.places}
+    minimums = ", ".join(f"{member.minimum} for {member}" for member in runs)
+    every = {place for member in (run, *runs) for place in member.places}
     rest = f", with {minimums} before" if runs else ""
     return (
         f"Received a minimum of {_places(run.minimum)} for this run{rest}; expected "
@@ -314,7 +316,7 @@ def _does_not_fit(run, runs):
 
 
 def _holders(runs: Sequence[SharingRun], aims: Sequence[tuple[str, ...]]) -> str:
-    """Says which runs hold more than they should, and how much."""
+    """Names the runs that hold more than they should, and by how much."""
     above = [
         f"{run} has still to give up {len({*run.held} - {*aim})} of "
         f"{_places(len(run.held))}"

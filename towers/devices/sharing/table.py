@@ -1,7 +1,7 @@
-"""The file in which the runs of a machine stand, in order of arrival.
+"""Keeps a file with the runs of a machine, in order of arrival.
 
-Whoever reads or writes it has locked it. It is replaced as a whole, and lost with the
-machine's memory where it is in /dev/shm, as are the runs.
+A run locks the file to read or write it. Each write replaces the whole file. In
+/dev/shm it is lost with the machine's memory, as are the runs.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from towers.devices.sharing.machine import SharedMachine, file_name
 from towers.program import locks, small_file, whole_file
 from towers.program.voice import warn
 
-# Others hold the lock for as long as it takes to write the file.
+# Other runs hold the lock only while they write the file.
 _LOCK_S = 10.0
 _TYPES = {
     field.name: typing.get_origin(field.type) or field.type
@@ -25,24 +25,24 @@ _TYPES = {
 
 
 class Table:
-    """The runs that stand in the file of a folder.
+    """The runs listed in the file of a folder.
 
     Attributes:
         path: The file.
     """
 
     def __init__(self, folder: str, machine: SharedMachine):
-        """Takes the folder, which need not exist, and whose processes runs are."""
+        """Takes the folder, which need not exist, and the machine of the processes."""
         self.path = os.path.join(folder, file_name())
         self._machine = machine
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[list[SharingRun]]:
-        """Inside, no other run reads or writes the file.
+        """A context in which no other run reads or writes the file.
 
         Yields:
-            The runs that still live. What it is changed to is written at the end,
-            unless that is an error.
+            The list of runs that still live. Changes to it are written on leaving the
+            context, unless by an error.
 
         Raises:
             RegistryError: The file cannot be read or written.
@@ -71,7 +71,7 @@ class Table:
             yield
 
     def _read(self) -> list[SharingRun] | None:
-        """Reads the file; `None` if it is torn."""
+        """Reads the file; returns `None` if it is damaged."""
         try:
             content = small_file.read_json(self.path, dict)
             return [_run(entry) for entry in content["runs"]]
@@ -95,20 +95,20 @@ class Table:
 
 
 def _run(entry: dict) -> SharingRun:
-    """Makes a run of what the file says of it.
+    """Makes a run from an entry of the file.
 
     Raises:
-        ValueError: A value is of another type.
-        TypeError: A value is missing, or not known.
+        ValueError: A value has a wrong type.
+        TypeError: A value is missing or unknown.
     """
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in entry.items()
     }
     for name, value in values.items():
-        places = value if isinstance(value, tuple) else ()
+        items = value if isinstance(value, tuple) else ()
         of_type = isinstance(value, _TYPES.get(name, object))
-        if not of_type or not all(isinstance(each, str) for each in places):
+        if not of_type or not all(isinstance(item, str) for item in items):
             raise ValueError(f"{name} is {value!r}")
     run = SharingRun(**values)
     if run.pid < 1:

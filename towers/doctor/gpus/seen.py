@@ -1,19 +1,20 @@
-"""NVIDIA's GPUs as the machine shows them, without TensorFlow."""
+"""NVIDIA's GPUs as the machine and its driver show them, without TensorFlow."""
 
+import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from towers.doctor import process
-from towers.doctor.finding import in_a_line
+from towers.machine import nvml
 from towers.machine.nvml import Driver
 
 HIDES = "CUDA_VISIBLE_DEVICES"
 """The variable by which GPUs are chosen, or hidden."""
 
-_VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
-_SMI_S = 20
+_LIMIT_S = 30  # longer than `Driver` waits
 _MB = 2**20
 
 
@@ -74,40 +75,55 @@ class SeenMachine(NamedTuple):
 def look(
     root: Path = Path("/"), environ: Mapping[str, str] = os.environ
 ) -> SeenMachine:
-    """Looks for GPUs, by nvidia-smi; nothing that it finds or misses is an error."""
+    """Looks for GPUs; nothing that it finds or misses is an error.
+
+    The driver is asked by a process of its own: one that waits for a broken driver
+    cannot even be killed.
+
+    Args:
+        root: The folder of /dev and /sys.
+        environ: The environment, which may hide GPUs.
+    """
     machine = _by_files(root, environ)
-    try:
-        return _listed(machine)
-    except FileNotFoundError:
-        return machine._replace(fault="nvidia-smi is not installed")
-    except _SmiError as error:
-        return machine._replace(fault=str(error))
-    except (OSError, ValueError) as error:
-        return machine._replace(fault=f"nvidia-smi fails: {in_a_line(error)}")
+    command = [sys.executable, "-m", "towers.doctor.gpus.seen"]
+    out, err, code = process.run(command, _LIMIT_S)
+    if code is None:
+        return machine._replace(fault=f"it gives nothing within {_LIMIT_S} s")
+    if code:
+        *_, last = err.strip().splitlines() or [""]
+        return machine._replace(fault=f"asking it fails: {last}")
+    told = json.loads(out)
+    told["cards"] = tuple(SeenCard(*card) for card in told["cards"])
+    told["holders"] = tuple(map(tuple, told["holders"]))
+    return machine._replace(**told)
 
 
 def by_driver(
     driver: Driver, root: Path = Path("/"), environ: Mapping[str, str] = os.environ
 ) -> SeenMachine:
-    """Looks for GPUs as `look` does, by the driver's library, which takes no second.
+    """Looks for GPUs as `look` does, in this process, which takes milliseconds.
 
     Args:
         driver: What to ask.
         root: The folder of /dev and /sys.
         environ: The environment, which may hide GPUs.
     """
-    machine = _by_files(root, environ)
+    return _by_files(root, environ)._replace(**told_by(driver))
+
+
+def told_by(driver: Driver) -> dict[str, Any]:
+    """Returns what the driver tells of a `SeenMachine`, by the names of attributes."""
     count = driver.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
     asked = (_card(driver, index) for index in range(count))
     found = [each for each in asked if each is not None]
     version = driver.ask(lambda nvml: nvml.nvmlSystemGetDriverVersion(), "")
-    return machine._replace(
-        cards=tuple(card for card, _ in found),
-        holders=tuple(each for _, held in found for each in held),
-        driver=version,
-        fault=driver.refuses or ("" if found else "it lists no GPU"),
-        cut_up=driver.has_slices(),
-    )
+    return {
+        "cards": tuple(card for card, _ in found),
+        "holders": tuple(each for _, held in found for each in held),
+        "driver": version,
+        "fault": driver.refuses or ("" if found else "it lists no GPU"),
+        "cut_up": driver.has_slices(),
+    }
 
 
 def _card(
@@ -131,45 +147,22 @@ def _card(
         f"{major}.{minor}" if major else "",
     )
     held = driver.processes(handle).items()
-    return card, [(card.uuid, _who(pid), (used or 0) // _MB) for pid, used in held]
+    return card, [
+        (card.uuid, _who(driver, pid), (used or 0) // _MB) for pid, used in held
+    ]
 
 
 def _by_files(root: Path, environ: Mapping[str, str]) -> SeenMachine:
-    on_bus = sum(
-        _read(folder / "vendor") == _VENDOR
-        and _read(folder / "class").startswith(_DISPLAY)
-        for folder in (root / "sys/bus/pci/devices").glob("*")
-    )
-    files = len([*(root / "dev").glob("nvidia[0-9]*")])
-    return SeenMachine(on_bus, files, hidden=environ.get(HIDES) in ("", "-1"))
-
-
-def _listed(machine: SeenMachine) -> SeenMachine:
-    """Adds what nvidia-smi tells."""
-    rows = _ask_smi("gpu=index,name,uuid,memory.total,memory.free,driver_version")
-    capabilities = _of_each("compute_cap")  # of drivers from 510 on
-    modes = _of_each("mig.mode.current")
-    held = _ask_smi("compute-apps=gpu_uuid,pid,process_name,used_memory")
-    cards = tuple(
-        SeenCard(
-            int(i), name, uuid, _number(memory), _number(free), capabilities.get(i, "")
-        )
-        for i, name, uuid, memory, free, _ in rows
-    )
-    holders = tuple(
-        (uuid, _who(int(pid), name), _number(used)) for uuid, pid, name, used in held
-    )
-    driver = rows[0][-1] if rows else ""
-    return machine._replace(
-        cards=cards,
-        driver=driver,
-        holders=holders,
-        cut_up="Enabled" in modes.values(),
+    return SeenMachine(
+        nvml.on_bus(root),
+        nvml.device_files(root),
+        hidden=environ.get(HIDES) in ("", "-1"),
     )
 
 
-def _who(pid: int, name: str = "") -> str:
+def _who(driver: Driver, pid: int) -> str:
     """Says what a process is, as far as it can be seen from here."""
+    name = driver.ask(lambda nvml: nvml.nvmlSystemGetProcessName(pid), "")
     short = f"process {pid} ({name})" if name else f"process {pid}"
     try:
         from towers.processes.described import describe_holder
@@ -179,36 +172,5 @@ def _who(pid: int, name: str = "") -> str:
     return str(found) if found.command or not name else short
 
 
-def _of_each(field: str) -> dict[str, str]:
-    """What nvidia-smi tells by the GPU's number; nothing if it does not know it."""
-    try:
-        return dict(_ask_smi(f"gpu=index,{field}"))
-    except (_SmiError, ValueError):
-        return {}
-
-
-class _SmiError(Exception):
-    """nvidia-smi does not answer."""
-
-
-def _ask_smi(query: str) -> list[list[str]]:
-    # Not `machine.nvml`: a broken driver would keep this process, and its package may
-    # be what is missing.
-    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
-    out, err, code = process.run(command, _SMI_S)
-    if code is None:
-        raise _SmiError(f"nvidia-smi gives nothing within {_SMI_S} s")
-    if code:
-        raise _SmiError(f"nvidia-smi says: {' '.join((out or err).split())}")
-    return [[field.strip() for field in line.split(",")] for line in out.splitlines()]
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+if __name__ == "__main__":
+    print(json.dumps(told_by(Driver())))

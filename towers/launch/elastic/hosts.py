@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from towers.cluster import environment
-from towers.hosts.membership import ElasticPlace
+from towers.hosts.group import ElasticPlace
 from towers.launch.arguments import LaunchOptions
 from towers.launch.elastic.course import Ended, ProcessPlaced
 from towers.launch.elastic.slot import ProcessSlot

@@ -1,6 +1,6 @@
 """Chooses the best checkpoint of a run, by a metric.
 
-The end of a run makes `best.keras` of it: two rules for what is kept would disagree.
+The end of a run makes `best.keras` of it: separate rules would disagree.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ class Best:
     """The best checkpoint.
 
     Attributes:
-        path: Where it is.
-        epoch: Epochs that were done.
-        monitor: Name of the metric.
-        value: Its value after the last of them.
-        logs: Other metrics of that epoch, by name, as far as they are known.
+        path: Its path.
+        epoch: The number of finished epochs.
+        monitor: The name of the metric.
+        value: Its value after the last of these epochs.
+        logs: Other known metrics of that epoch, by name.
     """
 
     path: str
@@ -35,11 +35,11 @@ class Best:
 
 @dataclasses.dataclass
 class Monitor:
-    """The metric that says how good an epoch was.
+    """The metric that scores an epoch.
 
     Attributes:
-        asked: The metric that was asked for; `None` for `val_loss`, or `loss` without
-            validation data.
+        asked: The requested metric; `None` for `val_loss`, or `loss` without validation
+            data.
         mode: "min" or "max", or "auto", as Keras infers it from the metric.
         name: The metric in use; `None` as long as it is not known.
     """
@@ -63,15 +63,15 @@ class Monitor:
     def score(
         self, logs: Mapping[str, Any], validates: bool, model: keras.Model
     ) -> float | None:
-        """Returns how good an epoch was; `None` if that is not known, or not finite.
+        """Returns the score of an epoch; `None` if it is unknown, or not finite.
 
         Args:
-            logs: Those of the epoch.
+            logs: The logs of the epoch.
             validates: Whether any epoch of the run has a validation.
-            model: Whose metrics they are.
+            model: The model with the metrics.
 
         Raises:
-            ValueError: There is no such metric, or it is not known whether more is
+            ValueError: There is no such metric, or it is unknown whether more is
                 better.
         """
         if self.asked is not None and not logs:
@@ -102,7 +102,8 @@ class Monitor:
         if self.name.removeprefix("val_") == "loss":
             self.mode = "min"
             return
-        # It asks the metrics of the model, and has no other public door.
+        # This callback asks the metrics of the model, and has no other public method
+        # for it.
         judge = keras.callbacks.EarlyStopping(self.name)
         judge.set_model(model)
         judge.on_train_begin()
@@ -116,24 +117,24 @@ class Monitor:
         self.mode = "max" if judge.monitor_op is keras.ops.greater else "min"
 
     def describe(self, score: float | None) -> dict[str, Any]:
-        """Returns a score as a checkpoint says it."""
+        """Returns a score, with its metric and mode, as a checkpoint stores them."""
         return {"score": score, "monitor": self.name, "mode": self.mode}
 
     def recall(self, about: Mapping[str, Any]) -> None:
-        """Takes what a run has used, as far as nothing else was asked for."""
+        """Takes metric and mode of an earlier run, unless others were requested."""
         if self.asked is None and self.name is None:
             self.name = about.get("monitor") or _before_names(about)
         if self.mode == "auto" and self.name == about.get("monitor"):
             self.mode = about.get("mode", "auto")
 
     def read(self, about: Mapping[str, Any]) -> float | None:
-        """Returns the score of a checkpoint, if it is of an epoch's end."""
+        """Returns the score of a checkpoint, if it was made at the end of an epoch."""
         _, batch = about.get("position", (0, 0))
         if batch:
             return None
         if self.name == (about.get("monitor") or _before_names(about)):
             return _number(about.get("score"))
-        # By another metric; but all of them are in the history.
+        # The score is by another metric, but the history has all metrics.
         return last_logs(about).get(self.name)
 
     def epochs_since_best(self, about: Mapping[str, Any]) -> int:
@@ -146,11 +147,11 @@ class Monitor:
     def best(self, scores: Iterable[tuple[str, float | None]]) -> str | None:
         """Returns the first of the best checkpoints.
 
-        `scores` has the path and the score of each, the earliest first.
+        `scores` has the path and the score of each checkpoint, the earliest first.
         """
         scored = [(path, score) for path, score in scores if score is not None]
         choose = max if self.mode == "max" else min
-        path, _ = choose(scored, key=lambda each: each[1], default=(None, None))
+        path, _ = choose(scored, key=lambda pair: pair[1], default=(None, None))
         return path
 
 
@@ -160,16 +161,16 @@ def last_logs(about: Mapping[str, Any]) -> dict[str, float]:
     whole, history = about["history"]["epoch"], about["history"]["history"]
     if batch or not whole or whole[-1] != epoch - 1:
         return {}
-    found = {
+    logs = {
         name: _number(values[-1])
         for name, values in history.items()
         if len(values) == len(whole)
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in logs.items() if value is not None}
 
 
 def _before_names(about):
-    """Returns the metric of a checkpoint that does not name it, of an older version."""
+    """Returns the metric of an older checkpoint, which does not name it."""
     return "val_loss" if "val_loss" in about["history"]["history"] else "loss"
 
 

@@ -10,9 +10,10 @@ shared file system; to restore, the first host sends them its checkpoint.
 
 import concurrent.futures
 import contextlib
+import ctypes
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,14 +23,15 @@ from towers.hosts import group
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs
 from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
-from towers.machine import heap, limits
+from towers.machine import limits
 from towers.numerics.errors import NotFinite
-from towers.program import words
+from towers.program import locks, words
 from towers.program.voice import say, warn
 
 # Training goes on beside a copy of the state if so many times its size are free: once
 # for the copy, and as much for the gradients and activations of a step.
 _FREE_STATES = 2
+_LOCK = "lock"
 
 
 class SaveError(Exception):
@@ -252,7 +254,7 @@ class CheckpointManager:
         contents = Contents({**values, **contents.values}, contents.about)
         self._saving = self._writer.submit(self._write, position, contents)
         # It begins when that has ended, which frees the copy.
-        self._trimming = self._writer.submit(heap.trim)
+        self._trimming = self._writer.submit(_trim_heap)
 
     def _has_room_for_copy(self, model):
         """Tells whether training may go on while the state is written from a copy."""
@@ -373,3 +375,47 @@ class CheckpointManager:
                     about = store.load_about(path)
                     self._scores[path] = self.monitor.read(about)
         return {path: self._scores[path] for path in paths if path in self._scores}
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Makes a folder, and keeps other processes from saving there.
+
+    A folder that is empty at the end is removed.
+
+    Args:
+        directory: The folder of the checkpoints.
+
+    Raises:
+        SaveError: Another process saves there, or the lock is another user's.
+    """
+    path = os.path.join(directory, _LOCK)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locks.made_folder(directory))
+            stack.enter_context(locks.locked(path))
+        except BlockingIOError as error:
+            raise SaveError(
+                f"Another run saves to {directory}; expected one at a time, so wait "
+                "for its end, or choose another folder."
+            ) from error
+        except OSError as error:
+            if os.path.lexists(path):
+                raise SaveError(
+                    f"Cannot lock {directory}: {error}; remove that file if no run "
+                    "saves there, or choose another folder."
+                ) from error
+            # If no file can be made there, the first save says so.
+        yield
+
+
+def _trim_heap() -> None:
+    """Gives memory that is free back to the system.
+
+    glibc keeps freed blocks of up to 32 MB for the thread that had allocated them. A
+    large state that changing threads copy and free again and again would take several
+    times its size. Other C libraries keep less.
+    """
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)

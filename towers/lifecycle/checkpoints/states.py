@@ -1,4 +1,4 @@
-"""What a run knows besides its variables, as JSON; arrays are put aside."""
+"""Converts the state of a run without its variables to JSON, with arrays apart."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from towers._deprecated import rename_keys
 from towers.keras_adapter.randomness import random_states, set_random_states
 from towers.program.voice import warn
 
-# What Keras's own callbacks know of earlier epochs; others have a `state_dict()`. A
-# checkpoint may come from anybody, so these are all that it can set: numbers, and no
-# path by which a callback writes.
+# The attributes of Keras's own callbacks that hold state; others have a `state_dict()`.
+# A checkpoint may come from anybody, so it can set only these: numbers, and no path to
+# which a callback writes.
 _KNOWN = {
     keras.callbacks.EarlyStopping: (
         *("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
@@ -23,7 +23,7 @@ _KNOWN = {
     keras.callbacks.ModelCheckpoint: ("best",),
 }
 
-# What JSON has no word for; in what is saved, each object has one of these names only.
+# Names for types that JSON lacks; each object in a saved state has one of these.
 _ARRAY, _TUPLE, _DICT = "array", "tuple", "dict"
 
 
@@ -33,16 +33,16 @@ def collect(
     epochs: int,
     arrays: list[Any],
 ) -> dict[str, Any]:
-    """Returns what is known: the history, by callbacks, and of random numbers.
+    """Returns the history, and the states of callbacks and random generators.
 
     Args:
-        model: Whose history it is.
-        callbacks: Those of `fit`.
-        epochs: How many are done.
-        arrays: Receives what is no JSON.
+        model: The model with the history.
+        callbacks: The callbacks of `fit`.
+        epochs: The number of finished epochs.
+        arrays: Receives the arrays, which are not JSON.
 
     Raises:
-        ValueError: A callback's `state_dict()` has what cannot be saved.
+        ValueError: A callback's `state_dict()` has values that cannot be saved.
     """
     return {
         "history": _history(model, epochs),
@@ -57,7 +57,7 @@ def collect(
 def averaging(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[keras.callbacks.SwapEMAWeights]:
-    """Returns the callbacks that put averages in the place of weights."""
+    """Returns the callbacks that replace weights by averages."""
     return [c for c in callbacks if isinstance(c, keras.callbacks.SwapEMAWeights)]
 
 
@@ -67,9 +67,9 @@ def give_back(
     states: Mapping[str, Any],
     arrays: Sequence[Any],
 ) -> None:
-    """Gives back what `collect` has returned.
+    """Restores the states that `collect` has returned.
 
-    The callbacks may be others: they are told by class what is known.
+    The callbacks may be other objects: each gets the state of its class.
     """
     if (history := getattr(model, "history", None)) is not None:
         history.epoch = states["history"]["epoch"]
@@ -77,11 +77,11 @@ def give_back(
     known = list(states["callbacks"])
     for callback in callbacks:
         name = callback.__class__.__name__
-        found = next((each for each in known if each[0] == name), [name, None])
-        if found[1] is None:
+        saved = next((entry for entry in known if entry[0] == name), [name, None])
+        if saved[1] is None:
             continue
-        known.remove(found)
-        state = _from_json(found[1], arrays)
+        known.remove(saved)
+        state = _from_json(saved[1], arrays)
         if hasattr(callback, "load_state_dict"):
             callback.load_state_dict(state)
         else:
@@ -90,7 +90,7 @@ def give_back(
 
 
 def _set_known(callback, state):
-    """Sets what a callback of Keras's knows; anything else is said and left out."""
+    """Sets known attributes of a Keras callback; warns of other attributes."""
     known = [
         name
         for name in _known_names(callback) or ()
@@ -106,7 +106,7 @@ def _set_known(callback, state):
 
 
 def _is_numeric(value):
-    """Tells whether there are only numbers, arrays of them and `None`, or a list."""
+    """Tells whether a value has only numbers, arrays of numbers and `None`."""
     if isinstance(value, list):
         return all(map(_is_numeric, value))
     if isinstance(value, np.ndarray):
@@ -115,13 +115,13 @@ def _is_numeric(value):
 
 
 def state_of(states: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns what the first callback of a class has saved, if it has no arrays."""
-    found = next((s for n, s in states.get("callbacks", ()) if n == name), None)
-    return _from_json(found, ()) if found else {}
+    """Returns the saved state of the first callback of a class, without arrays."""
+    state = next((s for n, s in states.get("callbacks", ()) if n == name), None)
+    return _from_json(state, ()) if state else {}
 
 
 def _history(model, epochs):
-    """That of whole epochs; one that was broken off goes on later."""
+    """Returns the history of whole epochs; an interrupted epoch is added later."""
     history = getattr(model, "history", None)
     past = getattr(history, "epoch", [])
     kept = sum(epoch < epochs for epoch in past)
@@ -134,7 +134,7 @@ def _history(model, epochs):
 
 
 def _plain(values):
-    """A list as JSON has it, or as numbers; None if it is neither."""
+    """Returns a list as JSON or as numbers; None if it is neither."""
     try:
         json.dumps(values)
         return values
@@ -165,7 +165,7 @@ def _state(callback):
 
 
 def _known_names(callback):
-    """Names of what a callback of Keras's knows; `None` of any other one."""
+    """Returns the state attributes of a Keras callback; `None` for other callbacks."""
     for kind, names in _KNOWN.items():
         if isinstance(callback, kind):
             return names
@@ -174,7 +174,7 @@ def _known_names(callback):
 
 def _to_json(value, arrays):
     if isinstance(value, dict):
-        # In pairs: JSON has names for keys only.
+        # As pairs, because the keys of JSON are strings.
         pairs = value.items()
         return {_DICT: [[_to_json(part, arrays) for part in pair] for pair in pairs]}
     if isinstance(value, tuple):
@@ -199,6 +199,6 @@ def _from_json(value, arrays):
         return np.asarray(arrays[value[_ARRAY]])
     if _TUPLE in value:
         return tuple(_from_json(value[_TUPLE], arrays))
-    # Older checkpoints have dicts as they are.
+    # Older checkpoints store dicts directly.
     pairs = value.get(_DICT, value.items())
     return {_from_json(k, arrays): _from_json(v, arrays) for k, v in pairs}

@@ -1,12 +1,12 @@
-"""Checkpoints on the disk: whole, verified and in order, or not there at all.
+"""Stores checkpoints on the disk: whole, verified and in order, or not at all.
 
 A checkpoint is a folder, `ckpt-EPOCH-BATCH`, of TensorFlow's own files, which
 `tf.train.load_checkpoint` reads. (To write a ResNet-20, `tf.train.Checkpoint` takes 45
 ms, for its graph of objects; the operation under it takes 6.) It is written under
-another name, flushed to the disk, read back, and only then renamed. One of the same
-position is called `ckpt-EPOCH-BATCH.replaced` until the new one has its name.
-There is no list of them that could be wrong (`tf.train.CheckpointManager` removes what
-its list names, wherever that is): the folders are the list.
+another name, flushed to the disk, read back, and only then renamed. An older one of the
+same position is called `ckpt-EPOCH-BATCH.replaced` until the new one has its name. No
+separate list could be wrong (`tf.train.CheckpointManager` removes what its list names,
+wherever that is): the folders are the list.
 
 A state may fill most of the memory, so it is written and read back in pieces. A large
 value is stored in slices, as TensorFlow stores partitioned variables, and each file
@@ -36,28 +36,28 @@ _UNFINISHED = ".unfinished"
 _FILES = "variables"
 _ABOUT = "about"
 _FORMAT = 1
-# The most bytes of a piece; a checkpoint says it. Older ones have each value in one.
+# The most bytes of a piece; a checkpoint stores this. Older ones have whole values.
 _PIECE_BYTES, _PIECES_OF = 2**25, "piece bytes"
-# The types of which TensorFlow can join slices; others are always in one piece.
+# TensorFlow can join slices of these types; other values are always in one piece.
 _CAN_BE_CUT = (
     *(tf.float32, tf.float64, tf.bfloat16, tf.complex64, tf.complex128, tf.bool),
     *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8),
 )
-# Where Linux has the folders that a process has opened.
+# The folder in which Linux lists the open files of a process.
 _OPENED = "/proc/self/fd"
 
 
 class DamagedError(ValueError):
-    """A checkpoint that cannot be read; the message says which, and why."""
+    """A checkpoint cannot be read; the message names the checkpoint and the reason."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Position:
-    """How far a run has come.
+    """The position of a run.
 
     Attributes:
-        epoch: Number of the epoch, from 0.
-        batch: Batches of it that have been trained on.
+        epoch: The number of the epoch, from 0.
+        batch: The number of its batches that have been trained on.
     """
 
     epoch: int
@@ -66,12 +66,12 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         values: The values of variables, in order, by the name of their part. They may
             be `OnDemand`.
-        about: What else there is to say, as JSON has it.
+        about: The description of the checkpoint, as JSON.
     """
 
     values: Mapping[str, Sequence[Any]]
@@ -79,7 +79,7 @@ class Contents:
 
 
 class OnDemand(Sequence):
-    """Values of which each is read when it is asked for, and not kept."""
+    """Values that are read when requested, and not kept."""
 
     def __init__(self, read: Callable[[Any], Any], sources: Sequence[Any]):
         """Reads nothing yet.
@@ -102,9 +102,9 @@ class _Piece:
     """A whole value, or a slice of it.
 
     Attributes:
-        name: Name of the value in the files.
-        shape: Shape of the whole value.
-        dtype: Its type.
+        name: The name of the value in the files.
+        shape: The shape of the whole value.
+        dtype: The type.
         axis: The axis that is cut.
         rows: The slice on that axis; `None` for the whole value.
     """
@@ -117,7 +117,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the piece."""
+        """The size of the piece in bytes."""
         whole = math.prod(self.shape) * self.dtype.size
         if self.rows is None:
             return whole
@@ -157,14 +157,14 @@ def find(directory: str) -> list[str]:
             f"Cannot read the checkpoints in {directory}: {error.strerror}; choose "
             "another directory."
         ) from error
-    # Where a save was killed, what it should have replaced is all that there is.
+    # Where a save was killed, only the checkpoint that it should replace may exist.
     replaced = {name + _REPLACED for name in names}
     paths = [
         os.path.join(directory, name)
         for name in names - replaced
         if _NAME.fullmatch(name)
     ]
-    # A link may lead anywhere; we make none.
+    # A link may lead anywhere; this module makes none.
     paths = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
     return sorted(paths, key=position, reverse=True)
 
@@ -175,7 +175,7 @@ def is_one(path: str) -> bool:
 
 
 def position(path: str) -> Position:
-    """Reads the position from a checkpoint's name."""
+    """Returns the position in a checkpoint's name."""
     epoch, batch, _ = _NAME.fullmatch(os.path.basename(path)).groups()
     return Position(int(epoch), int(batch))
 
@@ -183,20 +183,20 @@ def position(path: str) -> Position:
 def save(
     directory: str, at: Position, contents: Contents, discarded: Sequence[str] = ()
 ) -> str:
-    """Writes a checkpoint; until it is whole, there is none of that name.
+    """Writes a checkpoint, which gets its name only when it is whole.
 
     Args:
-        directory: Where the checkpoints lie; made if there is none.
-        at: Its position, which names it. One of that name is replaced: it stays until
-            the new one has the name.
-        contents: What to write. Each value is asked for once, in order.
+        directory: The folder of the checkpoints; created if it does not exist.
+        at: The position, which names the checkpoint. An older one of that name stays
+            until the new one has the name.
+        contents: The contents. Each value is read once, in order.
         discarded: Checkpoints to remove once this one is whole, before it has its name.
 
     Returns:
         Its path.
 
     Raises:
-        OSError: It cannot be written, or is not read back as it was.
+        OSError: It cannot be written, or does not read back as it was written.
     """
     path = os.path.join(directory, f"ckpt-{at.epoch}-{at.batch}")
     unfinished = os.path.join(directory, _UNFINISHED)
@@ -208,8 +208,8 @@ def save(
         _write(os.path.join(unfinished, _FILES), at, contents)
         whole_file.flush_all(unfinished)
         load(unfinished)
-        for each in discarded:
-            remove(each)
+        for old_path in discarded:
+            remove(old_path)
         if os.path.lexists(path):
             os.rename(path, path + _REPLACED)
         os.rename(unfinished, path)
@@ -227,7 +227,7 @@ def save(
 
 
 def _settle(directory):
-    """Removes what was replaced; gives it its name again if nothing took its place."""
+    """Removes replaced checkpoints; restores the name of one without a successor."""
     for name in os.listdir(directory):
         if not (_NAME.fullmatch(name) and name.endswith(_REPLACED)):
             continue
@@ -240,13 +240,13 @@ def _settle(directory):
 
 
 def load(path: str) -> Contents:
-    """Reads a checkpoint whole, so that each of its checksums is looked at.
+    """Reads a checkpoint whole, to verify each of its checksums.
 
-    It keeps no value: each is read again when it is asked for.
+    No value is kept: each is read again when it is requested.
 
     Raises:
-        DamagedError: It is not one, or not as it was written. Whoever asks for a value
-            gets it, too, if that can be read no more.
+        DamagedError: The path is no checkpoint, or its files have changed. Reading a
+            value raises it, too, if that is no longer possible.
     """
     with _reading(path) as prefix:
         reader = tf.train.load_checkpoint(prefix)
@@ -290,7 +290,7 @@ def _restore(prefix, pieces):
 
 
 def load_about(path: str) -> dict[str, Any]:
-    """Reads what a checkpoint says of itself, and none of its values.
+    """Reads the description of a checkpoint, and none of its values.
 
     Raises:
         DamagedError: As for `load`.
@@ -300,8 +300,8 @@ def load_about(path: str) -> dict[str, Any]:
 
 
 def remove(path: str) -> None:
-    """Removes a checkpoint that `find` has found."""
-    # Renamed first: half of one would be taken for a damaged one.
+    """Removes a checkpoint that `find` has returned."""
+    # Renamed first, as half a checkpoint would look like a damaged one.
     unfinished = os.path.join(os.path.dirname(path), f"{_UNFINISHED}-removal")
     with contextlib.suppress(OSError):
         _clear(unfinished)
@@ -310,7 +310,7 @@ def remove(path: str) -> None:
 
 
 def remove_all(directory: str) -> None:
-    """Removes all that this module has written, and nothing else."""
+    """Removes all files that this module has written, and no others."""
     for path in find(directory):
         remove(path + _REPLACED)
         remove(path)
@@ -342,16 +342,16 @@ def _write(prefix, at, contents):
                 shape_and_slices=[piece.slice_spec for piece in pieces],
                 tensors=tensors,
             )
-        group.clear()  # Before more is read.
+        group.clear()  # before more is read
         del tensors
-    # It renames the files, and writes one index of all.
+    # This renames the files, and writes one index for all.
     tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=written, destination_prefix=prefix, delete_old_dirs=False
     )
 
 
 def _all_pieces(about, values):
-    """Yields what a checkpoint holds: each piece, and its tensor."""
+    """Yields the pieces of a checkpoint, each with its tensor."""
     yield from pieces_of(_ABOUT, tf.constant(about))
     for part, of_part in values.items():
         for i, value in enumerate(of_part):
@@ -366,7 +366,7 @@ def pieces_of(name: str, value: Any) -> Iterator[tuple[_Piece, tf.Tensor]]:
 
 
 def _cut(whole, most_bytes):
-    """Cuts a value into slices of at most so many bytes, or of one row."""
+    """Cuts a value into slices of at most `most_bytes`, or of one row."""
     axis = next((k for k, size in enumerate(whole.shape) if size > 1), None)
     if axis is None or whole.nbytes <= most_bytes or whole.dtype not in _CAN_BE_CUT:
         return [whole]
@@ -379,7 +379,7 @@ def _cut(whole, most_bytes):
 
 
 def _grouped(pieces):
-    """Yields lists of pieces that together have about the bytes of a large one."""
+    """Yields lists of pieces, each with about the bytes of a large piece."""
     group, nbytes = [], 0
     for piece, tensor in pieces:
         if group and nbytes + piece.nbytes > _PIECE_BYTES:
@@ -394,7 +394,7 @@ def _parse(path, about):
     about = json.loads(about)
     if about["format"] != _FORMAT:
         raise ValueError("it is of another version")
-    # The one that is being written has no name yet, and older ones do not say it.
+    # A checkpoint that is being written has no name yet; older ones lack the position.
     if _NAME.fullmatch(os.path.basename(path)) and "position" in about:
         at = Position(*about["position"])
         if at != position(path):
@@ -406,15 +406,15 @@ def _parse(path, about):
 
 @contextlib.contextmanager
 def _reading(path):
-    """Gives the prefix of a checkpoint's files, and says why they cannot be read."""
+    """A context that yields the prefix of a checkpoint's files, and explains errors."""
     try:
         for name in os.listdir(path):
-            # TensorFlow would wait for ever for who writes to a pipe.
+            # TensorFlow would wait for ever for a writer to a pipe.
             if not os.path.isfile(os.path.join(path, name)):
                 raise ValueError(f"{name} is no regular file")
         with _not_a_pattern(path) as folder:
             yield os.path.join(folder, _FILES)
-    # A short file is an IndexError; another program's has no such names.
+    # A short file is an IndexError; another program's file lacks these names.
     except (
         *(tf.errors.OpError, ValueError, IndexError, KeyError, TypeError),
         *(AttributeError, OSError, RuntimeError),
@@ -427,7 +427,7 @@ def _reading(path):
 
 @contextlib.contextmanager
 def _not_a_pattern(path):
-    """Another path to a folder, where TensorFlow's readers would not find its own."""
+    """Returns another path to a folder whose path TensorFlow takes for a pattern."""
     if not re.search(r"[][\\]", path) or not os.path.isdir(_OPENED):
         yield path
         return
@@ -443,7 +443,7 @@ def reason(error: Exception) -> str:
     line = (str(error).splitlines() or [type(error).__name__])[0]
     line = line.partition(" [Op:")[0].rpartition("}} ")[2]
     line = re.sub(rf"{_OPENED}/\d+/", "", line)
-    # Before it, the name of a file that only TensorFlow knows.
+    # The part before it is the name of a file that only TensorFlow knows.
     return line.rpartition("; ")[2]
 
 

@@ -1,1 +1,1 @@
-"""Where a run continues: in its data, and past the batches that are done."""
+"""Continues a run in its data, and past the batches that are done."""

@@ -1,22 +1,22 @@
-"""Checks that a run can go on with what `fit` is given, and says what has changed."""
+"""Checks that a run can go on with the arguments of `fit`, and reports changes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from towers.lifecycle.checkpoints.store import Position
 from towers.lifecycle.continuing import data_position
-from towers.lifecycle.continuing.skip_batches import ResumeError, too_few
+from towers.lifecycle.continuing.data_position import ResumeError, too_few
 from towers.model.fit_call import FitCall
 from towers.program import words
 from towers.program.voice import say
 
 
 class OtherDataError(ResumeError):
-    """A run goes on in the middle of an epoch, and the data are others.
+    """A run goes on in the middle of an epoch with different data.
 
     Attributes:
-        run: What to call the run.
-        changes: By name, what data were and what they are, where the two differ.
+        run: The name of the run.
+        changes: For each difference, by name, the old and the new value.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class OtherDataError(ResumeError):
         changes: Mapping[str, tuple[Any, Any]],
         causes: Mapping[str, str] | None = None,
     ):
-        """Takes what has changed, and by what, if that is known."""
+        """Takes the changes, and their causes if known."""
         super().__init__(
             f"The run {run} goes on in the middle of an epoch, but the data are "
             f"others: {_listed(changes, '{}, but received {}', causes)}; "
@@ -42,18 +42,18 @@ def start(
     data: dict[str, Any],
     used: bool,
 ) -> data_position.Start:
-    """Returns how to go on with the data; says what has changed in them.
+    """Returns how to go on with the data; reports changes in them.
 
     Args:
-        run: What to call the run.
-        about: What its checkpoint says of itself.
-        position: Where it goes on.
+        run: The name of the run.
+        about: The description of its checkpoint.
+        position: The position at which it goes on.
         call: The call of `fit`.
-        data: What is known to decide which records a batch has.
+        data: The known facts that decide which records a batch has.
         used: Whether an earlier `fit` has trained on the same object.
 
     Raises:
-        ResumeError: The run cannot go on with such data.
+        ResumeError: The run cannot go on with these data.
     """
     changes, steps = _changes(about, data), data["steps_per_epoch"]
     check_classes(run, *changes.pop("classes", (None, None)))
@@ -81,19 +81,19 @@ def start(
 
 
 def _changes(about, data):
-    """By name, what data were and what they are, where the two differ."""
+    """Returns, by name, the old and the new value of facts that differ."""
     size = about.get("batch_size")
     before = about.get("data", {} if size is None else {"batch size": size}) or {}
     names = before.keys() & data.keys()
     if "data" in about:
-        # Foreign data have none.
+        # Foreign data have no such name.
         names |= {"dataset"} & (before.keys() | data.keys())
     return _differences({n: before.get(n) for n in names}, data)
 
 
 def _differences(then, now):
     both = {name: (then.get(name), now.get(name)) for name in sorted(then)}
-    return {name: each for name, each in both.items() if each[0] != each[1]}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def _say_validation_differs(run, then, now):
@@ -106,7 +106,7 @@ def _say_validation_differs(run, then, now):
 
 
 def say_goes_back(path: str) -> None:
-    """Says that a run goes back to a checkpoint, for want of a host."""
+    """Reports that a run goes back to a checkpoint, because a host is gone."""
     say(
         f"Note: A host has gone with its part of the variables; the run goes back to "
         f"{path}."
@@ -119,18 +119,21 @@ def check_classes(
     """Checks that data have the classes that a run has been trained on.
 
     Args:
-        run: What to call it.
+        run: The name of the run.
         before: The names of the classes then, or their number; `None` if unknown.
-        now: The same of the data it is to go on with.
-        nouns: What one and several of them are called.
+        now: The same for the data that the run goes on with.
+        nouns: The words for one class and for several.
 
     Raises:
-        ResumeError: They are others.
+        ResumeError: The classes differ.
     """
     one, several = nouns
     if before is None or now is None or before == now:
         return
-    numbers = [each if isinstance(each, int) else len(each) for each in (before, now)]
+    numbers = [
+        classes if isinstance(classes, int) else len(classes)
+        for classes in (before, now)
+    ]
     if numbers[0] != numbers[1]:
         had = words.count(numbers[0], one, several)
         different = f"{had}, but received data with {numbers[1]}"
@@ -151,7 +154,7 @@ def check_classes(
 
 def _listed(changes, text, causes=None):
     return "; ".join(
-        f"{name} {text.format(*('unknown' if each is None else each for each in both))}"
+        f"{name} {text.format(*('unknown' if fact is None else fact for fact in both))}"
         + (f" (by {causes[name]})" if causes and name in causes else "")
         for name, both in changes.items()
     )

@@ -1,6 +1,6 @@
 """The first call of training: it tries ways to update, and falls back from what fails.
 
-Both need the batches of that call more than once; see `replayable.py`.
+Both need the batches of that call more than once; see `ReplayableBatches`.
 """
 
 import contextlib
@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.layers import variables
-from towers.model.replayable import ReplayableBatches
 from towers.model.update import auto
 from towers.model.update.auto import Choice
-from towers.model.update.variable_update import VariableUpdate
+from towers.model.update.variable_update import ReplayableBatches, VariableUpdate
 from towers.program import words
 from towers.program.voice import say
 

@@ -7,12 +7,10 @@ import keras
 from towers.collectives.world import World
 from towers.devices.names import HOST, is_gpu, resolve
 from towers.hosts import group
-from towers.keras_adapter.models import already
+from towers.keras_adapter.models import already, before_training
 from towers.layers import tables, variables
 from towers.layers.pipeline import LayerPlacement, Pipeline
-from towers.model.config import Config
-from towers.model.options import CPU, GPU, Replicated, Sharded
-from towers.model.update.layout import Layout
+from towers.model.options import CPU, GPU, Config, Layout, Replicated, Sharded
 from towers.plan import Plan
 from towers.program.features import feature
 
@@ -110,27 +108,31 @@ def place(model: keras.Model, plan: Plan, config: Config, copied: bool) -> None:
         config: What was asked for.
         copied: Whether each tower has a copy.
     """
-    slots = ()
-    if copied and config.shards_state:
-        # Their owners will have them.
-        slots = feature("collectives.optimizer_shards").slot_ids(model)
-
-    def home_of(variable):
-        return None if id(variable) in slots else plan.home_of(variable)
-
     way = config.tables
-    if way == "none":
-        tables.bring_home(model, home_of)
-    elif model.built:
+    if way != "none" or config.divides_parameters:
+        # Keras's own loop knows whole variables only.
+        before_training(model, lambda: tables.bring_home(model, plan.home_of))
+    bring_home(model, plan, config)
+    if way != "none" and model.built:
         divided = ()
         # Hosts that come and go may have to read a checkpoint before.
         if plan.hosts.count > 1 and group.member() is None:
             # Before all else moves, as a table may not fit there.
             divided = feature("collectives.spread.tables").divide(model, plan, way)
         places = plan.places_of(copied)
-        placed = tables.layout(model, plan.all_devices, way, places, apart=divided)
-        tables.put(placed, None)
-    variables.move(model, home_of)
+        placed = tables.layout(model, plan.table_devices, way, places, apart=divided)
+        with variables.replacing(model):
+            tables.put(placed, None)
+    variables.move(model, plan.home_of)
+
+
+def bring_home(model: keras.Model, plan: Plan, config: Config) -> None:
+    """Joins what lies in parts, if towers are to have whole variables.
+
+    Another model of towers, of the same variables, may have cut them.
+    """
+    if config.tables == "none" and not config.divides_parameters:
+        tables.bring_home(model, plan.home_of)
 
 
 def _present_home(model, first):

@@ -8,7 +8,7 @@ given room again.
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -23,7 +23,7 @@ from towers.collectives import batch
 from towers.collectives.world import World, this_host
 from towers.devices.names import HOST, is_gpu
 from towers.hosts import group
-from towers.hosts.membership import Membership
+from towers.hosts.group import Membership
 from towers.keras_adapter.models import already, compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.keras_adapter.variables import (
@@ -33,20 +33,73 @@ from towers.keras_adapter.variables import (
     value_behind,
 )
 from towers.layers import variables
-from towers.loop import alike
-from towers.model.config import Config
-from towers.model.options import Asynchronous, Auto, Replicated, Sharded
-from towers.model.replayable import ReplayableBatches
+from towers.loop import alike, loop
+from towers.model.options import Asynchronous, Auto, Config, Layout, Replicated, Sharded
 from towers.model.update import auto, placing
 from towers.model.update.auto import Choice
-from towers.model.update.layout import Layout
-from towers.model.update.xla_wish import XlaWish
 from towers.program.features import feature
+from towers.program.python_calls import until_exit
 from towers.tower.errors import explained_leaks
 from towers.tower.preprocess import Preprocess
 
 # Layouts whose graphs are kept, beside the one in use.
 _MOST_KEPT = 8
+
+
+class ReplayableBatches:
+    """The batches of one call of training, which is handed an iterator, read once.
+
+    They are taken out of it. What reads them instead loses nothing of the data.
+
+    Attributes:
+        first: The first of them.
+    """
+
+    def __init__(self, iterator: Iterator, steps: int):
+        """Takes `steps` batches from an iterator, or fewer at the end of the data.
+
+        Raises:
+            StopIteration: If there is none left.
+        """
+        waiting = loop.taken(iterator, steps)
+        more = itertools.islice(iterator, steps - len(waiting))
+        self._batches = [*waiting, *more]
+        if not self._batches:
+            raise StopIteration
+        self._spec = getattr(iterator, "element_spec", None)
+        self.first = loop.without_optionals(self._batches[0])
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def read(self, repeat: bool = False) -> Iterator:
+        """Returns an iterator over them, of the kind that they came from.
+
+        With `repeat`, it begins again after the last, for ever.
+        """
+        if self._spec is not None:
+            data = tf.data.Dataset.range(len(self)).map(self._batch)
+            # From memory, a batch costs next to nothing.
+            return iter(data.cache().repeat() if repeat else data)
+        return itertools.cycle(self._batches) if repeat else iter(self._batches)
+
+    @tf.autograph.experimental.do_not_convert
+    def _batch(self, index):
+        """A batch as an element of a data set, of the type that it came from.
+
+        Not by `Dataset.from_generator`; `input_pipeline/pipeline/epochs.py` says why.
+        """
+
+        @until_exit
+        def components(index):
+            return loop.flat(self._batches[int(index)])
+
+        specs = tf.nest.flatten(self._spec, expand_composites=True)
+        dtypes = [spec.dtype for spec in specs]
+        tensors = tf.py_function(components, [index], dtypes)
+        for tensor, spec in zip(tensors, specs, strict=True):
+            tensor.set_shape(spec.shape)
+        return tf.nest.pack_sequence_as(self._spec, tensors, expand_composites=True)
 
 
 class VariableUpdate:
@@ -125,8 +178,9 @@ class VariableUpdate:
         self.chosen = not _may_choose(self.told, self.layout)
         self._kept.clear()
         self._kept_places.clear()
+        placing.bring_home(self.model, self.builder.plan, self.config)
         # A step count, a learning rate and means were created where the user was.
-        variables.move(self.model, self.builder.pieces.copies.home_of)
+        variables.move(self.model, self.builder.plan.home_of)
         return True
 
     def expect_change(self) -> None:
@@ -455,4 +509,44 @@ def _differ(before, now):
 
 def _copies(builder):
     """The variables that take memory on devices only while these compute."""
-    return itertools.chain(*builder.pieces.copies.of_towers())
+    return builder.pieces.store.copies()
+
+
+# What the user wants of XLA.
+
+
+class XlaWish:
+    """What `compile` was told of XLA, by the argument `jit_compile`."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        # What was told, and what shows whether that was the last time.
+        self._told = self._config = None
+
+    def tell(self, jit_compile: Any) -> None:
+        """Is told the wish, when the model has been compiled with it."""
+        self._told, self._config = jit_compile, compile_config(self._model)
+
+    def wanted(self, say: Callable[[Sequence[str]], None]) -> bool | None:
+        """Tells whether XLA is to compile towers and update; `None`: what is faster.
+
+        Keras's own "auto" turns it on as soon as there is a GPU. Towers would be
+        compiled for each device and each size of a local batch, so here it is tried.
+        """
+        model, told = self._model, self._told
+        wanted = model.compiled and model.jit_compile
+        if self._config is not compile_config(model):
+            # Compiled without us: Keras keeps only what it has made of the wish.
+            told = wanted
+            if wanted and tf.config.list_physical_devices("GPU"):
+                told = "auto"
+                line = (
+                    f"Model '{model.name}' was compiled before multi_gpu_model() got "
+                    "it, and Keras turns XLA on by itself where there is a GPU, so "
+                    "the towers go without; if XLA is wanted, compile what "
+                    "multi_gpu_model() returns, with jit_compile=True."
+                )
+                say([line])
+        if told is None or told == "auto":
+            return None
+        return bool(told and wanted)

@@ -1,1 +1,1 @@
-"""What a run is bound by."""
+"""Finds the bottleneck of a run."""

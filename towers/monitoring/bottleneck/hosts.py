@@ -1,15 +1,15 @@
-"""Says which of several hosts holds up the others, why, and what adding costs."""
+"""Reports which of several hosts holds up the others, why, and the cost of adding."""
 
 from collections.abc import Sequence
 
 from towers.loop.host_times import HostTimes, HostTotals
 from towers.program import words
 
-# Of a step: who is so much later than the others holds them up.
+# As a fraction of a step: a host that is this much later holds up the others.
 _LATE = 0.05
-# Of the time that any host is late: below, they are so in turn.
+# As a fraction of the time that any host is late: below, hosts are late in turn.
 _MOSTLY = 0.6
-# What makes a host late, in words; parts of `HostTotals`.
+# For each part of `HostTotals`, what a late host does.
 _WHY = {
     "input_s": "waits for input",
     "copy_s": "copies to its towers",
@@ -27,38 +27,38 @@ _TAGS = {
 
 
 def sentence(times: HostTimes, hosts: Sequence[HostTotals]) -> str | None:
-    """Says who holds up the others, and what adding over hosts costs.
+    """Reports which host holds up the others, and what adding over hosts costs.
 
     Args:
-        times: Those of a builder.
-        hosts: What they have told of some steps; none of them, `None` is returned.
+        times: The `HostTimes` of a builder.
+        hosts: The totals of each host over some steps; without any, returns `None`.
     """
-    if not hosts or not min(each.steps for each in hosts):
+    if not hosts or not min(host.steps for host in hosts):
         return None
     step_ms = max(map(_step_ms, hosts))
-    late = [_ms(each, "late_s") for each in hosts]
+    late = [_ms(host, "late_s") for host in hosts]
     latest = max(range(len(hosts)), key=late.__getitem__)
     if sum(late) < _LATE * step_ms:
-        said = f"none holds up the others in a step of {step_ms:,.1f} ms"
+        clause = f"none holds up the others in a step of {step_ms:,.1f} ms"
     elif late[latest] < _MOSTLY * sum(late):
-        said = (
+        clause = (
             f"each holds up the others in turn, for {sum(late):,.1f} ms of a step of "
             f"{step_ms:,.1f}"
         )
     else:
-        said = (
+        clause = (
             f"{times.names[latest]} holds up the others for {late[latest]:,.1f} ms of "
             f"a step of {step_ms:,.1f}: {_why(hosts, latest)}"
         )
-    return f"hosts: {said}; {_of_network(times, hosts)}"
+    return f"hosts: {clause}; {_of_network(times, hosts)}"
 
 
 def _why(hosts, latest):
-    """What a host does for longer than the others, and how much longer."""
+    """Explains what a host does for longer than the others, and by how much."""
 
     def others_ms(part):
-        found = [_ms(each, part) for k, each in enumerate(hosts) if k != latest]
-        return sum(found) / len(found)
+        times_ms = [_ms(host, part) for k, host in enumerate(hosts) if k != latest]
+        return sum(times_ms) / len(times_ms)
 
     longer = {part: _ms(hosts[latest], part) - others_ms(part) for part in _WHY}
     part = max(longer, key=longer.__getitem__)
@@ -81,43 +81,43 @@ def _of_network(times, hosts):
 def lines(
     times: HostTimes, hosts: Sequence[HostTotals], rate: float | None
 ) -> list[str]:
-    """Says what each host does, a line each.
+    """Describes what each host does, in a line each.
 
     Args:
-        times: Those of a builder.
-        hosts: What they have told.
-        rate: Examples per second in all, if it is known.
+        times: The `HostTimes` of a builder.
+        hosts: The totals of each host.
+        rate: Examples per second of all hosts, if known.
     """
-    found = []
-    for name, each in zip(times.names, hosts, strict=True):
-        if not each.steps:
+    texts = []
+    for name, host in zip(times.names, hosts, strict=True):
+        if not host.steps:
             continue
-        said = []
+        parts = []
         if rate is not None:
-            said.append(f"examples/sec: {rate * each.share / each.steps:,.1f}")
-        waits = _ms(each, "sum_s") - _ms(each, "network_s")
-        said.append(f"waits for others {waits:,.1f} ms of a step")
-        said += [f"{why} {_ms(each, part):,.1f}" for part, why in _WHY.items()]
-        found.append(f"{name}: {', '.join(said)}")
-    return found
+            parts.append(f"examples/sec: {rate * host.share / host.steps:,.1f}")
+        waits = _ms(host, "sum_s") - _ms(host, "network_s")
+        parts.append(f"waits for others {waits:,.1f} ms of a step")
+        parts += [f"{why} {_ms(host, part):,.1f}" for part, why in _WHY.items()]
+        texts.append(f"{name}: {', '.join(parts)}")
+    return texts
 
 
 def scalars(times: HostTimes, hosts: Sequence[HostTotals]) -> dict[str, float]:
-    """Returns what hosts do in a step, by tag, for TensorBoard."""
-    found = {}
-    if not hosts or not min(each.steps for each in hosts):
-        return found
-    for k, each in enumerate(hosts):
+    """Returns the times of hosts in a step, by tag, for TensorBoard."""
+    values = {}
+    if not hosts or not min(host.steps for host in hosts):
+        return values
+    for k, host in enumerate(hosts):
         for tag, part in _TAGS.items():
-            found[f"step_ms/host_{k}/{tag}"] = _ms(each, part)
-        waits = _ms(each, "sum_s") - _ms(each, "network_s")
-        found[f"step_ms/host_{k}/waits_for_others"] = waits
-        found[f"step_ms/host_{k}/holds_up_others"] = _ms(each, "late_s")
+            values[f"step_ms/host_{k}/{tag}"] = _ms(host, part)
+        waits = _ms(host, "sum_s") - _ms(host, "network_s")
+        values[f"step_ms/host_{k}/waits_for_others"] = waits
+        values[f"step_ms/host_{k}/holds_up_others"] = _ms(host, "late_s")
     network_ms = _ms(hosts[0], "network_s")
-    found["hosts/latency_ms"] = 1000 * times.latency_s
+    values["hosts/latency_ms"] = 1000 * times.latency_s
     if network_ms:
-        found["hosts/mb_per_sec"] = 1000 * times.bytes / network_ms / 2**20
-    return found
+        values["hosts/mb_per_sec"] = 1000 * times.bytes / network_ms / 2**20
+    return values
 
 
 def _ms(host, part):
@@ -125,6 +125,6 @@ def _ms(host, part):
 
 
 def _step_ms(host):
-    """A step from its batch on: between steps, there may be an evaluation."""
+    """Returns a step's time from its batch on, as an evaluation may run in between."""
     parts = [part for part in (*_WHY, "sum_s") if part != "between_s"]
     return sum(_ms(host, part) for part in parts)

@@ -1,18 +1,18 @@
-"""Says which stage of the towers is the slowest, and which layer to move."""
+"""Finds the slowest stage of the towers, and the layer to move."""
 
 from collections.abc import Sequence
 
 from towers.layers.pipeline import Pipeline, weighted
 
-# A stage that is at work longer than another by this share of the time is slower.
+# A stage is slower if it works longer than another by this fraction of the time.
 _MORE = 0.1
 
 
 def sentence(busy: Sequence[float], pipeline: Pipeline) -> str | None:
-    """Says which stage the others wait for; `None` if they are about equal.
+    """Names the stage that the others wait for; `None` if they are about equal.
 
     Args:
-        busy: The share of the time in which each stage is at work.
+        busy: The fraction of the time in which each stage is at work.
         pipeline: The stages.
     """
     if len(busy) < 2:
@@ -22,13 +22,13 @@ def sentence(busy: Sequence[float], pipeline: Pipeline) -> str | None:
     idlest = min(others, key=busy.__getitem__)
     if busy[slowest] - busy[idlest] < _MORE:
         return None
-    said = (
+    text = (
         f"stage {slowest} is the slowest: it is at work {busy[slowest]:.0%} of the "
         f"time, stage {idlest} {busy[idlest]:.0%}"
     )
     layers = pipeline.layers
     own = [x.name for x in weighted(pipeline.model) if layers.get(id(x)) == slowest]
     if len(own) < 2:
-        return said
+        return text
     layer = own[0] if idlest < slowest else own[-1]
-    return f"{said}, so try to move {layer} to stage {idlest} (placement)"
+    return f"{text}, so try to move {layer} to stage {idlest} (placement)"

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
-from towers.devices import threads
-from towers.loop import listeners
+from towers.devices import configuration
+from towers.model import fit_call
 from towers.monitoring.bottleneck import tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import bound_by, verdict
 from towers.monitoring.step_time import StepTime
@@ -18,7 +18,7 @@ from towers.program.features import feature
 _LOOK_EVERY_S = 1.0
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 @accepts_old_names
 class Starvation(StepTime):
     """Says what limits the speed of training, at intervals and at the end.
@@ -189,7 +189,7 @@ class Starvation(StepTime):
 
     def _is_crowded(self):
         """Tells whether towers may keep all the threads that copies need."""
-        return len(self.model.builder.plan.towers) >= threads.inter_op()
+        return len(self.model.builder.plan.towers) >= configuration.inter_op()
 
     def _words(self):
         """What to do about stages of a pipeline that has words of its own."""

@@ -1,8 +1,8 @@
-"""Says which stage of a tf.data pipeline is the slowest, by tf.data's own statistics.
+"""Finds the slowest stage of a tf.data pipeline, from tf.data's own statistics.
 
-tf.data counts, for each of its iterators, the elements it has made and the time that
-its threads spent in it: `tf.data.experimental.get_model_proto`. That is a tree of
-counters, with a branch for each file that is open; here it becomes a list of stages.
+For each of its iterators, tf.data counts the elements, and the time that its threads
+have spent: `tf.data.experimental.get_model_proto`. The counters form a tree, with a
+branch for each open file; this module makes a list of stages of it.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ _ASYNCHRONOUS = {
     NodeClass.ASYNC_UNKNOWN_RATIO,
 }
 
-# What does no work of its own that anybody could save.
+# These do no work that anybody could save.
 _NO_STAGES = {"root", "assert_cardinality", "options", "model", "finite_skip"}
-# Their functions make data sets.
+# The functions of these make data sets.
 _NESTED = {"flat_map", "interleave"}
 _JOINS = {"zip", "concatenate", "directed_interleave"}
 
@@ -41,14 +41,14 @@ class Stage(NamedTuple):
     """A stage of a pipeline.
 
     Attributes:
-        kind: What tf.data calls it, such as "map", "batch", "TFRecord".
-        label: What the user calls it: the `name=` of the transformation, or the name of
-            its function; "read" for where data come from; else empty.
+        kind: The name that tf.data gives it, such as "map", "batch", "TFRecord".
+        label: The name that the user gives it: the `name=` of the transformation, or
+            the name of its function; "read" for the source of the data; else empty.
         ms_per_batch: Time of one thread, for each batch that leaves the pipeline.
-        threads: How many share that work.
-        segment: Stages of one number run in the same threads, one after the other; the
-            towers themselves wait for those of segment 0.
-        ahead: Elements that it may have ready before they are asked for.
+        threads: The number of threads that share that work.
+        segment: Stages with the same number run in the same threads, one after the
+            other; the towers themselves wait for segment 0.
+        ahead: The number of elements that it may prepare before they are needed.
     """
 
     kind: str
@@ -63,12 +63,12 @@ class Stage(NamedTuple):
 
     @property
     def busy_ms(self) -> float:
-        """Time for each batch, if its threads work all the time."""
+        """Time for each batch, if all its threads work all the time."""
         return self.ms_per_batch / self.threads
 
 
-# The names of functions in a data set, from its end: of a stage whose function makes
-# data sets, those in there.
+# The names of functions in a data set, from its end; for a stage whose function makes
+# data sets, the names in these.
 Labels = Sequence["str | Labels"]
 
 
@@ -78,9 +78,9 @@ class Reading:
 
     Attributes:
         nodes: The counters of its stages, by number.
-        root: Number of the last stage.
-        dataset: What it iterates over.
-        labels: The stages' names.
+        root: The number of the last stage.
+        dataset: The data set of the iterator.
+        labels: The names of the stages.
     """
 
     nodes: Mapping[int, ModelProto.Node]
@@ -89,11 +89,11 @@ class Reading:
     labels: Labels = ()
 
     def stages(self, since: "Reading | None" = None) -> list[Stage]:
-        """The stages, the last one first.
+        """Returns the stages, the last one first.
 
         Args:
-            since: An earlier reading of the same iterator, to count only what came
-                after it.
+            since: An earlier reading of the same iterator, to count only later
+                elements.
         """
         walk = _Walk(self.nodes, since.nodes if since else {})
         return [*walk.down([self.nodes[self.root]], 1.0, iter(self.labels), 0, 1)]
@@ -103,12 +103,12 @@ def read(iterator: tf.data.Iterator, before: Reading | None = None) -> Reading |
     """Reads the counters of an iterator, which takes less than 0.1 ms.
 
     Args:
-        iterator: One of tf.data, read eagerly or in a graph.
-        before: An earlier reading; of the same data set, its labels are taken: to look
-            for them takes some milliseconds.
+        iterator: An iterator of tf.data, read eagerly or in a graph.
+        before: An earlier reading. For the same data set, its labels are used: finding
+            them takes some milliseconds.
 
     Returns:
-        The counters, or None if there are none: with tf.data's autotuning turned off.
+        The counters, or None if there are none, as tf.data's autotuning is turned off.
     """
     try:
         proto = tf.data.experimental.get_model_proto(iterator)
@@ -125,7 +125,7 @@ def read(iterator: tf.data.Iterator, before: Reading | None = None) -> Reading |
 
 
 def slowest(stages: Sequence[Stage]) -> Stage | None:
-    """The stage that a batch takes most time in, of the segment that sets the pace."""
+    """Returns the stage in which a batch takes longest, in the slowest segment."""
     segment = max(stages, key=lambda stage: _segment_ms(stages, stage), default=None)
     if segment is None:
         return None
@@ -134,7 +134,7 @@ def slowest(stages: Sequence[Stage]) -> Stage | None:
 
 
 def pace_ms(stages: Sequence[Stage]) -> float:
-    """Milliseconds a batch takes, if towers never wait for anything else."""
+    """Returns the time of a batch in milliseconds if towers wait for nothing else."""
     return max((_segment_ms(stages, stage) for stage in stages), default=0.0)
 
 
@@ -143,7 +143,7 @@ def _segment_ms(stages, of):
 
 
 class _Walk:
-    """Goes over a tree of counters, from the last stage to where data come from."""
+    """Walks down a tree of counters, from the last stage to the source of the data."""
 
     def __init__(self, nodes: Mapping[int, Any], before: Mapping[int, Any]):
         self._nodes, self._before = nodes, before
@@ -152,14 +152,14 @@ class _Walk:
     def down(
         self, nodes: Sequence[Any], per_batch: float, labels: Iterator, segment, threads
     ) -> Iterable[Stage]:
-        """The stage that some nodes are, and those before it.
+        """Yields the stage of some nodes, and the stages before it.
 
         Args:
-            nodes: The same stage, in each branch of a stage behind it.
-            per_batch: Elements it makes for each batch.
-            labels: The names of this stage and those before it.
-            segment: The number of the segment that asks for its elements.
-            threads: Of that segment.
+            nodes: The same stage, in each branch of the stage after it.
+            per_batch: The number of elements that it makes for each batch.
+            labels: The names of this stage and of the stages before it.
+            segment: The number of the segment that requests its elements.
+            threads: The threads of that segment.
         """
         first, kind = nodes[0], _kind(nodes[0].name)
         label = inner = ""
@@ -176,7 +176,7 @@ class _Walk:
             segment, threads = next(self._segments), _parallelism(nodes)
             below = segment, threads
             if kind == "map":
-                # Its function runs in many threads, and one feeds them.
+                # Its function runs in many threads, and one thread feeds them.
                 below = next(self._segments), 1
         if kind not in _NO_STAGES:
             ms = self._ms_per_element(nodes) * per_batch
@@ -187,11 +187,11 @@ class _Walk:
             yield from self.down(branch, elements, names, *below)
 
     def _branches(self, nodes, kind):
-        """The nodes before some: what comes from a nested data set, then the inputs."""
+        """Yields the branches before some nodes: nested data sets, then inputs."""
         inputs = [[self._nodes[i] for i in node.inputs] for node in nodes]
         if kind in _NESTED:
-            nested = [each for some in inputs for each in some[1:]]
-            # With most elements first: the others may just have been opened.
+            nested = [node for some in inputs for node in some[1:]]
+            # Most elements first: the other data sets may just have been opened.
             nested.sort(key=lambda node: -node.num_elements)
             if nested:
                 yield nested, True
@@ -200,7 +200,7 @@ class _Walk:
             yield [node for node in branch if node is not None], False
 
     def _ratio(self, nodes, branch, nested):
-        """Elements of a branch for one of these nodes'."""
+        """Returns the elements of a branch for each element of these nodes."""
         if nested:
             return 1.0
         if nodes[0].ratio > 0:
@@ -225,10 +225,10 @@ def _elements(node):
 
 
 def _kind(name):
-    """Returns tf.data's word for a class.
+    """Returns tf.data's name for a class.
 
-    'ParallelMapV2' and '_MapDataset' are "map", as is 'MapAndBatch', which
-    TensorFlow makes of a map and a batch.
+    'ParallelMapV2' and '_MapDataset' are "map", as is 'MapAndBatch', which TensorFlow
+    makes of a map and a batch.
     """
     name = re.sub(r"^_?(Parallel)?|AndBatch|Dataset|V\d+$", "", name)
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
@@ -255,43 +255,43 @@ def _next(labels, type_):
     return label if isinstance(label, type_) else type_()
 
 
-# Names. tf.data's counters have none, so they are looked for in the data set itself.
+# Names. tf.data's counters have none, so the data set itself is searched.
 
 
 def _labels(dataset: tf.data.Dataset | None) -> Labels:
     try:
         return _labels_from(dataset)
     except (AttributeError, tf.errors.NotFoundError):
-        # A data set of some other making; a name is not worth a run.
+        # A data set of an unknown kind; a name is not worth failing a run.
         return []
 
 
 def _labels_from(dataset):
-    found = []
+    labels = []
     while dataset is not None:
         functions, inputs = functions_of(dataset), inputs_of(dataset)
         if len(functions) == 1:
             function = functions[0].function.name.decode()
             metadata = metadata_of(dataset)
-            found += _labels_of(_kind(type(dataset).__name__), metadata, function)
+            labels += _labels_of(_kind(type(dataset).__name__), metadata, function)
         dataset = inputs[0] if len(inputs) == 1 else None
-    return found
+    return labels
 
 
 def _inner_labels(function: str) -> Labels:
-    """Those of the data set that a function makes."""
-    found = []
+    """Returns the labels of the data set that a function makes."""
+    labels = []
     for op in reversed(function_definition(function).node_def):
         kind = _kind(op.op)
         if kind in _JOINS:
             break
         metadata = Metadata.FromString(op.attr["metadata"].s)
-        found += _labels_of(kind, metadata, op.attr["f"].func.name)
-    return found
+        labels += _labels_of(kind, metadata, op.attr["f"].func.name)
+    return labels
 
 
 def _labels_of(kind, metadata, function):
-    """What one transformation adds to a list of labels."""
+    """Returns the labels that one transformation adds."""
     if kind in _NESTED:
         return [_inner_labels(function)]
     if kind != "map" or _does_nothing(function):
@@ -303,7 +303,7 @@ def _labels_of(kind, metadata, function):
 
 
 def _does_nothing(function):
-    # Such as that in front of `unbatch`; TensorFlow leaves it out.
+    # For example, the map in front of `unbatch`, which TensorFlow leaves out.
     body = function_definition(function)
     arguments, results = body.signature.input_arg, body.signature.output_arg
     same = {op.op for op in body.node_def} <= {"Identity", "NoOp"}

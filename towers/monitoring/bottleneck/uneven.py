@@ -1,4 +1,4 @@
-"""Finds which tower is slow, and which parts of a batch would let all end together."""
+"""Finds the slow tower, and the split ratios that would let all end together."""
 
 import math
 import operator
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from towers.machine import limits
 
-# A tower is slow if it needs so much longer than the mean of all.
+# A tower is slow if it takes this much longer than the mean of all.
 _SLOW = 1.15
 
-# A tower's part is rounded to so many parts of the batch, all together.
+# The split ratios add up to at most this.
 _MOST_PARTS = 24
-# Simple ratios win if the step with them is at most so much longer.
+# Simple ratios win if their step takes at most this much longer.
 _AS_GOOD = 1.01
 
 
 def comparable(towers: int, on_gpus: bool) -> bool:
-    """Tells whether the times of towers are their own.
+    """Tells whether the measured times of towers are really their own.
 
-    Logical CPUs that are more than the cores take turns there, so that the times say
-    which was last, not which is slow.
+    If there are more logical CPUs than cores, they take turns, and the times tell which
+    was last, not which is slow.
 
     Args:
-        towers: How many there are on this host.
+        towers: The number of towers on this host.
         on_gpus: Whether they are on GPUs.
     """
     return on_gpus or towers <= limits.cpu_count()
@@ -55,13 +55,13 @@ def better_ratios(
 
     Args:
         towers_ms: Milliseconds of a step in which each tower computes.
-        split_ratios: The parts of a batch that the towers have had meanwhile.
-        most: The largest part of a batch that each tower has memory for, 0 to 1 or
-            more; by default the whole one.
+        split_ratios: The split ratios during the measurement.
+        most: The largest fraction of a batch that each tower has memory for, 0 to 1 or
+            more; by default the whole batch.
 
     Returns:
-        Positive integers without a common divisor, at most 24 together unless there
-        are more towers than that. The present ones, if no others have room.
+        Positive integers without a common divisor, which add up to at most 24 unless
+        there are more towers than that. The present ones, if no others have room.
     """
     speeds = [
         ratio / max(ms, 1e-9) for ratio, ms in zip(split_ratios, towers_ms, strict=True)
@@ -87,12 +87,12 @@ def simplest(ratios: Sequence[int]) -> tuple[int, ...]:
 def step_with(
     towers_ms: Sequence[float], split_ratios: Sequence[int], others: Sequence[int]
 ) -> float:
-    """Returns how long the slowest tower would take with other ratios, to what it does.
+    """Returns the slowest tower's time with other ratios, relative to its time now.
 
     Args:
         towers_ms: Milliseconds of a step in which each tower computes.
-        split_ratios: The parts of a batch that the towers have had meanwhile.
-        others: The parts that they would have.
+        split_ratios: The split ratios during the measurement.
+        others: The other split ratios.
     """
     part, other = sum(split_ratios), sum(others)
     each_ms = [
@@ -103,32 +103,32 @@ def step_with(
 
 
 def sentence(towers_ms: Sequence[float], split_ratios: Sequence[int]) -> str:
-    """Says which tower is slow, and what to do; empty if none is.
+    """Names the slow tower, and gives advice; empty if no tower is slow.
 
     Args:
         towers_ms: Milliseconds of a step in which each tower computes.
-        split_ratios: The parts of a batch that the towers have had meanwhile.
+        split_ratios: The split ratios during the measurement.
     """
     slow = slowest(towers_ms)
     if slow is None:
         return ""
     others_ms = [ms for index, ms in enumerate(towers_ms) if index != slow]
     mean_ms = sum(others_ms) / len(others_ms)
-    said = f"tower {slow} is slowest: {towers_ms[slow]:.1f} ms, others {mean_ms:.1f} ms"
+    text = f"tower {slow} is slowest: {towers_ms[slow]:.1f} ms, others {mean_ms:.1f} ms"
     ratios = better_ratios(towers_ms, split_ratios)
     if ratios == tuple(split_ratios):
-        return said
-    return f"{said}; try --split_ratios={','.join(map(str, ratios))}"
+        return text
+    return f"{text}; try --split_ratios={','.join(map(str, ratios))}"
 
 
 def _divide(parts, speeds, most):
-    """Divides so many parts in proportion to the speeds, at least one for each.
+    """Divides `parts` in proportion to the speeds, at least one for each tower.
 
-    No tower gets more than its `most`; `None` if that cannot be.
+    No tower gets more than its `most`; returns `None` if that is impossible.
     """
     ratios = [1] * len(speeds)
     for _ in range(parts - len(speeds)):
-        # The one that would be done first with another part gets it.
+        # The next part goes to the tower that would be done first with it.
         times = [
             (ratio + 1) / speed if ratio + 1 <= limit else math.inf
             for ratio, speed, limit in zip(ratios, speeds, most, strict=True)
@@ -140,6 +140,6 @@ def _divide(parts, speeds, most):
 
 
 def _time(ratios, speeds):
-    """The time of the slowest, for a whole batch."""
-    each = [ratio / speed for ratio, speed in zip(ratios, speeds, strict=True)]
-    return max(each) / sum(ratios)
+    """Returns the time of the slowest tower for a whole batch."""
+    times = [ratio / speed for ratio, speed in zip(ratios, speeds, strict=True)]
+    return max(times) / sum(ratios)

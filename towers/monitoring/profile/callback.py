@@ -3,22 +3,30 @@
 import contextlib
 import glob
 import os
+import re
 
 import keras
 import tensorflow as tf
 
+from towers.keras_adapter.runtime import XSpace
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoints.store import reason
-from towers.loop import listeners
+from towers.model import fit_call
 from towers.model.fit_call import FitCall, if_broken_off
-from towers.monitoring.profile.trace import add_towers
+from towers.program import whole_file
 from towers.program.voice import say
 
-# A trace is kept in memory until it is written, and read by the plugin as a whole.
+# A trace is kept in memory until it is written, and the plugin reads it as a whole.
 MOST_STEPS = 200
+# Planes of such names are shown besides those of the devices.
+_PLANE = "/device:CUSTOM:towers"
+# The name of an operation, of its type behind the colon.
+_OPERATION = re.compile(r"(?:preprocess/)?(tower_\d+)(?:_\d+)*/(.*):")
+# Left behind where TensorFlow copied a function into the graph.
+_CALLS = re.compile(r"(?<![^/])(?:(?:Stateful)?PartitionedCall|cond|then|_\d+)/")
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 class Profile(keras.callbacks.Callback):
     """Records a profile of some steps, for TensorBoard's profile plugin.
 
@@ -27,8 +35,8 @@ class Profile(keras.callbacks.Callback):
     directory. After the last recorded step, the callback costs nothing. If recording
     fails, it says so, and `fit` goes on.
 
-    Put it first in the list of callbacks, because what they do after a batch is not
-    part of the step.
+    Put it first in the list of callbacks, because the work of callbacks after a batch
+    is not part of the step.
     """
 
     def __init__(self, log_dir: str, first_step: int, last_step: int):
@@ -66,7 +74,7 @@ class Profile(keras.callbacks.Callback):
             if self._done + 1 >= self._first_step:
                 self._start()
         if self._state == "recording":
-            # By this mark, the plugin knows steps from one another.
+            # With this mark, the plugin tells steps apart.
             self._step = tf.profiler.experimental.Trace(
                 "train", step_num=self._done + 1, _r=1
             )
@@ -94,7 +102,7 @@ class Profile(keras.callbacks.Callback):
             )
 
     def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
-        """Also ends the trace where an exception ends `fit`."""
+        """A context that ends the trace if an exception ends `fit`."""
         return if_broken_off(self._break_off)
 
     def _break_off(self):
@@ -111,7 +119,7 @@ class Profile(keras.callbacks.Callback):
         self._done, self._calls = steps_done(self.model), 0
 
     def _may_be_next(self):
-        """Tells whether it is time to look: a look waits for the device."""
+        """Tells whether the first step may be next: knowing it waits for the device."""
         builder = getattr(self.model, "builder", None)
         # Asynchronous towers make a step each.
         towers = len(builder.plan.towers) if builder else 1
@@ -144,7 +152,7 @@ class Profile(keras.callbacks.Callback):
         except (OSError, tf.errors.OpError) as error:
             say(f"The trace could not be written: {reason(error).rstrip('.')}.")
             return False
-        # A whole trace without such rows is worth more than an exception.
+        # A whole trace without rows for towers is worth more than an exception.
         try:
             for path, _ in new:
                 add_towers(path)
@@ -153,9 +161,60 @@ class Profile(keras.callbacks.Callback):
         return True
 
     def _traces(self):
-        # With their times, as two within a second have the same name.
-        found = glob.glob(os.path.join(glob.escape(self._folder()), "*/*.pb"))
-        return {(path, os.path.getmtime(path)) for path in found}
+        # With their times, as two traces within a second have the same name.
+        paths = glob.glob(os.path.join(glob.escape(self._folder()), "*/*.pb"))
+        return {(path, os.path.getmtime(path)) for path in paths}
 
     def _folder(self):
         return os.path.join(self._log_dir, "plugins/profile")
+
+
+# Gives each tower rows of its own in a trace that TensorFlow's profiler has written.
+#
+# TensorFlow sorts what it records by thread, and each thread works for all towers.
+
+
+def add_towers(path: str) -> None:
+    """Adds rows for the towers: for each a row for each thread that worked for it.
+
+    Args:
+        path: An `xplane.pb` file.
+    """
+    with open(path, "rb") as file:
+        space = XSpace.FromString(file.read())
+    found = {}
+    for plane in space.planes:
+        names = {
+            key: _OPERATION.match(each.name)
+            for key, each in plane.event_metadata.items()
+        }
+        for line in plane.lines:
+            for event in line.events:
+                if (name := names[event.metadata_id]) is not None:
+                    row = found.setdefault((name[1], line.id), (line, []))
+                    row[1].append((_CALLS.sub("", name[2]), event))
+    _add_plane(space, found)
+    # Beside it, so that what the profiler has written outlives a full disk.
+    with whole_file.opened(path, "wb") as file:
+        file.write(space.SerializeToString())
+
+
+def _add_plane(space, rows):
+    plane = space.planes.add(name=_PLANE, id=1 + max(p.id for p in space.planes))
+    keys = {}
+    for number, ((tower, _), (line, events)) in enumerate(
+        sorted(rows.items(), key=lambda item: item[0]), start=1
+    ):
+        row = plane.lines.add(
+            id=number, name=tower, display_name=tower, timestamp_ns=line.timestamp_ns
+        )
+        for name, event in events:
+            key = keys.setdefault(name, 1 + len(keys))
+            row.events.add(
+                metadata_id=key,
+                offset_ps=event.offset_ps,
+                duration_ps=event.duration_ps,
+            )
+    for name, key in keys.items():
+        plane.event_metadata[key].id = key
+        plane.event_metadata[key].name = name

@@ -1,1 +1,1 @@
-"""What a run waits for, if it stands still."""
+"""Reports what a stalled run waits for."""

@@ -6,6 +6,7 @@ is given something to compute, and the input is read once more, stage by stage.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -13,19 +14,19 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
 from towers.hosts import group
 from towers.keras_adapter.models import batches_done, builds_graph, called_callback
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.run_state import SaveFirst
-from towers.loop import listeners
+from towers.model import fit_call
 from towers.model.fit_call import FitCall
-from towers.monitoring.stall import questions
 from towers.program.features import feature
 from towers.program.voice import say, warn
 
@@ -33,7 +34,7 @@ STALLED = 4
 """The exit code of a process that a stall has ended."""
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 @accepts_old_names
 class Stall(keras.callbacks.Callback):
     """Says on stderr what the run waits for, if no batch ends for a while.
@@ -238,10 +239,8 @@ class Stall(keras.callbacks.Callback):
             hosts = feature("monitoring.stall.hosts")
             if found := hosts.waited_for(self._patience_s):
                 return found
-        computes = {
-            each: functools.partial(questions.compute, each) for each in self._devices
-        }
-        faults = questions.ask(computes, self._patience_s)
+        computes = {each: functools.partial(compute, each) for each in self._devices}
+        faults = ask(computes, self._patience_s)
         if faults:
             return " and ".join(
                 f"the device {name}, which {fault}" for name, fault in faults.items()
@@ -251,7 +250,7 @@ class Stall(keras.callbacks.Callback):
         pipeline = getattr(data, "pipeline", None)
         if pipeline is None:
             reason = "the input or the computation"
-        elif fault := questions.ask_input(pipeline, self._patience_s):
+        elif fault := ask_input(pipeline, self._patience_s):
             return f"the input, whose {fault}"
         else:
             reason = "a record further on in the input, or the computation itself"
@@ -270,7 +269,7 @@ class Stall(keras.callbacks.Callback):
         # progress bar's line is ended.
         end = "\n" if sys.stdout.isatty() else ""
         flush = functools.partial(print, end=end, flush=True)
-        questions.ask({"stdout": flush}, self._patience_s)
+        ask({"stdout": flush}, self._patience_s)
         self._leave(STALLED)
 
 
@@ -369,3 +368,82 @@ def _where(moment: _Moment, epochs: int | str) -> str:
 
 def _say_it_goes_on(seconds: float) -> None:
     say(f"It goes on after {seconds:.0f} s.")
+
+
+# Asks devices, and the stages of the input, for a sign of life.
+
+
+def ask(questions: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[str, str]:
+    """Asks all at once, each in a thread of its own, which waits on if need be.
+
+    Args:
+        questions: By name; each returns as soon as there is an answer.
+        limit_s: How many seconds they have.
+
+    Returns:
+        What is wrong with those that do not answer, a phrase each.
+    """
+    faults = dict.fromkeys(questions, f"gives nothing within {limit_s:g} s")
+
+    def answer(name):
+        try:
+            questions[name]()
+        except Exception as error:
+            first, *_ = str(error).splitlines() or [""]
+            faults[name] = f"fails: {type(error).__name__}: {first}"
+        else:
+            del faults[name]
+
+    threads = [
+        threading.Thread(
+            target=answer, args=(name,), name=f"towers-ask {name}", daemon=True
+        )
+        for name in questions
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(faults)
+
+
+def compute(device: str) -> None:
+    """Waits until a device has computed something."""
+    with tf.device(device):
+        # Whatever the device has to do comes first.
+        (tf.ones([]) + 1).numpy()
+
+
+def ask_input(pipeline: Any, limit_s: float) -> str | None:
+    """Reads the first of each stage; returns what is wrong with one of them.
+
+    Args:
+        pipeline: A `towers.input_pipeline.Pipeline`.
+        limit_s: How many seconds each stage has.
+    """
+    stages = []
+    # In a thread, too: a data service is called already.
+    opens = {"opening": lambda: stages.extend(_stages(pipeline))}
+    for name, fault in ask(opens, limit_s).items():
+        return f"{name} {fault}"
+    for stage, dataset in stages:
+        reads = {f"stage {stage!r}": functools.partial(_read, dataset)}
+        for name, fault in ask(reads, limit_s).items():
+            return f"{name} {fault}"
+    return None
+
+
+def _read(dataset: tf.data.Dataset) -> None:
+    next(iter(dataset), None)
+
+
+def _stages(pipeline: Any) -> list[tuple[str, tf.data.Dataset]]:
+    """The stages of an `towers.input_pipeline.Pipeline`, from the beginning."""
+    # To fill a buffer takes time, and is no fault.
+    pipeline = dataclasses.replace(pipeline, start_record=0, repeat=False, shuffle_mb=0)
+    if pipeline.data_service is not None:
+        return [("data service", pipeline.dataset())]
+    # With threads of their own, as others may be busy for ever.
+    options = pipeline.options()
+    return [(name, data.with_options(options)) for name, data in pipeline.stages()]

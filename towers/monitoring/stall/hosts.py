@@ -1,27 +1,27 @@
-"""Asks the other hosts for which one a collective waits."""
+"""Asks the other hosts which of them a collective waits for."""
 
 from towers.hosts import group
 
 
 def waited_for(limit_s: float) -> str | None:
-    """Says which host is waited for, what it does, and in which collective.
+    """Names the host that a collective waits for, and describes its work.
 
     Args:
-        limit_s: How many seconds hosts have to answer.
+        limit_s: The seconds that hosts have to answer.
 
     Returns:
         A phrase; `None` if this host is in no collective.
     """
-    mine = group.collective()
-    if mine is None:
+    own_collective = group.collective()
+    if own_collective is None:
         return None
     late = []
-    for name, told in group.ask_all(limit_s).items():
-        if told is None:
+    for name, answer in group.ask_all(limit_s).items():
+        if answer is None:
             late.append(f"{name}, which does not answer")
-        elif told[0] != mine:
-            does = f"is in the collective '{told[0]}'" if told[0] else told[1]
+        elif answer[0] != own_collective:
+            does = f"is in the collective '{answer[0]}'" if answer[0] else answer[1]
             late.append(f"{name}, which {does}")
     if late:
-        return f"{' and '.join(late)}, in the collective '{mine}'"
-    return f"the network, as all hosts are in the collective '{mine}'"
+        return f"{' and '.join(late)}, in the collective '{own_collective}'"
+    return f"the network, as all hosts are in the collective '{own_collective}'"

@@ -1,1 +1,1 @@
-"""What TensorBoard shows of a run."""
+"""Shows a run in TensorBoard."""

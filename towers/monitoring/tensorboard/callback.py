@@ -1,32 +1,148 @@
-"""Writes what a run does to TensorBoard."""
+"""Writes a run's logs to TensorBoard."""
 
 import contextlib
 import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.plugins.custom_scalar import layout_pb2, summary
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams import summary as hparams_summary
 
 from towers._deprecated import accepts_old_names
 from towers.keras_adapter import runtime
 from towers.lifecycle.checkpoints.store import reason
-from towers.loop import listeners
+from towers.model import fit_call
 from towers.model.fit_call import FitCall, if_broken_off
 from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard import pictures
 from towers.monitoring.tensorboard.graph import readable
-from towers.monitoring.tensorboard.hparams import VALIDATION, Value, hparams_summaries
-from towers.monitoring.tensorboard.layout import layout_summary
 from towers.program.voice import say
+
+# Regular expressions of the tags in each chart. They match from the beginning.
+_PAGE = {
+    "Is it learning?": {
+        "Loss": ["epoch_loss$"],
+        "Loss, by batch": ["batch_loss$"],
+        "Learning rate": ["batch_learning_rate$"],
+    },
+    "Is it fast?": {
+        "Examples per second": ["examples_per_sec$"],
+        "Examples per second, each tower": ["examples_per_sec/tower_.*"],
+        "Milliseconds of a step": ["step_ms/(input|copy|compute|reduce|python)$"],
+        "Milliseconds that each tower computes": ["step_ms/tower_.*"],
+    },
+    "Is it starved?": {
+        "Share of time waiting for input": ["waiting$"],
+        "Milliseconds of a step waiting for input": ["step_ms/input$"],
+        "Utilization of devices": ["device/.*/utilization$"],
+        "Utilization of devices: median, 10th percentile and minimum of samples": [
+            "device/.*/utilization_(median|p10|min)$"
+        ],
+        "Memory of GPUs in MB": ["device/gpu.*_mb$"],
+        "Memory of the process in MB": ["device/cpu.*_mb$"],
+    },
+}
+
+# Of several hosts.
+_OF_HOSTS = {
+    "Do hosts wait for one another?": {
+        "Milliseconds of a step that each host waits for others": [
+            "step_ms/host_.*/waits_for_others"
+        ],
+        "Milliseconds that each host holds up others": [
+            "step_ms/host_.*/holds_up_others"
+        ],
+        "Milliseconds that each host computes": ["step_ms/host_.*/compute"],
+        "Milliseconds of a step, adding over hosts": ["step_ms/(network|hosts)$"],
+        "MB of gradients added over hosts per second": ["hosts/mb_per_sec$"],
+    },
+}
+Value = bool | int | float | str
+
+# The dashboard finds metrics only beside the parameters, in the run `train`.
+VALIDATION = "hparams/validation_"
+# Columns that it shows at first: those that are said to differ, then others by name.
+_SHOWN = 5
+
+
+def layout_summary(
+    metrics: Iterable[str] = ("accuracy",), several_hosts: bool = False
+) -> bytes:
+    """Returns the layout as a summary, to be written as it is.
+
+    The metrics are those of the logs, by name: each gets a chart. With several hosts,
+    there are charts of these as well.
+    """
+    charts = {
+        name.replace("_", " ").capitalize(): [f"epoch_{name}$"] for name in metrics
+    }
+    first, *others = _PAGE.items()
+    title, (loss, *learning) = first[0], first[1].items()
+    page = {title: dict([loss, *charts.items(), *learning]), **dict(others)}
+    page |= _OF_HOSTS if several_hosts else {}
+    categories = [
+        layout_pb2.Category(
+            title=title,
+            chart=[
+                layout_pb2.Chart(
+                    title=name, multiline=layout_pb2.MultilineChartContent(tag=tags)
+                )
+                for name, tags in charts.items()
+            ],
+        )
+        for title, charts in page.items()
+    ]
+    return summary.pb(layout_pb2.Layout(category=categories)).SerializeToString()
+
+
+# Says what TensorBoard's HParams dashboard is to show of a run.
+
+
+def hparams_summaries(
+    log_dir: str, hparams: Mapping[str, Value], metrics: Iterable[str]
+) -> list[bytes]:
+    """Returns a run's hyper-parameters, and the metrics to show beside them.
+
+    Args:
+        log_dir: The run's directory, which tells it from others.
+        hparams: Values by name, those to be seen first before the others.
+        metrics: Names of the metrics, which are shown beside the loss.
+
+    Returns:
+        Summaries, to be written as they are.
+    """
+    infos = [
+        api_pb2.HParamInfo(name=each, differs=place < _SHOWN)
+        for place, each in enumerate(hparams)
+    ]
+    parts = ("train", "epoch_"), ("validation", VALIDATION)
+    shown = [
+        api_pb2.MetricInfo(
+            name=api_pb2.MetricName(tag=f"{prefix}{metric}"),
+            display_name=f"{part} {metric}",
+        )
+        for (part, prefix), metric in itertools.product(parts, ("loss", *metrics))
+    ]
+    # Of a long name the beginning is seen.
+    folder, name = os.path.split(os.path.abspath(log_dir))
+    experiment = hparams_summary.experiment_pb(infos, shown)
+    session = hparams_summary.session_start_pb(
+        dict(hparams), group_name=f"{name} in {folder}"
+    )
+    return [each.SerializeToString() for each in (experiment, session)]
+
 
 _NOTHING = MappingProxyType({})
 
 
 def _while_it_works(write):
-    """Has a method write until that fails once, as on a full disk; fit goes on."""
+    """Makes a method write nothing after a first failure, such as a full disk."""
 
     @functools.wraps(write)
     def method(self, *args, **kwargs):
@@ -35,7 +151,7 @@ def _while_it_works(write):
         try:
             write(self, *args, **kwargs)
         except tf.errors.OpError as error:
-            # Not what an operation of the data's, or the model's, complains of.
+            # Errors of the data's, or the model's, operations are raised.
             if "Summary" not in str(error).rpartition("[Op:")[2]:
                 raise
             self._failed, self._writers = True, {}
@@ -47,7 +163,7 @@ def _while_it_works(write):
     return method
 
 
-@listeners.changes_no_variable
+@fit_call.changes_no_variable
 @accepts_old_names
 class TensorBoard(keras.callbacks.Callback):
     """Writes TensorBoard logs of a run, as the runs `train` and `validation`.
@@ -60,8 +176,9 @@ class TensorBoard(keras.callbacks.Callback):
     This is no subclass of Keras's callback. In Keras 3.15, that one drops the scalars
     of epochs if it has an interval of batches, and it counts calls instead of steps.
 
-    Whatever costs more than a scalar is written at the start, at the end of an epoch,
-    or at the end. If a file cannot be written, the callback says so and writes no more.
+    Anything that costs more than a scalar is written at the start, at the end of an
+    epoch, or at the end. If a file cannot be written, the callback says so and writes
+    no more.
     """
 
     def __init__(
@@ -122,7 +239,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._timeline = pictures.Timeline(timeline)
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
-        # Where examples have been written already.
+        # The folder in which examples have been written already.
         self._shown_in: str | None = None
 
     def _begin(self):
@@ -132,7 +249,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._writers, self._failed, self._graph_written = {}, False, False
 
     def on_train_begin(self, logs=None):
-        """Writes what is known at the start."""
+        """Writes the texts, settings and examples that are known at the start."""
         self._interval.begin(self.model)
         self._begin()
         self._write_start()
@@ -146,7 +263,7 @@ class TensorBoard(keras.callbacks.Callback):
             for tag, value in self._scalars.items():
                 if value is not None:
                     tf.summary.scalar(tag, value)
-            # Of those of a run that goes on, TensorBoard shows the first.
+            # For a resumed run, TensorBoard shows the first ones.
             plan = getattr(getattr(self.model, "builder", None), "plan", None)
             several = plan is not None and plan.hosts.count > 1
             summaries = [layout_summary(self._metrics, several)]
@@ -162,7 +279,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     @_while_it_works
     def on_train_batch_end(self, batch, logs=None):
-        """Writes the batch's scalars, if its turn has come, and once the graph."""
+        """Writes the batch's scalars at the end of an interval, and the graph once."""
         over = self._interval.is_over(self.model)
         for tag, happened in self._marks.items():
             if sentences := happened():
@@ -182,7 +299,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     @_while_it_works
     def on_test_end(self, logs=None):
-        """Writes the results of validation, at the step they belong to."""
+        """Writes the results of validation, at the training step."""
         self._write_scalars("validation", "batch", logs, self._interval.step)
 
     @_while_it_works
@@ -208,7 +325,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     @_while_it_works
     def on_train_end(self, logs=None):
-        """Writes what is known at the end."""
+        """Writes the texts and pictures that are known at the end."""
         if self._measured_step != self._interval.step:
             self._write_measures()
         with self._writer("train").as_default(self._interval.step):
@@ -221,7 +338,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._close()
 
     def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
-        """Keeps what has been written where an exception ends `fit`."""
+        """A context that keeps the written logs if an exception ends `fit`."""
         return if_broken_off(self._close)
 
     @_while_it_works
@@ -237,11 +354,11 @@ class TensorBoard(keras.callbacks.Callback):
         return self._writers[run]
 
     def _write_graph(self):
-        found = self._graph()
-        if found is not None:
+        graph = self._graph()
+        if graph is not None:
             self._graph_written = True
             with self._writer("train").as_default(self._interval.step):
-                tf.summary.graph(readable(found.as_graph_def()))
+                tf.summary.graph(readable(graph.as_graph_def()))
 
     def _write_scalars(self, run, prefix, values, step):
         with self._writer(run).as_default(step):

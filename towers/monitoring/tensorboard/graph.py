@@ -1,4 +1,4 @@
-"""Makes a step's graph readable: calls are opened, and what is in no part set aside.
+"""Makes a step's graph readable: opens calls, and sets other nodes apart.
 
 TensorFlow keeps a tower as a function that is called once for each device, and
 TensorBoard shows a call as a box that cannot be opened.
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from towers.keras_adapter.graphs import FunctionDef, GraphDef, NodeDef
 
-# More than that, and browsers take minutes to draw it.
+# With more nodes, browsers take minutes to draw the graph.
 _MOST_NODES = 20_000
-# What a reader looks for: the name scopes of a step, and where batches come from.
+# The parts that readers look for: name scopes of a step, and sources of batches.
 _PARTS = re.compile(
     r"(place|read|home|preprocess|exchange|tower|reduce|apply)"
     r"(_\d+)*(/|$)|iterator$|IteratorGetNext$"
@@ -23,18 +23,20 @@ _Functions = Mapping[str, FunctionDef]
 
 
 def readable(graph: GraphDef) -> GraphDef:
-    """Returns a graph in which functions' nodes stand in place of their calls.
+    """Returns a graph in which functions' nodes replace their calls.
 
-    They are in the call's name scope, such as `tower_0`. Of a choice between two, such
-    as whether a tower has any examples, the first is opened. Calls are left as they are
-    once there are too many nodes to look at. What is in no part's name scope, such as
-    the arithmetic of batch sizes, is in `rest`. The graph is for looking at: it does
-    not always say which of a node's outputs is used.
+    They are in the call's name scope, such as `tower_0`. Of two branches, such as
+    whether a tower has any examples, the first is opened. Calls stay as they are once
+    there are too many nodes to look at. Nodes in no part's name scope, such as the
+    arithmetic of batch sizes, are in `rest`. The graph is for looking at: it does not
+    always show which of a node's outputs is used.
     """
-    functions = {each.signature.name: each for each in graph.library.function}
+    functions = {
+        function.signature.name: function for function in graph.library.function
+    }
     nodes, sources = _opened(graph.node, functions, _MOST_NODES, inner=False)
     for node in nodes:
-        inputs = [_in_part(_follow(sources, each)) for each in node.input]
+        inputs = [_in_part(_follow(sources, tensor)) for tensor in node.input]
         node.input[:] = list(dict.fromkeys(inputs))
         node.name = _in_part(node.name)
     return GraphDef(node=nodes, versions=graph.versions)
@@ -51,12 +53,12 @@ def _opened(
     Args:
         nodes: The nodes of a graph, or of a function.
         functions: All functions by name.
-        most: How many nodes there may be.
-        inner: Whether it is a function's: those pass on what they return.
+        most: The largest number of nodes.
+        inner: Whether the nodes are a function's: its identities are left out.
 
     Returns:
-        The nodes, and of what is not among them any more, by name and index of output,
-        the tensor that it is.
+        The nodes; and for each removed node, by name and index of output, the tensor
+        that replaces it.
     """
     opened, sources = [], {}
     names = {node.name for node in nodes}
@@ -69,19 +71,21 @@ def _opened(
         else:
             most_inner = most - len(opened)
             body, passed = _opened(function.node_def, functions, most_inner, True)
-            parameters = [each.name for each in function.signature.input_arg]
+            parameters = [argument.name for argument in function.signature.input_arg]
             placed = dict(zip(parameters, arguments, strict=True))
             scope, call = posixpath.split(node.name)
-            for each in body:
-                # A branch's nodes have the choice's name once more.
-                name = posixpath.join(scope, each.name.removeprefix(f"{call}/"))
-                placed[each.name] = _unique(name, names)
-            for each in body:
-                each.input[:] = [_placed(placed, passed, name) for name in each.input]
-                each.name = placed[each.name]
+            for inner_node in body:
+                # A branch's nodes repeat the name of the choice.
+                name = posixpath.join(scope, inner_node.name.removeprefix(f"{call}/"))
+                placed[inner_node.name] = _unique(name, names)
+            for inner_node in body:
+                inner_node.input[:] = [
+                    _placed(placed, passed, name) for name in inner_node.input
+                ]
+                inner_node.name = placed[inner_node.name]
             opened += body
             if not function.signature.output_arg and body:
-                # Others may wait for a call that returns nothing.
+                # Other nodes may wait for a call that returns nothing.
                 sources[node.name, 0] = body[-1].name
             for index, result in enumerate(function.signature.output_arg):
                 tensor = function.ret[result.name]
@@ -90,10 +94,10 @@ def _opened(
 
 
 def _call(node, functions):
-    """The function that a node calls, if any, and the tensors that it gives it."""
-    arguments = [each for each in node.input if not each.startswith("^")]
+    """Returns the function that a node calls, if any, and its arguments."""
+    arguments = [tensor for tensor in node.input if not tensor.startswith("^")]
     if node.op in ("If", "StatelessIf"):
-        # The first input is what it depends on.
+        # The first input is the condition.
         return functions.get(node.attr["then_branch"].func.name), arguments[1:]
     if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
         return functions.get(node.attr["f"].func.name), arguments
@@ -101,7 +105,7 @@ def _call(node, functions):
 
 
 def _without_functions(node):
-    """A copy of a node that names no function: those are not part of the result."""
+    """Copies a node without function names, as functions are not in the result."""
     copy = NodeDef()
     copy.CopyFrom(node)
     for key, value in node.attr.items():
@@ -111,16 +115,16 @@ def _without_functions(node):
 
 
 def _unique(name, names):
-    found, number = name, 0
-    while found in names:
+    unique, number = name, 0
+    while unique in names:
         number += 1
-        found = f"{name}_{number}"
-    names.add(found)
-    return found
+        unique = f"{name}_{number}"
+    names.add(unique)
+    return unique
 
 
 def _placed(placed, passed, tensor):
-    """A function's tensor, as it is called where the function has been opened."""
+    """Returns the outer name of a function's tensor where the function is opened."""
     tensor = _follow(passed, tensor)
     waits = "^" if tensor.startswith("^") else ""
     outer = placed[_node(tensor)]
@@ -128,9 +132,9 @@ def _placed(placed, passed, tensor):
 
 
 def _follow(sources, tensor):
-    """The tensor that one is which is not there any more."""
+    """Returns the tensor that replaces another one, which is gone."""
     waits = "^" if tensor.startswith("^") else ""
-    # A call that is waited for has been replaced by what it returns.
+    # Its results have replaced the call that a node waits for.
     while (key := (_node(tensor), _index(tensor))) in sources:
         tensor = sources[key]
     return waits + _node(tensor) if waits else tensor

@@ -18,11 +18,11 @@ from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
 from towers.partition.call import Copied
-from towers.partition.errors import where
 from towers.partition.functions.placed import PlacedBatch, place, same_batch
 from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
 from towers.program.voice import say
+from towers.tower.errors import where
 
 # Called in a user's tf.function, it is none of AutoGraph's.
 as_it_is = tf.autograph.experimental.do_not_convert

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import is_stateful, may_change
-from towers.partition.errors import where
+from towers.tower.errors import where
 
 
 def on_each(

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.analysis import effects, trust
+from towers.analysis import effects, layer_calls
 from towers.analysis.axes.blocks import Blocks
 from towers.analysis.axes.sizes import STATELESS_DRAWS
 from towers.analysis.kinds import (
@@ -52,10 +52,10 @@ from towers.keras_adapter.graphs import (
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
 from towers.layers.parameters import ShardedParameter
-from towers.layers.sharded_variable import WHOLE_SCOPE
-from towers.partition.errors import where
+from towers.layers.sharded_variable import WHOLE_SCOPE, ShardedVariable
 from towers.partition.placement import copies, draws
 from towers.partition.trace import Region, Trace
+from towers.tower.errors import where
 
 # What towers have of a tensor, so that it makes the batch's.
 _ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM, TURNED
@@ -100,8 +100,8 @@ class Place:
         on_copies: Whether it runs on each copy of the variables, as at home.
         on_device: Whether it runs on the device of home, or of the tower. If not, home
             runs it on the host, and a tower at home, as it does a look-up of rows.
-        exchanges: Whether hosts exchange what it reads of tables that they divide: once
-            for all towers of a host.
+        exchanges: Whether it reads a variable in parts, which devices, or hosts,
+            exchange once for all towers of a host.
     """
 
     # In the order in which they are compared: what runs later is larger.
@@ -141,8 +141,7 @@ class Placement:
         trace: Trace,
         is_copied: Callable[[tf.Tensor | None], bool] = lambda handle: False,
         home: str = HOST,
-        divided: Mapping[int, Any] = MappingProxyType({}),
-        parameters: Mapping[int, ShardedParameter] = MappingProxyType({}),
+        stand_ins: Mapping[int, ShardedVariable] = MappingProxyType({}),
     ):
         """Places the operations.
 
@@ -151,12 +150,15 @@ class Placement:
             is_copied: Tells of a handle from outside whether each tower has a copy of
                 its variable.
             home: The device of home.
-            divided: By the `id` of the handle of its stand-in, each table that hosts
-                divide.
-            parameters: In the same way, each sharded parameter.
+            stand_ins: By the `id` of the handle of its stand-in, each variable in parts
+                that the function reads; see `sharded.stand_ins`.
         """
-        self._home, self._divided, self._parameters = home, divided, parameters
-        self._stand_ins = {**divided, **parameters}
+        self._home, self._stand_ins = home, stand_ins
+        # What is gathered for each use, and what is read once for all.
+        self._parameters, self._divided = {}, {}
+        for handle, parts in stand_ins.items():
+            known = self._parameters if parts.gathered_by_use else self._divided
+            known[handle] = parts
         # By the key of a parameter's value, as it is read or cast: the parameter.
         self._values: dict[object, ShardedParameter] = {}
         # By the same key: the operation that reads the variable. The value is that from
@@ -164,7 +166,9 @@ class Placement:
         self._read_by: dict[object, tf.Operation] = {}
         # The names of operations that take such values; an update runs behind them.
         self._gathering: list[str] = []
-        self._outdated = self._outdated_values(trace) if parameters else frozenset()
+        self._outdated = (
+            self._outdated_values(trace) if self._parameters else frozenset()
+        )
         self._returned = {key(t) for t in [*trace.returned, *trace.targets]}
         self._trace, self._reader, self._is_copied = trace, trace.reader, is_copied
         self.places: dict[str, Place] = {}
@@ -310,7 +314,7 @@ class Placement:
         return self.outside(tensor) if self.is_captured(tensor) else None
 
     def table_of(self, op: tf.Operation) -> Any:
-        """Returns the table that hosts divide that an operation has to do with."""
+        """Returns the variable in parts, read once for all, that an operation takes."""
         handles = (self._handles.get(key(tensor)) for tensor in op.inputs)
         tables = (self._divided.get(id(handle)) for handle in handles)
         return next((table for table in tables if table is not None), None)
@@ -440,7 +444,7 @@ class Placement:
         touched, region = self._is_touched(op), self._region(op)
         if op.type == "Const" or self._note_value(op):
             return None
-        if touched and region is not None and trust.is_own(region.layer):
+        if touched and region is not None and layer_calls.is_own(region.layer):
             self.own_rows.add(op.name)
             return True
         if op.type in _SHAPE_OF_DRAW:
@@ -704,7 +708,7 @@ class Placement:
             for op in self.order
             if op.type != LOOK_UP
             and op.name not in self._trace.updates
-            and self.table_of(op) is not None
+            and not isinstance(self.table_of(op), ShardedParameter | None)
         ]
         if whole:
             lines.append(

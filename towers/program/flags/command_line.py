@@ -14,7 +14,7 @@ from absl import flags, logging  # noqa: F401
 
 from towers._deprecated import rename_flags
 from towers.program import voice
-from towers.program.flags.suggestions import unknown_flag
+from towers.program.flags.arguments import unknown_flag
 
 T = TypeVar("T")
 Groups = Mapping[str, Iterable[flags.Flag]]

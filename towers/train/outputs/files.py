@@ -17,14 +17,25 @@ from towers.program import locks, small_file, whole_file
 from towers.program.progress import Progress
 from towers.program.voice import warn
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import links, model_files
+from towers.train.outputs import preprocessing
 from towers.train.parts.model import NOT_FINITE
-from towers.train.parts.training.optimizer import averaged, kept_rate
+from towers.train.parts.training import averaged, kept_rate
+from towers.train.settings import ARCHITECTURE, PREPROCESSING
 
 # Of --log_csv.
 LOG = "log.csv"
 # By `towers report` and `towers resize`, also while a run has the folder.
 _WRITTEN_BY_OTHERS = {"report.html", *requests.FILES}
+FILES = (
+    *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
+    *("log.csv", "variable_update.json", "report.html"),
+    *(PREPROCESSING, preprocessing.CLASSES, ARCHITECTURE, requests.RATIOS, BAD_RECORDS),
+    *(NOT_FINITE, *requests.FILES),
+)
+FOLDERS = (
+    *("checkpoints", "train", "train/plugins", "train/plugins/profile", "validation"),
+    preprocessing.TOKENIZER,
+)
 
 
 @contextlib.contextmanager
@@ -41,7 +52,7 @@ def alone(model_dir: str) -> Iterator[None]:
             stack.enter_context(locks.made_folder(model_dir))
             # While a run has the lock, it has checked them.
             if not requests.is_running(model_dir):
-                links.check(model_dir)
+                _check_links(model_dir)
             stack.enter_context(requests.locked(model_dir))
         except BlockingIOError as error:
             raise SaveError(
@@ -67,12 +78,12 @@ def describe(job: Job) -> None:
         # Of an earlier run; this one has found nothing yet.
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(job.model_dir, NOT_FINITE))
-        for path in links.files(job.model_dir):
+        for path in written_files(job.model_dir):
             if os.path.basename(path) not in _WRITTEN_BY_OTHERS:
                 whole_file.remove_unfinished(path)
         flags = os.path.join(job.model_dir, "flags.txt")
         whole_file.write_text(flags, job.settings.as_text())
-        model_files.write(job)
+        preprocessing.write_model_files(job)
         _forget_epochs_after(os.path.join(job.model_dir, LOG), job.epoch)
         if job.data.bad_records is not None:
             path = os.path.join(job.model_dir, BAD_RECORDS)
@@ -148,8 +159,8 @@ def remove_run(model_dir: str) -> None:
         "train/events.out.tfevents.*",
         "train/plugins/profile",
         "validation/events.out.tfevents.*",
-        model_files.TOKENIZER,
-        *links.FILES,
+        preprocessing.TOKENIZER,
+        *FILES,
     ):
         written = os.path.join(glob.escape(model_dir), pattern)
         # Beside it, what a process that was killed leaves; see `whole_file`.
@@ -183,3 +194,46 @@ def _written(job: Job) -> Iterator[None]:
             f"Cannot write to the model_dir {job.model_dir}: {error}; {saved}, so make "
             "room and run again."
         ) from error
+
+
+def _check_links(model_dir: str) -> None:
+    """Checks that a run writes inside of its model_dir, which anybody may have made.
+
+    Its folder itself may be a link to another disk.
+
+    Raises:
+        SaveError: A file or a folder is a link that leads out of it, or something else.
+    """
+    for name in FOLDERS:
+        path = os.path.join(model_dir, name)
+        _check_link(model_dir, path, "folder", os.path.isdir(path))
+    for path in written_files(model_dir):
+        _check_link(model_dir, path, "regular file", os.path.isfile(path))
+
+
+def _check_link(model_dir, path, kind, is_one):
+    inside = os.path.join(os.path.realpath(model_dir), "")
+    target = os.path.realpath(path)
+    if os.path.islink(path) and not target.startswith(inside):
+        raise SaveError(
+            f"{path} is a link to {target}, and the run would write there; expected "
+            "all of a run in its model_dir, so remove the link, or give a folder there "
+            "as --model_dir."
+        )
+    if os.path.lexists(path) and not is_one:
+        raise SaveError(
+            f"{path} is no {kind}, and the run writes one of this name; expected none, "
+            "so remove it."
+        )
+
+
+def written_files(model_dir: str) -> list[str]:
+    """Returns the paths of all files that a run writes anew.
+
+    In the tokenizer's folder, their names depend on the tokenizer.
+    """
+    paths = [os.path.join(model_dir, name) for name in (*FILES, requests.LOCK)]
+    folder = os.path.join(model_dir, preprocessing.TOKENIZER)
+    if os.path.isdir(folder):
+        paths += [os.path.join(folder, name) for name in os.listdir(folder)]
+    return paths

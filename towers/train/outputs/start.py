@@ -1,18 +1,30 @@
-"""The first lines of a run: what will run where, and what was decided for it."""
+"""Says what a run is as it begins: what will run where, and on which versions."""
 
 import collections
 import os
+import platform
+import shutil
+import subprocess
 import unicodedata
+from importlib import metadata
+from pathlib import Path
 
+import keras
+import tensorflow as tf
+
+from towers.keras_adapter.variables import bytes_of
 from towers.program import words
 from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
-from towers.train.outputs import files, model_size
+from towers.train.outputs import files
 from towers.train.parts.task import described
 from towers.train.settings import OWN_NAMES, is_given
 
 # Of more groups of classes that may be meant for one, only their number is said.
 _MOST_ALIKE = 3
+# What Keras lays its summary out for, where there is no terminal.
+_WIDTH = 80
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def text(job: Job) -> str:
@@ -20,7 +32,7 @@ def text(job: Job) -> str:
     data, settings = job.data, job.settings
     lines = [
         job.table,
-        f"Model {settings.model}: {model_size.size_text(job.model)}.",
+        f"Model {settings.model}: {size_text(job.model)}.",
         *job.notes,
         _data_line(job),
         _own_line(job),
@@ -150,3 +162,51 @@ def _idle_notes(job):
     if folder and not source.note.endswith(f"kept in {folder}"):
         notes.append(f"Note: {settings.as_flag('cache_dir')} changes nothing here.")
     return notes
+
+
+def size_text(model: keras.Model) -> str:
+    """Returns the number of a model's parameters, and the memory that they take."""
+    size = sum(map(bytes_of, model.weights))
+    return f"{words.count(model.count_params(), 'parameter')} ({words.size(size)})"
+
+
+def summary_text(model: keras.Model) -> str:
+    """Returns a model's size and Keras's summary, as lines for a font of one width."""
+    # Keras counts the optimizer's variables among the parameters.
+    lines = [size_text(model)]
+    width = min(_WIDTH, shutil.get_terminal_size().columns)
+    model.summary(line_length=width, print_fn=lines.append)
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Returns versions by what they are of; what is not there is left out."""
+    built = tf.sysconfig.get_build_info()
+    found = {
+        "Python": platform.python_version(),
+        "TensorFlow": tf.__version__,
+        "Keras": metadata.version("keras"),
+        "NumPy": metadata.version("numpy"),
+        # What TensorFlow was built for.
+        "CUDA": built.get("cuda_version", ""),
+        "cuDNN": built.get("cudnn_version", ""),
+        "NVIDIA driver": _first_line(_DRIVER),
+        "System": platform.platform(),
+        "Host": platform.node(),
+        "Commit": _commit(),
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _first_line(path):
+    return path.read_text().partition("\n")[0] if path.exists() else ""
+
+
+def _commit():
+    """The commit of the working directory, where that is under version control."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""

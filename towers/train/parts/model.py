@@ -9,18 +9,17 @@ import keras
 import tensorflow as tf
 
 from towers import input_pipeline, models
-from towers.builders.step_function import has_own_steps
+from towers.builders.train_function import has_own_steps
 from towers.devices.configuration import Devices
 from towers.devices.names import is_gpu
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.tower.preprocess import OnEachTower
+from towers.train.parts import training as training_parts
 from towers.train.parts.devices import split_ratios, stages, variable_update
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import described
-from towers.train.parts.training import objective
-from towers.train.parts.training.objective import is_one_hot
-from towers.train.parts.training.optimizer import build_optimizer, learning_rate
+from towers.train.parts.training import build_optimizer, is_one_hot, learning_rate
 from towers.train.settings import is_given
 
 NOT_FINITE = "not_finite.npz"
@@ -256,10 +255,10 @@ def _loss_and_metrics(setup, model):
     weighted = None
     logits = returns_logits(model, setup)
     if loss is None:
-        loss = objective.loss(setup, logits)
+        loss = training_parts.loss(setup, logits)
     if metrics is None and task is not None:
         # By the labels as they were before they were mixed.
-        metrics = objective.metrics(setup, logits)
+        metrics = training_parts.metrics(setup, logits)
         if task.weighted:
             # One that ignores a class by itself counts in whole numbers.
             alone = [m for m in metrics if getattr(m, "ignore_class", None) is not None]
@@ -272,7 +271,7 @@ def metric_names(setup: Setup) -> list[str]:
     if setup.defines("metrics"):
         found = keras.tree.flatten(setup.mine.metrics(**setup.known))
     else:
-        found = objective.metrics(setup, False) if setup.task else []
+        found = training_parts.metrics(setup, False) if setup.task else []
     return [
         each if isinstance(each, str) else getattr(each, "name", "") for each in found
     ]

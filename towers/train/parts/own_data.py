@@ -7,6 +7,7 @@ whose data they are.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,11 +17,13 @@ import tensorflow as tf
 
 from towers.input_pipeline.sources.targets import IGNORED, Target
 from towers.program import words
-from towers.train.parts import evaluated
 from towers.train.parts.facts import DataFacts
 from towers.train.parts.my_model import MyModel
 from towers.train.parts.task import TASKS, Task
 from towers.train.settings import DEFAULTS, Settings
+
+MOST_TRAINING_EXAMPLES = 10_000
+"""Without validation data, no more of the training data than that is evaluated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +63,13 @@ class OwnData:
     def evaluation(self) -> tf.data.Dataset | keras.utils.PyDataset:
         """What to evaluate on: held out, else the training data."""
         data = self.training if self.held_out is None else self.held_out
-        return evaluated.first(data, self.eval_batches)
+        return first_batches(data, self.eval_batches)
 
     @property
     def eval_batches(self) -> int | None:
         """How many batches are evaluated at most; `None` if all are."""
         has_held_out = self.held_out is not None
-        return evaluated.most_batches(self.settings, self.examples, has_held_out)
+        return most_batches_evaluated(self.settings, self.examples, has_held_out)
 
     def steps_per_epoch(self) -> None:
         """An epoch is what the data have; see `Data.steps_per_epoch`."""
@@ -309,3 +312,57 @@ def _iterate(data):
     if isinstance(data, keras.utils.PyDataset):
         return (data[number] for number in range(data.num_batches))
     return iter(data)
+
+
+def most_batches_evaluated(
+    settings: Settings, examples: int | None, has_held_out: bool
+) -> int | None:
+    """Returns how many batches are evaluated at most; `None` if all are.
+
+    Args:
+        settings: --eval_steps counts, if it is given.
+        examples: How many there are to train on, if that is known.
+        has_held_out: Whether there is validation data, of which all is evaluated.
+    """
+    if settings.eval_steps is not None or has_held_out:
+        return settings.eval_steps
+    if examples is not None and examples <= MOST_TRAINING_EXAMPLES:
+        return None
+    return math.ceil(MOST_TRAINING_EXAMPLES / settings.batch_size)
+
+
+def first_batches(
+    data: tf.data.Dataset | keras.utils.PyDataset, batches: int | None
+) -> tf.data.Dataset | keras.utils.PyDataset:
+    """Returns data that end after as many batches; `None` leaves them as they are."""
+    if batches is None:
+        return data
+    if isinstance(data, keras.utils.PyDataset):
+        return _FirstBatches(data, batches)
+    return data.take(batches)
+
+
+class _FirstBatches(keras.utils.PyDataset):
+    """The first batches of another one."""
+
+    def __init__(self, data: keras.utils.PyDataset, batches: int):
+        super().__init__(
+            workers=data.workers,
+            use_multiprocessing=data.use_multiprocessing,
+            max_queue_size=data.max_queue_size,
+        )
+        self._data, self._batches = data, batches
+
+    @property
+    def num_batches(self):
+        known = self._data.num_batches
+        return self._batches if known is None else min(known, self._batches)
+
+    def __getitem__(self, index):
+        return self._data[index]
+
+    def on_epoch_begin(self):
+        self._data.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self._data.on_epoch_end()

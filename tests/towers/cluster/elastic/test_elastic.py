@@ -15,7 +15,7 @@ from tests.limits import HANG_S
 from tests.towers.cluster.elastic.counting import STEPS
 from towers.cluster import environment
 from towers.cluster.elastic import Coordinator, Formed, Lost, Over, talk
-from towers.hosts.membership import ElasticPlace
+from towers.hosts.group import ElasticPlace
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[4]

@@ -1,1 +1,0 @@
-"""The pieces that builders are put together of."""

@@ -1,0 +1,1 @@
+"""Where variables live: the stores, one for each way to update variables."""

@@ -1,0 +1,202 @@
+"""A store of copies: every tower has one of the variables.
+
+The model's own variables are the first tower's copy, so whoever reads them finds them
+current. Each host has its own; those of the first host are what all others copy. Where
+they may have been changed from outside, the other copies are made anew: at the start of
+`fit` and of each epoch, and before each call of training if a callback runs in between
+that may change them (`listeners.py`).
+
+Copies are equal between two steps: a way to update variables whose copies differ, such
+as local SGD, would need an average before anybody reads. They are variables of their
+own, not one buffer, as the user's optimizer treats variables one by one.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from towers.builders.context import Context
+from towers.builders.stores.store import Store
+from towers.collectives import packing, placing, reduce
+from towers.collectives.reduce import Gradient
+from towers.devices.names import HOST
+from towers.keras_adapter.optimizers import (
+    all_variables,
+    known_variables,
+    learning_rate_variable,
+    updating,
+)
+from towers.keras_adapter.variables import swapped_values, value_behind, variable_like
+from towers.layers import sharded, variables
+from towers.partition.call import Copied
+from towers.partition.placement.copies import together
+from towers.partition.trace import Trace
+from towers.plan import Plan, Tower
+
+
+class Copies(Store):
+    """A copy of the variables on each tower, which updates it by the sum of gradients.
+
+    The model's own variables are the first tower's copy.
+
+    Attributes:
+        algorithm: How gradients are added: a key of `reduce.ALGORITHMS`.
+    """
+
+    def __init__(self, context: Context, all_reduce: str = "auto"):
+        """Creates none yet.
+
+        Args:
+            context: See `Store`.
+            all_reduce: How gradients are added; see `reduce.algorithm_for`.
+        """
+        super().__init__(context)
+        self.algorithm = reduce.algorithm_for(all_reduce, context.plan.home)
+        # The variables that towers have copies of, trainable ones first, and for each
+        # tower but the first the copies.
+        self._originals: Sequence[keras.Variable] = ()
+        self._copies: Sequence[Sequence[tf.Variable]] = ()
+
+    @property
+    def copied_to(self) -> Sequence[Tower]:
+        """See `Store`."""
+        return self._context.plan.replicas[1:]
+
+    @property
+    def updates_apart(self) -> bool:
+        """See `Store`."""
+        return self.divides or self._context.plan.pipeline.stages > 1
+
+    def create_copies(self) -> None:
+        """See `Store`."""
+        super().create_copies()
+        if self._originals or not self.copied_to:
+            return
+        originals = [*self._context.model.trainable_variables]
+        if self._context.model.optimizer is not None:
+            originals += all_variables(self._context.model.optimizer)
+        # What is cut is on several devices as it is.
+        self.add_copies([v for v in originals if sharded.of(v) is None])
+
+    def copied(self, trace: Trace) -> Copied:
+        """See `Store`.
+
+        They are those that optimizers update, or that are the state of an optimizer.
+        """
+        model = self._context.model
+        if self.updates_apart:
+            return Copied(self.handles(), self.algorithm, self)
+        # Also for a single tower: other hosts have more, and the same phases.
+        wanted = [*model.trainable_variables]
+        for optimizer in variables.optimizers(model).values():
+            wanted += all_variables(optimizer)
+            for leaf in updating(optimizer):
+                wanted += known_variables(leaf)
+        known = {id(value_behind(v).handle): v for v in variables.of(model)}
+        handles = {id(value_behind(v).handle) for v in wanted}
+        handles = together(trace.graph, handles, known.keys())
+        wanted += [known[handle] for handle in handles & known.keys()]
+        self.add_copies(wanted)
+        return Copied(self.handles(), self.algorithm)
+
+    def add_copies(self, originals: Sequence[keras.Variable]) -> None:
+        """Creates copies of those of some variables that have none yet."""
+        known = {*map(id, self._originals)}
+        added = {id(each): each for each in originals if id(each) not in known}
+        added = [*added.values()]
+        if not added:
+            return
+        with tf.init_scope():
+            plan = self._context.plan
+            copies = [_copy(plan, tower, added) for tower in self.copied_to]
+        if not self._originals:
+            # Other hosts may have no copies, and all follow the first one together.
+            self.stale = self.stale and self._context.plan.hosts.count > 1
+        self._originals = [*self._originals, *added]
+        self._copies = [
+            [*mine, *more]
+            for mine, more in zip(
+                self._copies or [[] for _ in copies], copies, strict=True
+            )
+        ]
+
+    def handles(self) -> list[dict[int, tf.Tensor]]:
+        """Returns, for each tower, the handles of its copies.
+
+        They are by the `id` of the handle of the model's own variable.
+        """
+        own = [value_behind(each).handle for each in self._originals]
+        every = [own, *([copy.handle for copy in copies] for copies in self._copies)]
+        return [dict(zip(map(id, own), mine, strict=True)) for mine in every]
+
+    def copies(self) -> list[tf.Variable]:
+        """See `Store`."""
+        return [copy for copies in self._copies for copy in copies]
+
+    def of_tower(self, k: int) -> Sequence[tf.Variable]:
+        """Returns the trainable variables of a tower of this host, by its place."""
+        if k == 0:
+            return [*map(value_behind, self._context.model.trainable_variables)]
+        return self._copies[k - 1][: len(self._context.model.trainable_variables)]
+
+    def broadcast(self) -> None:
+        """Gives all copies the values of the model's own variables."""
+        for places, plan in self._context.plan.by_stage(self._originals):
+            originals = [self._originals[i].value for i in places]
+            copies = [[mine[i] for i in places] for mine in self._copies]
+            devices = [tower.device for tower in plan.replicas[1:]]
+            packing.broadcast(plan.home, originals, devices, copies)
+
+    def differ(self) -> bool:
+        """Tells whether the copies may have other values than the model's variables."""
+        written = self.stale or self._context.callbacks_may_write
+        return bool(self._originals) and written
+
+    def apply(self, sums: Sequence[Sequence[Gradient]]) -> None:
+        """See `Store`."""
+        super().apply(sums)
+        self.follow_learning_rates()
+        stages = self._context.plan.pipeline.stages
+        copies = zip(self.copied_to, self._copies, sums[1:], strict=False)
+        for k, (tower, copy, gradients) in enumerate(copies, start=1):
+            with placing.updates(tower.device, stages), tf.name_scope(f"apply_{k}"):
+                with swapped_values(self._originals, copy):
+                    self._apply_here(gradients)
+
+    def _add_on_devices(
+        self, plan: Plan, gradients: Sequence[Sequence[Gradient]]
+    ) -> Sequence[Sequence[Gradient]]:
+        """See `Store`."""
+        devices = [tower.device for tower in plan.replicas]
+        return reduce.all_reduce(gradients, devices, devices, self.algorithm)
+
+    def _hand_out(
+        self, plan: Plan, sums: Sequence[Gradient]
+    ) -> Sequence[Sequence[Gradient]]:
+        """See `Store`."""
+        devices = [tower.device for tower in plan.replicas]
+        return reduce.all_reduce([sums], [HOST], devices, "cpu")
+
+    def follow_learning_rates(self) -> None:
+        """Gives copies of learning rates their values, which callbacks change."""
+        for i in _learning_rates(self._context.model, self._originals):
+            for copy in self._copies:
+                with tf.device(copy[i].device), tf.name_scope("learning_rate"):
+                    copy[i].assign(self._originals[i].value)
+
+
+def _learning_rates(model, originals):
+    """The places of learning rates: they are changed all the time, and small."""
+    every = variables.optimizers(model).values()
+    leaves = [leaf for each in every for leaf in (each, *updating(each))]
+    rates = {id(learning_rate_variable(leaf)) for leaf in leaves}
+    return [i for i, each in enumerate(originals) if id(each) in rates]
+
+
+def _copy(plan, tower, originals):
+    copies, stage_of = [], plan.pipeline.stage_of
+    for variable in originals:
+        device, original = tower.devices[stage_of(variable)], variable.value
+        copies.append(variable_like(original, device, original))
+    return copies

@@ -1,0 +1,489 @@
+"""A store: where variables live, how towers read them, and how gradients update them.
+
+`Store` keeps them at home. Others are `Copies` (`copies.py`), with a copy on each
+tower, and `Shards` (`shards.py`), with a part on each. A new one is a subclass, and a
+function in `strategies.py`. It overrides `create_copies`, `copies` and `copied` if
+towers read copies, `broadcast` and `differ` if these follow the model's own variables
+only now and then, `cut` if variables lie in parts, and `apply` if it does more than to
+update the variables at home.
+
+A step is traced as on one device. Where each variable is whole at home, or in copies,
+the trace has all: its reads, and its update, run where the variables are. Where
+variables lie in parts, the trace has stand-ins for what is in parts; and the optimizer
+is one operation of it (see `updates_apart` of `Trace`). For that one, the store adds
+the gradients for those that own the variables, and each owner applies the optimizer to
+what it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builders import specs
+from towers.builders.context import Context
+from towers.builders.stores.hosts_parts import HostsParts
+from towers.collectives import placing, reduce
+from towers.collectives.first_host import follow_first_host
+from towers.collectives.reduce import Gradient
+from towers.devices.names import HOST, is_gpu
+from towers.keras_adapter import optimizers
+from towers.keras_adapter.layers import call_model
+from towers.layers import fused, sharded, tables, variables
+from towers.partition.call import Copied
+from towers.partition.combined import REDUCE_SCOPE
+from towers.partition.trace import OptimizerCall, Trace
+from towers.plan import Plan
+from towers.program import words
+from towers.program.features import feature
+from towers.tower.errors import ModelError
+
+
+class Store:
+    """Variables at home, updated once a step by the sum of all gradients.
+
+    Embedding tables may lie in parts on the towers' devices (`shard_embeddings`), and
+    with stages each layer is at home on its stage.
+
+    Attributes:
+        stale: Whether the model's own variables may have other values than copies, or
+            than those of other hosts.
+        hosts_parts: The variables that hosts divide.
+    """
+
+    def __init__(self, context: Context):
+        """Takes what the pieces of a builder share; knows nothing of the model yet."""
+        self._context = context
+        self.stale, self.hosts_parts = True, HostsParts(context)
+        # How many rows a step looks up in each table, by its `id`, once counted.
+        self._looked_up: dict[int, int] | None = None
+
+    # Where variables live.
+
+    @property
+    def divides(self) -> bool:
+        """Whether variables, or their slots, may lie in parts on several devices."""
+        return self._context.shard_embeddings != "none"
+
+    @property
+    def copied_to(self) -> Sequence[Any]:
+        """The towers that have copies of the variables."""
+        return ()
+
+    def cut(self, data: Any) -> None:
+        """Divides what is to lie in parts, and its slots, if they do not lie so.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s; `None` if that is not known.
+        """
+        if self._context.shard_embeddings != "none":
+            self._cut_tables(data)
+
+    def settle(self, data: Any, divided_anew: bool) -> None:
+        """Moves variables that are all there to where they belong, and says where.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+            divided_anew: Whether layers have just been divided among stages.
+        """
+        context, plan = self._context, self._context.plan
+        if divided_anew and self.divides:
+            with variables.replacing(context.model):
+                self.cut(data)
+        if is_gpu(plan.home) or plan.pipeline.stages > 1:
+            # Not all that was created there belongs there.
+            with tf.init_scope():
+                variables.move(context.model, plan.home_of)
+        self.create_copies()
+        if self.divides:
+            lines = tables.lines(context.model, plan.home_of, self.copies())
+            context.say([*lines])
+
+    def create_copies(self) -> None:
+        """Creates copies, if towers are to have some and have none."""
+        optimizer = self._context.model.optimizer
+        if optimizer is not None:
+            # Another builder may have cut them.
+            sharded.join_slots(optimizer, self._context.plan.home_of)
+
+    def copies(self) -> list[tf.Variable]:
+        """Returns the copies of all towers."""
+        return []
+
+    def keep_whole(self, chosen: Sequence[keras.Variable]) -> None:
+        """Puts variables in parts, and their slots, at home, whole from now on."""
+        context, model = self._context, self._context.model
+        context.facts.kept_whole |= {*map(id, chosen)}
+        with tf.init_scope(), variables.replacing(model):
+            for variable in chosen:
+                slots = []
+                if getattr(model, "optimizer", None) is not None:
+                    slots = optimizers.slots_of(model.optimizer, variable, True)
+                for whole in [variable, *slots]:
+                    if sharded.of(whole) is not None:
+                        sharded.join(whole, context.plan.home)
+
+    # How towers read them.
+
+    def stand_ins(self) -> dict[int, Any]:
+        """Returns what a traced step reads by stand-ins; see `sharded.stand_ins`."""
+        return sharded.stand_ins(self._context.model.variables)
+
+    @property
+    def updates_apart(self) -> bool:
+        """Whether a step leaves its update to `add` and `apply`.
+
+        If not, the update is in the trace, and neither of them is called.
+        """
+        if self._context.plan.pipeline.stages > 1:
+            return True
+        return self.divides and bool(self.stand_ins())
+
+    def copied(self, trace: Trace) -> Copied | None:
+        """Returns the copies that a step of training reads, and who updates variables.
+
+        Args:
+            trace: The step; the variables that it creates are there.
+
+        Returns:
+            The copies, and this store if `updates_apart`. `None` if towers get values
+            from home, and the trace has the update.
+        """
+        del trace
+        if not self.updates_apart:
+            return None
+        # There are no copies; it only says who updates.
+        return Copied([{}], "cpu", self)
+
+    # How gradients update them, where the trace leaves that to the store.
+
+    def add(
+        self,
+        update: OptimizerCall,
+        parts: Sequence[Sequence[Gradient]],
+        whole: Mapping[int, Gradient],
+    ) -> list[list[Gradient]]:
+        """Adds the gradients that an optimizer is to apply.
+
+        Those of shards are added where the shards lie.
+
+        Args:
+            update: The optimizer's call.
+            parts: For each device, its part of each gradient of the call; `None` for
+                those that home has.
+            whole: The gradients that home has, by their places in the call.
+
+        Returns:
+            For each copy of the variables, a gradient for each of `sharded.targets` of
+            the trainable variables, `None` where there is none. Only the first has
+            those of shards; in the others, the gradient's norm stands in for it.
+
+        Raises:
+            ModelError: The call is not that of the model's optimizer for its trainable
+                variables.
+        """
+        trained = self._context.model.trainable_variables
+        chosen = self._places_in(update)
+        of_devices = []
+        for tower, part in zip(self._context.plan.replicas, parts, strict=True):
+            # Each tower cuts its gradients, and sends others their parts.
+            with tf.device(tower.device):
+                given = [None if i is None else part[i] for i in chosen]
+                of_devices.append(sharded.expand(trained, given))
+        with tf.name_scope(REDUCE_SCOPE):
+            sums = self._sums(of_devices)
+        at_home = []
+        for variable, i in zip(trained, chosen, strict=True):
+            at_home += _of_targets(variable, whole.get(i))
+        given = self._for_copies(at_home)
+        return [
+            [b if a is None else a for a, b in zip(*copies, strict=True)]
+            for copies in zip(sums, given, strict=True)
+        ]
+
+    def apply(self, sums: Sequence[Sequence[Gradient]]) -> None:
+        """Has each owner apply the optimizer to the sums that `add` has returned."""
+        context, plan = self._context, self._context.plan
+        if all(gradient is None for gradient in sums[0]):
+            raise ModelError(
+                f"No variable of model '{context.model.name}' has a gradient; expected "
+                "a loss that depends on one, so look for integers, argmax or "
+                "stop_gradient between the variables and the outputs."
+            )
+        with placing.updates(plan.home, plan.pipeline.stages), tf.name_scope("apply"):
+            self._apply_here(sums[0])
+
+    # Between two steps.
+
+    def follow_first_host(self) -> None:
+        """Gives the model, its optimizer and metrics the values of the first host's."""
+        model = self._context.model
+        every = [*variables.of(model), *variables.plain(model).values()]
+        # No host has all of what is divided among them.
+        whole = [v for v in every if not sharded.across_hosts(v)]
+        follow_first_host(self._context.plan.hosts, whole)
+
+    def follow_learning_rates(self) -> None:
+        """Gives copies of learning rates their values, which callbacks change."""
+
+    def differ(self) -> bool:
+        """Tells whether copies may have other values than the model's variables."""
+        return False
+
+    def broadcast(self) -> None:
+        """Gives all copies the values of the model's own variables."""
+
+    # Parts of `add` that other stores override.
+
+    def _add_on_devices(
+        self, plan: Plan, gradients: Sequence[Sequence[Gradient]]
+    ) -> Sequence[Sequence[Gradient]]:
+        """Adds the towers' gradients of variables of one stage, for each copy."""
+        sources = [tower.device for tower in plan.replicas]
+        if any(map(plan.packs, sources)):
+            return [reduce.sum_packed(gradients, sources, plan.merge, plan.home)]
+        with tf.device(plan.merge):
+            return [reduce.sum_gradients(gradients)]
+
+    def _hand_out(
+        self, plan: Plan, sums: Sequence[Gradient]
+    ) -> Sequence[Sequence[Gradient]]:
+        """Returns sums of one stage that are there, for each copy."""
+        return [sums]
+
+    # Helpers that no store overrides.
+
+    @property
+    def _optimizer(self):
+        model = self._context.model
+        return model.optimizer if model.compiled else None
+
+    def _places_in(self, update):
+        """Returns the place of each trainable variable in a call of the optimizer."""
+        model = self._context.model
+        places = {id(variable): i for i, variable in enumerate(update.variables)}
+        trained = model.trainable_variables
+        if update.optimizer is not model.optimizer or (
+            places.keys() - {*map(id, trained)}
+        ):
+            raise ModelError(
+                f"Model '{model.name}' applies an optimizer of its own, with variables "
+                "or a state in parts on several devices; expected `self.optimizer` for "
+                "the model's trainable variables, or each variable whole: "
+                "variable_update='replicated' without shard_optimizer_state, "
+                "shard_embeddings='none', stages=1."
+            )
+        return [places.get(id(variable)) for variable in trained]
+
+    def _sums(self, of_devices):
+        """Adds the towers' gradients of targets, for each copy."""
+        trained, in_parts = self._context.model.trainable_variables, {}
+        for i, device in sharded.devices(trained).items():
+            with tf.device(device):
+                in_parts[i] = reduce.add([gradients[i] for gradients in of_devices])
+        others = [
+            [None if i in in_parts else g for i, g in enumerate(gradients)]
+            for gradients in of_devices
+        ]
+        if self._context.plan.hosts.count == 1:
+            copies = self._by_stage(self._add_on_devices, others)
+        else:
+            sums, in_parts = self._over_hosts(others, in_parts)
+            copies = self._by_stage(lambda plan, s: self._hand_out(plan, s[0]), [sums])
+        return _with_parts(copies, in_parts)
+
+    def _over_hosts(self, others, in_parts):
+        """Adds the gradients of all hosts.
+
+        Where each host has all parts of a variable, hosts add its whole gradient.
+        Where they divide it, each part goes to the host that updates it.
+
+        Returns:
+            The sums for each target that is whole; then those of parts.
+        """
+        trained, hosts = (
+            self._context.model.trainable_variables,
+            self._context.plan.hosts,
+        )
+        (sums,) = self._by_stage(_add_on_host, others)
+        with tf.device(HOST):
+            sums = [in_parts.get(i, total) for i, total in enumerate(sums)]
+            gradients = sharded.whole(trained, sums)
+            begun = self._context.timers.begin_sum(gradients)
+            sent, given = {}, {}
+            for i, parts in sharded.tables_across_hosts(trained).items():
+                if gradients[i] is not None and parts.is_given(gradients[i]):
+                    sent.setdefault(parts.give, []).append(i)
+            away = {i for places in sent.values() for i in places}
+            totals = [None if i in away else g for i, g in enumerate(gradients)]
+            dense = [total for total in totals if isinstance(total, tf.Tensor)]
+            totals = hosts.all_reduce(totals, "gradients", dense)
+            for give, places in sent.items():
+                of_places = [sharded.of(trained[i]) for i in places]
+                received = give(hosts, of_places, [gradients[i] for i in places])
+                given |= zip(places, received, strict=True)
+            self._context.timers.end_sum(begun, totals)
+            of_targets = []
+            for i, (variable, total) in enumerate(zip(trained, totals, strict=True)):
+                of_targets += given.get(i) or _of_targets(variable, total)
+        in_parts = {i: of_targets[i] for i in in_parts}
+        return [
+            None if i in in_parts else t for i, t in enumerate(of_targets)
+        ], in_parts
+
+    def _for_copies(self, gradients):
+        """Returns gradients of targets that home has, for each copy."""
+        trained = self._context.model.trainable_variables
+        in_parts = {i: gradients[i] for i in sharded.devices(trained)}
+        others = [None if i in in_parts else g for i, g in enumerate(gradients)]
+        copies = self._by_stage(lambda plan, s: self._hand_out(plan, s[0]), [others])
+        return _with_parts(copies, in_parts)
+
+    def _by_stage(self, function, gradients):
+        """Returns what a function makes of the gradients of each stage, for each copy.
+
+        `function` takes the plan as the stage sees it, and lists of gradients.
+        """
+        targets = sharded.targets(self._context.model.trainable_variables)
+        copies: list[list[Gradient]] = []
+        for places, plan in self._context.plan.by_stage(targets):
+            of_stage = [[of_one[i] for i in places] for of_one in gradients]
+            made = function(plan, of_stage)
+            copies += [[None] * len(targets) for _ in made[len(copies) :]]
+            for copy, sums in zip(copies, made, strict=False):
+                for i, gradient in zip(places, sums, strict=True):
+                    copy[i] = gradient
+        return copies
+
+    def _apply_here(self, gradients):
+        """Applies the optimizer where it is called."""
+        context, model = self._context, self._context.model
+
+        def update(gradients):
+            with fused.updates():
+                sharded.apply(model.optimizer, gradients, model.trainable_variables)
+
+        # XLA compiles for one device.
+        wanted = context.xla or context.compiles_update
+        wanted = wanted and not sharded.devices(model.trainable_variables)
+        if wanted and (context.xla or self._may_compile(gradients)):
+            update = tf.function(update, autograph=False, jit_compile=True)
+        update(gradients)
+
+    def _may_compile(self, gradients):
+        """Whether XLA may compile an update that nobody asked it for."""
+        sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        if sparse:
+            line = (
+                f"XLA does not compile the update of model '{self._context.model.name}'"
+                ", as it would do so anew for each size of its sparse gradients."
+            )
+            self._context.say([line])
+        return not sparse
+
+    # Embedding tables in parts.
+
+    def _cut_tables(self, data):
+        """Puts tables, and their slots, where they are to lie.
+
+        Returns:
+            The `id`s of those that lie in parts, or somewhere else than home.
+        """
+        context, optimizer = self._context, self._optimizer
+        model, way, plan = context.model, context.shard_embeddings, context.plan
+        why = optimizer and sharded.why_not_cut(optimizer)
+        if why and way != "auto":
+            raise ModelError(
+                f"Received shard_embeddings='{way}' with {why}; expected an optimizer "
+                "that updates each number by itself, such as Adagrad or Adam, or "
+                "shard_embeddings='none'."
+            )
+        if why:
+            line = (
+                f"The embedding tables are where all variables are, because of {why}."
+            )
+            context.say([line])
+            with tf.init_scope():
+                plan.pipeline.placement.keeps_tables()
+                tables.bring_home(model, plan.home_of)
+            return set()
+        with tf.init_scope():
+            places_of = plan.places_of(bool(self.copied_to))
+            looked_up = self._look_ups(data) if way == "auto" else {}
+            divided = self._divide_tables(optimizer)
+            placed = tables.layout(
+                *(model, plan.table_devices, way, places_of, looked_up, divided)
+            )
+            tables.put(placed, optimizer)
+        return {*map(id, divided), *(id(table.variable) for table in placed)}
+
+    def _divide_tables(self, optimizer):
+        """Has hosts divide tables, if there are several; returns these tables."""
+        context, way, plan = (
+            self._context,
+            self._context.shard_embeddings,
+            self._context.plan,
+        )
+        if plan.hosts.count == 1:
+            return ()
+        spread = feature("collectives.spread.tables")
+        why = spread.refusal(plan, way)
+        if why is not None:
+            line = (
+                f"Each of the {plan.hosts.count} hosts has whole tables, divided over "
+                f"{words.count(len(plan.table_devices), 'device')} of its own: {why}."
+            )
+            context.say([line])
+        return spread.divide(context.model, plan, way, optimizer)
+
+    def _look_ups(self, data):
+        """Counts the rows that a step looks up in each table, once, by its `id`."""
+        context, model = self._context, self._context.model
+        known = data is not None and not model.run_eagerly
+        if self._looked_up is None and known and len(tables.of(model)) > 1:
+            call = tf.function(call_model, autograph=False)
+            try:
+                x, *_ = specs.micro_batch_spec(context, data)
+                with keras.StatelessScope():
+                    self._looked_up = tables.look_ups(
+                        lambda: call.get_concrete_function(model, x, training=False)
+                    )
+            except Exception as error:
+                # It is the user's model that is called.
+                self._looked_up = {}
+                line = (
+                    f"The tables of model '{model.name}' are placed by their bytes "
+                    "alone, as the rows that it looks up cannot be counted: "
+                    f"{words.error_sentence(error)}"
+                )
+                context.say([line])
+        return self._looked_up or {}
+
+
+def _add_on_host(plan, gradients):
+    """Adds the towers' gradients of one stage on one device, for other hosts."""
+    sources = [tower.device for tower in plan.replicas]
+    if any(map(plan.packs, sources)):
+        return [reduce.sum_packed(gradients, sources, plan.merge, plan.merge)]
+    with tf.device(plan.merge):
+        return [reduce.sum_gradients(gradients)]
+
+
+def _with_parts(copies, in_parts):
+    """Puts gradients of shards into those of copies: the first one updates shards."""
+    norms = {}
+    if len(copies) > 1:
+        norms = {i: sharded.norm(gradient) for i, gradient in in_parts.items()}
+    return [
+        [(norms if k else in_parts).get(i, total) for i, total in enumerate(sums)]
+        for k, sums in enumerate(copies)
+    ]
+
+
+def _of_targets(variable, gradient):
+    """Returns a gradient that all hosts have of a variable, for each of its targets."""
+    parts = sharded.of(variable)
+    if gradient is not None and parts is not None and parts.elsewhere:
+        return parts.parts_of(gradient)
+    return sharded.expand([variable], [gradient])
