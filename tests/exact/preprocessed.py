@@ -65,7 +65,7 @@ def twice(x, y, training):
 
 
 def mixed(x, y, training):
-    """Half of each example, and half of another of the share."""
+    """Half of each example, and half of another of the batch, on one device."""
     x, y = scale(x, y, training)
     if training:
         x = (x + x[::-1]) / 2
@@ -192,7 +192,10 @@ def _cases():
     )
     for name, options in {"": {}, ", gathered": gathered}.items():
         yield _case(
-            f"examples of a share are mixed{name}", function=mixed, options=options
+            f"examples are mixed{name}",
+            function=mixed,
+            options=options,
+            reference=lambda parts: Preprocesses(_model()(), mixed, 1),
         )
     linear = cases._of(cases._dense(OUTPUTS, use_bias=False))
     for placement in ("tower", "gathered"):

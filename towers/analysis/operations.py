@@ -212,10 +212,10 @@ def of_layer(
     return ROWS
 
 
-# Tells of an operation on rows, one or more for each example, what it makes of them.
+# Operations on rows, of which each example has one or more.
 #
-# What treats each row by itself gives rows, what adds them up a total. Where two
-# examples meet in another way, the result is coupled.
+# An operation that treats each row by itself gives rows, one that adds them up a total.
+# Where two examples meet in another way, the result is coupled.
 
 
 def of_rows(

@@ -24,13 +24,10 @@ from towers.program import words
 from towers.program.features import feature
 from towers.tower import eager
 
-# Of a batch, and of other dimensions, whose size is not known.
-_FEW_ROWS = 8
-
 
 @dataclasses.dataclass
 class VariableCreator:
-    """Creates variables at home, places tables and layers, and creates copies."""
+    """Creates variables where the store has them, and divides layers among stages."""
 
     context: Context
     store: Store
@@ -171,13 +168,11 @@ class VariableCreator:
             with tf.init_scope():
                 self.build_optimizer()
         if model.built:
-            with variables.replacing(model):
-                store.cut(data)
+            store.cut(data)
         # Else it is built of ragged or sparse tensors, and then cut.
         with sharded.slots_like_variables():
             yield
-        with variables.replacing(model):
-            store.cut(data)  # of what was built by now
+        store.cut(data)  # of what was built by now
         with tf.init_scope():
             variables.move(model, self.context.plan.home_of)
 

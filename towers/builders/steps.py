@@ -157,7 +157,7 @@ class Steps:
         verdict = judge(
             self._reading_stand_ins(step_function(context, "train_step")),
             specs.sized(data, None),
-            updates_apart=True,
+            updates_apart=self.pieces.store,
             home=context.plan.home,
             pipeline=pipeline,
             stand_ins=self.pieces.store.stand_ins(),
@@ -185,7 +185,7 @@ class Steps:
                     spec,
                     store.copied if trains else lambda trace: None,
                     loss_placement=context.loss_placement,
-                    updates_apart=trains and store.updates_apart,
+                    updates_apart=store if trains and store.updates_apart else None,
                     home=context.plan.home,
                     pipeline=pipeline,
                     stand_ins=store.stand_ins(),

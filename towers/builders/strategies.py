@@ -74,7 +74,9 @@ def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
     """
     by_use = context.plan.pipeline.stages == 1
     return _with_store(
-        "sharded", context, lambda: Shards(context, min_bytes, by_use, True)
+        "sharded",
+        context,
+        lambda: Shards(context, min_bytes, by_use, divides_tables=True),
     )
 
 

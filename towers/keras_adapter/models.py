@@ -1,7 +1,7 @@
 """Keras models: what `compile` leaves in them, and what `fit` tells callbacks."""
 
 import contextlib
-import functools
+import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +22,8 @@ _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
 def overrides(model: keras.Model, method: str) -> bool:
     """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
     bound = getattr(model, method)
-    # Of `before_training`, that of the class counts.
-    bound = getattr(bound, "__wrapped__", bound)
+    if isinstance(bound, _Prepared):
+        bound = bound.method
     return getattr(bound, "__func__", bound) is not getattr(keras.Model, method)
 
 
@@ -57,15 +57,26 @@ def before_training(model: keras.Model, prepare: Callable[[], None]) -> None:
         model: A model, whose instance gets a `make_train_function` of its own.
         prepare: Replaces what was given for this model before.
     """
-    of_class = types.MethodType(type(model).make_train_function, model)
-
-    @functools.wraps(of_class)
-    def make_train_function(*args, **kwargs):
-        prepare()
-        return of_class(*args, **kwargs)
-
+    method = types.MethodType(type(model).make_train_function, model)
     # Not by assigning an attribute, which Keras would track.
-    vars(model)["make_train_function"] = make_train_function
+    vars(model)["make_train_function"] = _Prepared(prepare, method)
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """A method that calls a function first.
+
+    Attributes:
+        prepare: The function.
+        method: The method of the model's class.
+    """
+
+    prepare: Callable[[], None]
+    method: types.MethodType
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare()
+        return self.method(*args, **kwargs)
 
 
 def compiled_loss(model: keras.Model) -> Any:

@@ -161,8 +161,11 @@ def gradients_clipped(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],
     variables: Sequence[keras.Variable],
+    norm: tf.Tensor | None = None,
 ) -> Iterator[Sequence[Any]]:
     """Inside, an optimizer clips no norms; yields gradients whose norms are clipped.
+
+    `norm` is that of all gradients, for an optimizer with a `global_clipnorm`.
 
     The gradients of a variable that is there several times are clipped together. Sparse
     ones stay sparse, with the numbers that Keras gets, which makes them dense.
@@ -170,7 +173,7 @@ def gradients_clipped(
     before = optimizer.clipnorm, optimizer.global_clipnorm
     if optimizer.global_clipnorm:
         limit = optimizer.global_clipnorm
-        gradients, _ = tf.clip_by_global_norm(gradients, limit)
+        gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         gradients = [*map(_each_row_once, gradients)]
     elif optimizer.clipnorm:
         gradients, places = list(gradients), {}

@@ -100,8 +100,10 @@ def cut(
 ) -> None:
     """Divides variables, and the slots that they have, evenly among devices."""
     for variable in variables:
-        count = len(sizes(variable, len(devices)))
-        _put(variable, devices[:count], axis_of(variable), optimizer)
+        axis, count = axis_of(variable), len(sizes(variable, len(devices)))
+        _put(variable, devices[:count], axis)
+        for slot in optimizers.slots_of(optimizer, variable) if optimizer else ():
+            _cut(slot, devices[:count], axis)
 
 
 def distribute(
@@ -114,12 +116,10 @@ def distribute(
     Optimizers that look at whole variables, such as Muon, need that.
     """
     for variable, k in least_loaded(variables, len(devices)):
-        _put(variable, [devices[k]], whole_axis(variable), optimizer)
-        slots = optimizers.slots_of(optimizer, variable, True) if optimizer else ()
-        for slot in slots:
-            # Its shape may be another one.
-            if not lies_there(sharded.of(slot), [devices[k]], whole_axis(slot)):
-                sharded.cut(slot, [devices[k]], whole_axis(slot))
+        _put(variable, [devices[k]], whole_axis(variable))
+        # The shape of a slot may be another one.
+        for slot in optimizers.slots_of(optimizer, variable, True) if optimizer else ():
+            _cut(slot, [devices[k]], whole_axis(slot))
 
 
 def whole_axis(variable: keras.Variable) -> int | None:
@@ -142,15 +142,18 @@ def least_loaded(
     return owned
 
 
-def _put(variable, devices, axis, optimizer):
-    """Cuts a variable and its slots into a shard for each device, if they are not."""
-    slots = optimizers.slots_of(optimizer, variable) if optimizer else ()
-    for each in [variable, *slots]:
-        if not lies_there(sharded.of(each), devices, axis):
-            sharded.cut(each, devices, axis)
+def _put(variable, devices, axis):
+    """Has a variable be a parameter with a shard on each device, if it is not."""
+    _cut(variable, devices, axis)
     parts = value_behind(variable)
     if type(parts) is not ShardedParameter:
         put_behind(variable, ShardedParameter(parts.shards, parts.shape, axis))
+
+
+def _cut(variable, devices, axis):
+    """Cuts a variable, or a slot, into a shard for each device, if it is not."""
+    if not lies_there(sharded.of(variable), devices, axis):
+        sharded.cut(variable, devices, axis)
 
 
 def lies_there(

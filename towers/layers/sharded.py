@@ -84,10 +84,10 @@ def across_hosts(variable: keras.Variable) -> bool:
     return found is not None and found.across_hosts
 
 
-def tables_across_hosts(variables: Sequence[keras.Variable]) -> dict[int, Any]:
-    """Returns the tables that hosts divide, `SpreadTable`s, by their places."""
-    found = {i: of(variable) for i, variable in enumerate(variables)}
-    return {i: each for i, each in found.items() if each is not None and each.elsewhere}
+def updated_by_hosts(variables: Sequence[keras.Variable]) -> dict[int, Any]:
+    """Returns the parts of variables that other hosts update, too, by their places."""
+    every = enumerate(map(of, variables))
+    return {i: parts for i, parts in every if parts is not None and parts.elsewhere}
 
 
 def stand_ins(variables: Sequence[keras.Variable]) -> dict[int, ShardedVariable]:
@@ -102,11 +102,8 @@ def stand_ins(variables: Sequence[keras.Variable]) -> dict[int, ShardedVariable]
 @contextlib.contextmanager
 def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
     """Inside, the stand-in is behind each of some variables that have one."""
-    parts = {id(v): of(v) for v in variables}
-    chosen = [
-        v for v in variables if parts[id(v)] is not None and parts[id(v)].stands_in
-    ]
-    with swapped_values(chosen, [parts[id(v)].stand_in for v in chosen]):
+    chosen = [v for v in variables if (parts := of(v)) is not None and parts.stands_in]
+    with swapped_values(chosen, [of(variable).stand_in for variable in chosen]):
         yield
 
 
@@ -114,10 +111,9 @@ def cut(
     variable: keras.Variable,
     devices: Sequence[str],
     axis: int | None,
-    optimizer: keras.optimizers.Optimizer | None = None,
     sizes: Sequence[int] = (),
 ) -> None:
-    """Cuts a variable, and the slots that an optimizer has for it, into shards.
+    """Cuts a variable, or a slot of an optimizer's, into shards.
 
     The value is read on the host, and only its parts go to devices.
 
@@ -126,27 +122,22 @@ def cut(
         devices: Where the shards are to lie, in order. A variable with less rows, or
             columns, has so many shards.
         axis: See `ShardedVariable`.
-        optimizer: The optimizer, if it may have slots already.
         sizes: How many rows, columns or numbers each shard has; by default all have as
             many.
     """
-    cuts = [variable]
-    if optimizer is not None:
-        cuts += optimizers.slots_of(optimizer, variable)
-    for each in cuts:
-        old = value_behind(each)
-        whole = old.numpy()
-        size = whole.size if axis is None else whole.shape[axis]
-        parts = np.array_split(
-            whole.reshape(-1) if axis is None else whole,
-            [*itertools.accumulate(sizes)][:-1] if sizes else min(len(devices), size),
-            axis=axis or 0,
-        )
-        shards = [
-            variable_like(part, device, old)
-            for part, device in zip(parts, devices, strict=False)
-        ]
-        put_behind(each, ShardedVariable(shards, whole.shape, axis))
+    old = value_behind(variable)
+    whole = old.numpy()
+    size = whole.size if axis is None else whole.shape[axis]
+    parts = np.array_split(
+        whole.reshape(-1) if axis is None else whole,
+        [*itertools.accumulate(sizes)][:-1] if sizes else min(len(devices), size),
+        axis=axis or 0,
+    )
+    shards = [
+        variable_like(part, device, old)
+        for part, device in zip(parts, devices, strict=False)
+    ]
+    put_behind(variable, ShardedVariable(shards, whole.shape, axis))
 
 
 def join(variable: keras.Variable, device: str) -> None:
@@ -366,19 +357,18 @@ def by_device(
 
     Whole variables come first, then the first shard of each variable, and so on.
     """
-    groups, seen = collections.defaultdict(list), collections.Counter()
-    for i, variable in enumerate(variables):
+    if all(of(variable) is None for variable in variables):
+        keras_apply_gradients(optimizer, gradients, variables)
+        return
+    groups = collections.defaultdict(list)
+    for i, (variable, k) in enumerate(_numbered(variables)):
         place = None
         if (sharded := of(variable)) is not None:
-            k, seen[id(variable)] = seen[id(variable)], seen[id(variable)] + 1
             here = sharded.updated[k : k + 1]
             if not here or not here[0].shape.num_elements():
                 continue  # It is updated elsewhere, or has no rows.
             place = k, here[0].device
         groups[place].append(i)
-    if not seen:
-        keras_apply_gradients(optimizer, gradients, variables)
-        return
     with _clipped(optimizer, gradients, variables) as gradients:
         groups = {
             place: members
@@ -408,29 +398,60 @@ def _clipped(optimizer, gradients, variables):
 
     Yields the gradients to apply.
     """
-    if not optimizer.gradient_accumulation_steps:
-        with optimizers.gradients_clipped(optimizer, gradients, variables) as clipped:
+    accumulates, norm = bool(optimizer.gradient_accumulation_steps), None
+    if optimizer.global_clipnorm:
+        norm_of = _norm_of_accumulated if accumulates else _norm_of_these
+        norm = _of_first_host(norm_of(optimizer, gradients, variables), variables)
+    if not accumulates:
+        about = optimizer, gradients, variables, norm
+        with optimizers.gradients_clipped(*about) as clipped:
             yield clipped
-    elif optimizer.global_clipnorm:
+    elif norm is not None:
         # Keras clips what it has accumulated.
-        norm = _norm_of_accumulated(optimizer, gradients, variables)
         with patched(optimizers.GLOBAL_NORM, lambda *_: norm):
             yield gradients
     else:
         yield gradients
 
 
+def _of_first_host(norm, variables):
+    """Returns the norm that the first host has, where hosts update parts.
+
+    Each host adds in another order. Variables that all hosts update would come to
+    differ in their last bits.
+    """
+    every = updated_by_hosts(variables).values()
+    hosts = next((parts.hosts for parts in every if parts.updated_once), None)
+    if hosts is None:
+        return norm
+    with tf.device(HOST):
+        return hosts.broadcast([norm], "norm of all gradients")[0]
+
+
+def _norm_of_these(optimizer, gradients, variables):
+    """Returns the norm of all gradients."""
+    del optimizer, variables
+    return tf.linalg.global_norm(gradients)
+
+
 def _norm_of_accumulated(optimizer, gradients, variables):
     """Returns the norm of all that an optimizer has accumulated with gradients."""
-    seen, squares = collections.Counter(), []
-    for gradient, variable in zip(gradients, variables, strict=True):
-        k, seen[id(variable)] = seen[id(variable)], seen[id(variable)] + 1
+    squares = []
+    for gradient, (variable, k) in zip(gradients, _numbered(variables), strict=True):
         sums, steps = optimizers.accumulated(optimizer, variable)
         shard = updated_places(sums)[k]
         with tf.device(shard.device):
             squares.append(tf.reduce_sum(tf.square((gradient + shard) / steps)))
     with tf.device(HOST):
         return tf.sqrt(tf.add_n(squares))
+
+
+def _numbered(targets):
+    """Yields each target, and which of its variable's shards it is; see `targets`."""
+    seen = collections.Counter()
+    for variable in targets:
+        yield variable, seen[id(variable)]
+        seen[id(variable)] += 1
 
 
 def _average_idle(optimizer, updated):

@@ -32,9 +32,11 @@ class ShardedVariable:
             something stands in for here; see `sharded.targets`.
         across_hosts: Whether several hosts have shards of it; it is a `SpreadVariable`.
         stands_in: Whether a step is traced with a `stand_in` in its place.
+        updated_once: Whether each host of several applies the optimizer once in a step,
+            not once for each of its copies of other variables.
     """
 
-    elsewhere = across_hosts = stands_in = False
+    elsewhere = across_hosts = stands_in = updated_once = False
 
     def __init__(
         self, shards: Sequence[tf.Variable], shape: Sequence[int], axis: int | None

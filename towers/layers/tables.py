@@ -215,14 +215,10 @@ def put(placed: Sequence[Placed], optimizer: keras.optimizers.Optimizer | None) 
 
 
 def _lies_there(variable, placed):
-    cut = sharded.of(variable)
-    if cut is None or cut.axis != placed.axis:
+    parts = sharded.of(variable)
+    if not parameters.lies_there(parts, placed.devices, placed.axis):
         return False
-    sizes = tuple(shard.shape[cut.axis] for shard in cut.shards)
-    return sizes == placed.sizes and all(
-        shard.device.endswith(wanted)
-        for shard, wanted in zip(cut.shards, placed.devices, strict=True)
-    )
+    return tuple(shard.shape[parts.axis] for shard in parts.shards) == placed.sizes
 
 
 def bring_home(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:

@@ -612,11 +612,6 @@ class Config:
         return isinstance(update, Replicated) and update.shard_optimizer_state
 
     @property
-    def divides_parameters(self) -> bool:
-        """Whether each tower has a part of every large variable."""
-        return self.shards_state or isinstance(self.variable_update, Sharded)
-
-    @property
     def divides_variables(self) -> bool:
         """Whether a host may have a part of some variables or slots only."""
         return self.shards_state or self.tables != "none"

@@ -93,22 +93,19 @@ class UpdatesApart(Protocol):
 
 
 class Copied(NamedTuple):
-    """The variables of which each tower has a copy, and who updates them.
+    """The variables of which each tower has a copy.
 
-    A tower reads its copies. Without `apart`, the update in the trace runs once for
-    each tower, and changes its copies. With it, the update is not in the trace.
+    A tower reads its copies. An update in the trace runs once for each tower, and
+    changes its copies.
 
     Attributes:
         handles: For each tower, by the `id` of a variable's handle, that of its copy.
-            Home reads what the first tower does; its copy is the variable itself. One
-            empty mapping stands for no copies: home reads, and sends the values.
+            Home reads what the first tower does; its copy is the variable itself.
         all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
-        apart: Adds gradients and applies optimizers, in place of the trace.
     """
 
     handles: Sequence[Mapping[int, tf.Tensor]]
     all_reduce_alg: str
-    apart: UpdatesApart | None = None
 
 
 class Cut(NamedTuple):
@@ -118,12 +115,14 @@ class Cut(NamedTuple):
         trace: The function.
         placement: Where its operations run.
         copied: The variables that towers have copies of, if they have some.
+        updates_apart: Does what optimizers do, if the function leaves that out.
         phases: The phases in order: each for every copy of the variables.
     """
 
     trace: Trace
     placement: Placement
     copied: Copied | None
+    updates_apart: UpdatesApart | None
     phases: Sequence[Sequence[Phase]]
 
 
@@ -161,7 +160,8 @@ class PartitionedCall:
         guard: StepGuard | None,
     ):
         """Takes the function, and a batch; see `Partitioned.__call__`."""
-        self._trace, self._placement, self._copied, self._phases = cut
+        self._trace, self._placement, self._copied, *_ = cut
+        self._updates_apart, self._phases = cut.updates_apart, cut.phases
         self._plan, self._execution = plan, execution
         self._timers, self._guard = timers, guard
         # It has to be there before home changes anything, once there is one.
@@ -628,14 +628,14 @@ class PartitionedCall:
     def _update_apart(self, phase):
         """Has the owners of variables apply the optimizers of a phase."""
         for name in phase.operations:
-            update, apart = self._trace.updates[name], self._copied.apart
+            update = self._trace.updates[name]
             parts, whole = self._gradients_for(update)
             # Gradients are added as they come; only the update waits for checks.
-            sums = apart.add(update, parts, whole)
+            sums = self._updates_apart.add(update, parts, whole)
             gates = [] if self._gate is None else [self._gate]
             every = [gradient for gradient in sums[0] if gradient is not None]
             with tf.control_dependencies(gates), self._guarded(parts, every):
-                apart.apply(sums)
+                self._updates_apart.apply(sums)
 
     def _gradients_for(self, update):
         """Returns the gradients that an optimizer's call takes.
@@ -692,32 +692,36 @@ class PartitionedCall:
 
         Whole values are gathered once in a step. Rows are looked up where they lie.
         """
-        graph, placement = self._trace.graph, self._placement
-        operations = [*map(graph.get_operation_by_name, phase.operations)]
-        parts = {op.name: placement.table_of(op) for op in operations}
-        look_ups = [op for op in operations if op.type == LOOK_UP]
-        reads = [op for op in operations if op.type != LOOK_UP]
+        operations = [*map(self._trace.graph.get_operation_by_name, phase.operations)]
+        of_parameters, of_tables = [], []
+        for op in operations:
+            here = isinstance(self._placement.parts_read(op), ShardedParameter)
+            (of_parameters if here else of_tables).append(op)
+        on_towers = phase.place.on_towers
+        self._gather_once([op for op in of_parameters if op.type != LOOK_UP])
+        for op in of_parameters:
+            if op.type == LOOK_UP:
+                self._look_up(op, on_towers)
         with tf.device(self._plan.home), tf.name_scope("exchange"):
-            for op in reads:
-                if not isinstance(parts[op.name], ShardedParameter):
-                    whole = tf.convert_to_tensor(parts[op.name])
+            for op in of_tables:
+                if op.type != LOOK_UP:
+                    whole = tf.convert_to_tensor(self._placement.parts_read(op))
                     self._home[key(op.outputs[0])] = whole
-        self._gather_once(
-            [op for op in reads if isinstance(parts[op.name], ShardedParameter)]
-        )
-        local = [op for op in look_ups if isinstance(parts[op.name], ShardedParameter)]
-        for op in local:
-            self._look_up(op, parts[op.name], phase.place.on_towers)
-        spread = [op for op in look_ups if op not in local]
-        if not spread:
+            self._look_up_on_hosts(
+                [op for op in of_tables if op.type == LOOK_UP], on_towers
+            )
+
+    def _look_up_on_hosts(self, look_ups, on_towers):
+        """Looks up rows of tables that hosts divide: of all towers, in one exchange."""
+        if not look_ups:
             return
-        with tf.device(self._plan.home), tf.name_scope("exchange"):
-            ids = [self._ids_of(op, phase.place.on_towers) for op in spread]
-            tables = [parts[op.name] for op in spread]
-            look_up = feature("collectives.spread.tables").look_up
-            rows = look_up(self._plan.hosts, tables, ids)
-        makers = self._towers if phase.place.on_towers else [self._home]
-        for op, of_makers in zip(spread, rows, strict=True):
+        tables = [*map(self._placement.parts_read, look_ups)]
+        ids = [self._ids_of(op, on_towers) for op in look_ups]
+        rows = feature("collectives.spread.tables").look_up(
+            self._plan.hosts, tables, ids
+        )
+        makers = self._towers if on_towers else [self._home]
+        for op, of_makers in zip(look_ups, rows, strict=True):
             for made, value in zip(makers, of_makers, strict=True):
                 made[key(op.outputs[0])] = value
 
@@ -729,8 +733,9 @@ class PartitionedCall:
         taken = Taken(ids, False, False)
         return [self._on_tower(k, taken) for k in range(len(self._towers))]
 
-    def _look_up(self, op, parameter, on_towers):
+    def _look_up(self, op, on_towers):
         """Looks up rows of a parameter whose parts are on this host's devices."""
+        parameter = self._placement.parts_read(op)
         devices = self._plan.devices if on_towers else [self._plan.home]
         makers = self._towers if on_towers else [self._home]
         with tf.device(self._plan.home):
@@ -749,7 +754,7 @@ class PartitionedCall:
         Those of a stage have the stage's parameters.
         """
         values, replicas = [op.outputs[0] for op in reads], self._plan.replicas
-        parameters = [self._placement.table_of(op) for op in reads]
+        parameters = [self._placement.parts_read(op) for op in reads]
         for stage in range(self._plan.pipeline.stages):
             devices = [tower.devices[stage] for tower in replicas]
             places = [

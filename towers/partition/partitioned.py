@@ -27,6 +27,7 @@ from towers.partition.call import (
     Execution,
     PartitionedCall,
     StepGuard,
+    UpdatesApart,
     has_known_shapes,
 )
 from towers.partition.phases import Phase, phases
@@ -46,12 +47,14 @@ class Verdict(NamedTuple):
         trace: The function as it was traced.
         placement: Where its operations run, what is gathered, and what is refused.
         copied: The variables that towers have copies of, if they have some.
+        updates_apart: Does what optimizers do, if the function leaves that out.
         pipeline: How the devices of a tower share the model.
     """
 
     trace: Trace
     placement: Placement
     copied: Copied | None
+    updates_apart: UpdatesApart | None = None
     pipeline: Pipeline = ONE_STAGE
 
     @property
@@ -65,7 +68,7 @@ def judge(
     spec: Any,
     copied: Callable[[Trace], Copied | None] = lambda trace: None,
     loss_placement: str = "auto",
-    updates_apart: bool = False,
+    updates_apart: UpdatesApart | None = None,
     home: str = HOST,
     pipeline: Pipeline = ONE_STAGE,
     keeps_loss_scale: bool = False,
@@ -80,7 +83,7 @@ def judge(
             traced; the variables that it creates are there then.
         loss_placement: Where examples meet: "auto" is at home, on the rows of all
             towers. "tower" is on each tower, which takes its rows for the batch.
-        updates_apart: Whether `copied` returns what applies optimizers.
+        updates_apart: Does what optimizers do, if the function is to leave that out.
         home: The device of home.
         pipeline: How the devices of a tower share the model, whose layers are known.
         keeps_loss_scale: See `Trace`.
@@ -89,13 +92,14 @@ def judge(
     own = Decided() if loss_placement == "tower" else None
     trace = functools.partial(
         *(Trace, function, spec),
-        updates_apart=updates_apart,
+        updates_apart=updates_apart is not None,
         parts=None if pipeline.alone else pipeline.parts,
         keeps_loss_scale=keeps_loss_scale,
     )
     given = {"copied": copied, "decided": own, "home": home}
     given["stand_ins"] = stand_ins
-    settled = functools.partial(_settled, pipeline=pipeline, **given)
+    given |= {"updates_apart": updates_apart, "pipeline": pipeline}
+    settled = functools.partial(_settled, **given)
     verdict = settled(functools.partial(trace, True))
     if verdict.refused is None:
         return verdict
@@ -103,7 +107,7 @@ def judge(
     return settled(functools.partial(trace, False))
 
 
-def _settled(trace, copied, decided, home, pipeline, stand_ins):
+def _settled(trace, copied, decided, home, updates_apart, pipeline, stand_ins):
     """Traces and places, again where one trace decides for the next."""
     at_home = frozenset()
     for traces in itertools.count(1):
@@ -114,7 +118,7 @@ def _settled(trace, copied, decided, home, pipeline, stand_ins):
             *(traced, lambda handle, known=known: id(handle) in known, home),
             stand_ins,
         )
-        verdict = Verdict(traced, placement, copies, pipeline)
+        verdict = Verdict(traced, placement, copies, updates_apart, pipeline)
         before = decided, at_home
         decided, at_home = _decided_by(verdict, at_home)
         if before == (decided, at_home):
@@ -166,7 +170,8 @@ class Partitioned:
         """
         if verdict.refused is not None:
             raise PartitionError(verdict.refused)
-        self.trace, self.placement, self.copied, self.pipeline = verdict
+        self.trace, self.placement, self.copied, *_ = verdict
+        self.updates_apart, self.pipeline = verdict.updates_apart, verdict.pipeline
         self._towers_stay, self._differentiable = towers_stay, differentiable
 
     @functools.cached_property
@@ -207,7 +212,8 @@ class Partitioned:
         lines = []
         phases = [phase for phase, *_ in self.phases if phase.place.on_towers]
         on_device = [phase for phase in phases if phase.place.on_device]
-        if self.copied is None and any(phase.captured for phase in on_device):
+        at_home = self.copied is None and self.updates_apart is None
+        if at_home and any(phase.captured for phase in on_device):
             lines.append(
                 f"{name} uses variables in a loop, in a branch, or with indices, so "
                 "that XLA does not compile it on devices that read them elsewhere."
@@ -293,7 +299,8 @@ class Partitioned:
             copy has, in the same structure: sums that were all-reduced, `None` for all
             else.
         """
-        cut = Cut(self.trace, self.placement, self.copied, self.phases)
+        about = self.trace, self.placement, self.copied, self.updates_apart
+        cut = Cut(*about, self.phases)
         call = PartitionedCall(
             cut, plan, local_batches, size, whole, execution, timers, guard
         )

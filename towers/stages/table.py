@@ -7,6 +7,7 @@ from typing import NamedTuple
 from towers.keras_adapter.optimizers import slots_of
 from towers.keras_adapter.variables import bytes_of
 from towers.layers import sharded
+from towers.layers.parameters import ShardedParameter
 from towers.layers.pipeline import Pipeline, weighted
 from towers.program import words
 from towers.stages.staged import Staged
@@ -32,6 +33,8 @@ class Held(NamedTuple):
 def held_by_stages(pipeline: Pipeline, kept: Sequence[int]) -> list[Held]:
     """Returns the memory of each stage, without tables on the devices of all stages.
 
+    Parameters in parts count as whole, as devices gather them in a step.
+
     Args:
         pipeline: Describes how the devices of a tower share the model, which is built.
         kept: The bytes of activations that each stage keeps; see `activation_bytes`.
@@ -41,7 +44,7 @@ def held_by_stages(pipeline: Pipeline, kept: Sequence[int]) -> list[Held]:
     slots = [collections.Counter() for _ in weights]
     stage_of = pipeline.stage_of
     for variable in model.variables:
-        if sharded.of(variable) is not None:
+        if _is_table(variable):
             continue
         stage = stage_of(variable)
         weights[stage] += bytes_of(variable)
@@ -82,7 +85,7 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
         f"{words.count(rows, 'example')}, schedule {pipeline.schedule}, recompute "
         f"{pipeline.recompute}"
     )
-    if any(map(sharded.of, model.variables)):
+    if any(map(_is_table, model.variables)):
         first += ", without the tables, which lie on the devices of all stages"
 
     return [
@@ -94,6 +97,12 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
             for row in cells
         ),
     ]
+
+
+def _is_table(variable):
+    """Whether a variable lies on the devices of all stages, as tables do."""
+    parts = sharded.of(variable)
+    return parts is not None and not isinstance(parts, ShardedParameter)
 
 
 def activation_bytes(

@@ -121,7 +121,7 @@ def compared(make, wrap):
         ours = trained_table(make, noted)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if not sharded.tables_across_hosts(models[0].trainable_variables):
+    if not sharded.updated_by_hosts(models[0].trainable_variables):
         return "No table is divided."
     theirs = trained_table(make, lambda model: model)
     for mine, other in zip(ours, theirs, strict=True):

@@ -751,6 +751,18 @@ def _():
     assert calls == ["second"] * 2
 
 
+def test_a_method_that_wraps_keras_own_overrides_it():
+    class Wrapping(keras.Model):
+        @functools.wraps(keras.Model.train_step)
+        def train_step(self, data):
+            return super().train_step(data)
+
+    assert models.overrides(Wrapping(), "train_step")
+    prepared = keras.Sequential()
+    models.before_training(prepared, lambda: None)
+    assert not models.overrides(prepared, "make_train_function")
+
+
 @contract("_cached_value", "read_once", "is what a read of a `tf.Variable` gives")
 def _():
     variable = tf.Variable(1.0)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests import oracle
 from tests.variants import slow
+from towers.keras_adapter.optimizers import slots_of
 from towers.layers import fused, sharded
 from towers.lifecycle.checkpoints import saved_model
 
@@ -24,7 +25,9 @@ def _model():
 def _cut(model, axis, optimizer=None):
     for variable in model.trainable_variables[:2]:
         # A table and a kernel, in one way each.
-        sharded.cut(variable, DEVICES, axis, optimizer)
+        slots = slots_of(optimizer, variable) if optimizer else ()
+        for each in [variable, *slots]:
+            sharded.cut(each, DEVICES, axis)
 
 
 def _gradients(variables, sparse, seed=0):

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers import Replicated, multi_gpu_model
+from towers.layers import parameters
 from towers.layers.pipeline import LayerPlacement, Pipeline
 from towers.partition.partitioned import Partitioned, judge
 from towers.stages import table
@@ -57,7 +58,8 @@ def test_a_frozen_layer_has_no_gradient():
 
 
 @pytest.mark.slow
-def test_a_device_holds_its_shard_of_slots():
+def test_a_device_holds_its_shard_of_slots(monkeypatch):
+    monkeypatch.setattr(parameters, "MIN_BYTES", 1)
     held = []
     for shards in (False, True):
         model = build()
@@ -73,3 +75,4 @@ def test_a_device_holds_its_shard_of_slots():
         held.append(table.held_by_stages(parallel.builder.plan.pipeline, [0, 0]))
     for whole, part in zip(*held, strict=True):
         assert part.slots == pytest.approx(whole.slots / 2, rel=0.01)
+        assert (part.weights, part.gradients) == (whole.weights, whole.gradients)

@@ -179,7 +179,7 @@ def _of_gather(tensor, op, inputs):
     return with_examples_at(1 if axis[0] % rank else ids_rank, tensor.shape.rank)
 
 
-# Tells of an operation what it makes of tensors whose last axis is the examples'.
+# Operations on tensors whose last axis is the examples'.
 #
 # Block-sparse products have features first: a block of them is one piece of memory.
 

@@ -4,7 +4,7 @@ The model's own variables are the first tower's copy, so whoever reads them find
 current. Each host has its own; those of the first host are what all others copy. Where
 they may have been changed from outside, the other copies are made anew: at the start of
 `fit` and of each epoch, and before each call of training if a callback runs in between
-that may change them (`listeners.py`).
+that may change them (`model/fit_call.py`).
 
 Copies are equal between two steps: a way to update variables whose copies differ, such
 as local SGD, would need an average before anybody reads. They are variables of their
@@ -70,7 +70,6 @@ class Copies(Store):
 
     def create_copies(self) -> None:
         """See `Store`."""
-        super().create_copies()
         if self._originals or not self.copied_to:
             return
         originals = [*self._context.model.trainable_variables]
@@ -86,7 +85,7 @@ class Copies(Store):
         """
         model = self._context.model
         if self.updates_apart:
-            return Copied(self.handles(), self.algorithm, self)
+            return Copied(self.handles(), self.algorithm)
         # Also for a single tower: other hosts have more, and the same phases.
         wanted = [*model.trainable_variables]
         for optimizer in variables.optimizers(model).values():

@@ -50,7 +50,7 @@ class Shards(Store):
         self._divides_tables = divides_tables
         self._min_bytes, self._gathered_by_use = min_bytes, gathered_by_use
 
-    def cut(self, data: Any) -> None:
+    def _cut(self, data: Any) -> None:
         """See `Store`.
 
         Raises:
@@ -84,19 +84,13 @@ class Shards(Store):
     def apply(self, sums: Sequence[Sequence[Gradient]]) -> None:
         """See `Store`."""
         super().apply(sums)
-        trained = self._context.model.trainable_variables
-        targets = zip(sharded.targets(trained), sums[0], strict=True)
-        changed = {id(target) for target, total in targets if total is not None}
-        of_hosts = [
-            parts
-            for variable, parts in zip(trained, map(sharded.of, trained), strict=True)
-            if isinstance(parts, parameters.ShardedParameter)
-            and parts.elsewhere
-            and id(variable) in changed
-        ]
-        if of_hosts:
+        targets = sharded.targets(self._context.model.trainable_variables)
+        given = zip(targets, sums[0], strict=True)
+        changed = {id(target): target for target, g in given if g is not None}
+        spread = [p for p in parameters.of([*changed.values()]) if p.elsewhere]
+        if spread:
             share = feature("collectives.spread.parameters").share
-            share(self._context.plan.hosts, of_hosts)
+            share(self._context.plan.hosts, spread)
 
     def _divide(self, variables, plan, optimizer):
         """Divides the variables of a stage among the devices that have it."""

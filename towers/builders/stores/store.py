@@ -4,7 +4,7 @@
 tower, and `Shards` (`shards.py`), with a part on each. A new one is a subclass, and a
 function in `strategies.py`. It overrides `create_copies`, `copies` and `copied` if
 towers read copies, `broadcast` and `differ` if these follow the model's own variables
-only now and then, `cut` if variables lie in parts, and `apply` if it does more than to
+only now and then, `_cut` if variables lie in parts, and `apply` if it does more than to
 update the variables at home.
 
 A step is traced as on one device. Where each variable is whole at home, or in copies,
@@ -77,8 +77,8 @@ class Store:
         Args:
             data: A batch, or its `tf.TypeSpec`s; `None` if that is not known.
         """
-        if self._context.shard_embeddings != "none":
-            self._cut_tables(data)
+        with variables.replacing(self._context.model):
+            self._cut(data)
 
     def settle(self, data: Any, divided_anew: bool) -> None:
         """Moves variables that are all there to where they belong, and says where.
@@ -89,12 +89,14 @@ class Store:
         """
         context, plan = self._context, self._context.plan
         if divided_anew and self.divides:
-            with variables.replacing(context.model):
-                self.cut(data)
+            self.cut(data)
         if is_gpu(plan.home) or plan.pipeline.stages > 1:
             # Not all that was created there belongs there.
             with tf.init_scope():
                 variables.move(context.model, plan.home_of)
+        if context.model.optimizer is not None:
+            # Another builder may have cut them.
+            sharded.join_slots(context.model.optimizer, plan.home_of)
         self.create_copies()
         if self.divides:
             lines = tables.lines(context.model, plan.home_of, self.copies())
@@ -102,10 +104,6 @@ class Store:
 
     def create_copies(self) -> None:
         """Creates copies, if towers are to have some and have none."""
-        optimizer = self._context.model.optimizer
-        if optimizer is not None:
-            # Another builder may have cut them.
-            sharded.join_slots(optimizer, self._context.plan.home_of)
 
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of all towers."""
@@ -141,20 +139,13 @@ class Store:
         return self.divides and bool(self.stand_ins())
 
     def copied(self, trace: Trace) -> Copied | None:
-        """Returns the copies that a step of training reads, and who updates variables.
+        """Returns the copies that a step of training reads; `None` if there are none.
 
         Args:
             trace: The step; the variables that it creates are there.
-
-        Returns:
-            The copies, and this store if `updates_apart`. `None` if towers get values
-            from home, and the trace has the update.
         """
         del trace
-        if not self.updates_apart:
-            return None
-        # There are no copies; it only says who updates.
-        return Copied([{}], "cpu", self)
+        return None
 
     # How gradients update them, where the trace leaves that to the store.
 
@@ -234,17 +225,18 @@ class Store:
     def broadcast(self) -> None:
         """Gives all copies the values of the model's own variables."""
 
-    # Parts of `add` that other stores override.
+    # Parts of `cut` and `add` that other stores override.
+
+    def _cut(self, data: Any) -> None:
+        """Divides variables and their slots; see `cut`."""
+        if self._context.shard_embeddings != "none":
+            self._cut_tables(data)
 
     def _add_on_devices(
         self, plan: Plan, gradients: Sequence[Sequence[Gradient]]
     ) -> Sequence[Sequence[Gradient]]:
         """Adds the towers' gradients of variables of one stage, for each copy."""
-        sources = [tower.device for tower in plan.replicas]
-        if any(map(plan.packs, sources)):
-            return [reduce.sum_packed(gradients, sources, plan.merge, plan.home)]
-        with tf.device(plan.merge):
-            return [reduce.sum_gradients(gradients)]
+        return [_sum(plan, gradients, plan.home)]
 
     def _hand_out(
         self, plan: Plan, sums: Sequence[Gradient]
@@ -287,11 +279,8 @@ class Store:
             for gradients in of_devices
         ]
         if self._context.plan.hosts.count == 1:
-            copies = self._by_stage(self._add_on_devices, others)
-        else:
-            sums, in_parts = self._over_hosts(others, in_parts)
-            copies = self._by_stage(lambda plan, s: self._hand_out(plan, s[0]), [sums])
-        return _with_parts(copies, in_parts)
+            return _with_parts(self._by_stage(self._add_on_devices, others), in_parts)
+        return self._for_copies(self._over_hosts(others, in_parts))
 
     def _over_hosts(self, others, in_parts):
         """Adds the gradients of all hosts.
@@ -300,19 +289,17 @@ class Store:
         Where they divide it, each part goes to the host that updates it.
 
         Returns:
-            The sums for each target that is whole; then those of parts.
+            The sum for each target.
         """
-        trained, hosts = (
-            self._context.model.trainable_variables,
-            self._context.plan.hosts,
-        )
-        (sums,) = self._by_stage(_add_on_host, others)
+        trained = self._context.model.trainable_variables
+        hosts, timers = self._context.plan.hosts, self._context.timers
+        (sums,) = self._by_stage(lambda plan, g: [_sum(plan, g, plan.merge)], others)
         with tf.device(HOST):
             sums = [in_parts.get(i, total) for i, total in enumerate(sums)]
             gradients = sharded.whole(trained, sums)
-            begun = self._context.timers.begin_sum(gradients)
+            begun = timers.begin_sum(gradients)
             sent, given = {}, {}
-            for i, parts in sharded.tables_across_hosts(trained).items():
+            for i, parts in sharded.updated_by_hosts(trained).items():
                 if gradients[i] is not None and parts.is_given(gradients[i]):
                     sent.setdefault(parts.give, []).append(i)
             away = {i for places in sent.values() for i in places}
@@ -323,17 +310,14 @@ class Store:
                 of_places = [sharded.of(trained[i]) for i in places]
                 received = give(hosts, of_places, [gradients[i] for i in places])
                 given |= zip(places, received, strict=True)
-            self._context.timers.end_sum(begun, totals)
+            timers.end_sum(begun, totals)
             of_targets = []
             for i, (variable, total) in enumerate(zip(trained, totals, strict=True)):
                 of_targets += given.get(i) or _of_targets(variable, total)
-        in_parts = {i: of_targets[i] for i in in_parts}
-        return [
-            None if i in in_parts else t for i, t in enumerate(of_targets)
-        ], in_parts
+        return of_targets
 
     def _for_copies(self, gradients):
-        """Returns gradients of targets that home has, for each copy."""
+        """Returns gradients of targets that are there, for each copy."""
         trained = self._context.model.trainable_variables
         in_parts = {i: gradients[i] for i in sharded.devices(trained)}
         others = [None if i in in_parts else g for i, g in enumerate(gradients)]
@@ -420,11 +404,8 @@ class Store:
 
     def _divide_tables(self, optimizer):
         """Has hosts divide tables, if there are several; returns these tables."""
-        context, way, plan = (
-            self._context,
-            self._context.shard_embeddings,
-            self._context.plan,
-        )
+        context, plan = self._context, self._context.plan
+        way = context.shard_embeddings
         if plan.hosts.count == 1:
             return ()
         spread = feature("collectives.spread.tables")
@@ -461,13 +442,13 @@ class Store:
         return self._looked_up or {}
 
 
-def _add_on_host(plan, gradients):
-    """Adds the towers' gradients of one stage on one device, for other hosts."""
+def _sum(plan, gradients, target):
+    """Adds the towers' gradients of one stage on one device, for a target device."""
     sources = [tower.device for tower in plan.replicas]
     if any(map(plan.packs, sources)):
-        return [reduce.sum_packed(gradients, sources, plan.merge, plan.merge)]
+        return reduce.sum_packed(gradients, sources, plan.merge, target)
     with tf.device(plan.merge):
-        return [reduce.sum_gradients(gradients)]
+        return reduce.sum_gradients(gradients)
 
 
 def _with_parts(copies, in_parts):

@@ -35,7 +35,7 @@ class SpreadParameter(ShardedParameter):
         hosts: The hosts.
     """
 
-    elsewhere = True
+    elsewhere = updated_once = True
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ def place(model: keras.Model, plan: Plan, config: Config, copied: bool) -> None:
         copied: Whether each tower has a copy.
     """
     way = config.tables
-    if way != "none" or config.divides_parameters:
+    if config.divides_variables:
         # Keras's own loop knows whole variables only.
         before_training(model, lambda: tables.bring_home(model, plan.home_of))
     bring_home(model, plan, config)
@@ -131,7 +131,7 @@ def bring_home(model: keras.Model, plan: Plan, config: Config) -> None:
 
     Another model of towers, of the same variables, may have cut them.
     """
-    if config.tables == "none" and not config.divides_parameters:
+    if not config.divides_variables:
         tables.bring_home(model, plan.home_of)
 
 

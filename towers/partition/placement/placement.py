@@ -209,7 +209,7 @@ class Placement:
             if op.type != "Const" and not self._is_value(op):
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
-                exchanges = op.type in _EXCHANGED and self.table_of(op) is not None
+                exchanges = op.type in _EXCHANGED and self.parts_read(op) is not None
                 on_device = op.name not in self.hosted and not self._looks_up(op)
                 place = Place(
                     level=0,
@@ -313,11 +313,11 @@ class Placement:
             return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         return self.outside(tensor) if self.is_captured(tensor) else None
 
-    def table_of(self, op: tf.Operation) -> Any:
+    def parts_read(self, op: tf.Operation) -> Any:
         """Returns the variable in parts, read once for all, that an operation takes."""
         handles = (self._handles.get(key(tensor)) for tensor in op.inputs)
-        tables = (self._divided.get(id(handle)) for handle in handles)
-        return next((table for table in tables if table is not None), None)
+        known = (self._divided.get(id(handle)) for handle in handles)
+        return next((parts for parts in known if parts is not None), None)
 
     def stand_ins_of(self, handles: Iterable[tf.Tensor | None]) -> list[Any]:
         """Returns what some handles stand in for: tables, and sharded parameters."""
@@ -708,7 +708,7 @@ class Placement:
             for op in self.order
             if op.type != LOOK_UP
             and op.name not in self._trace.updates
-            and not isinstance(self.table_of(op), ShardedParameter | None)
+            and not isinstance(self.parts_read(op), ShardedParameter | None)
         ]
         if whole:
             lines.append(
