@@ -22,10 +22,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis import effects
-from towers.analysis.axes.blocks import Blocks, RowBlocks, RowCounts
-from towers.analysis.axes.own import Decided, OwnRows
-from towers.analysis.axes.position import axis_of, with_examples_at
-from towers.analysis.axes.sizes import DRAWS, STATELESS_DRAWS
+from towers.analysis.axes import DRAWS, STATELESS_DRAWS, axis_of, with_examples_at
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -45,6 +42,7 @@ from towers.analysis.kinds import (
 )
 from towers.analysis.layer_calls import LayerCall, key, parts
 from towers.analysis.operations import is_zero, of_layer, of_operation, of_target
+from towers.analysis.rows import Blocks, Decided, OwnRows, RowBlocks, RowCounts
 from towers.keras_adapter.graphs import function_graph
 
 # How totals of local batches make that of the whole batch, by the type of operation.

@@ -23,7 +23,7 @@ class Dependence(enum.Enum):
         MEAN: A mean over the examples, perhaps plus a term that does not depend on
             them.
         PACKED: Part of a ragged or sparse tensor of examples.
-        OWN: On the rows of a tower, which takes them for the batch; see `axes/own.py`.
+        OWN: On the rows of a tower, which takes them for the batch; see `rows.py`.
             It is none of the above, and no value of the whole batch.
         COUPLED: On several examples, in a way that is none of these.
         UNKNOWN: In an unknown way.

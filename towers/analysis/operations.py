@@ -1,8 +1,7 @@
 """Tells of an operation how its result depends on the examples, where its inputs do.
 
-`axes/columns.py` does so where the second or the last axis is the examples',
-`axes/sizes.py` for shapes, `axes/position.py` where the axis is all that matters, this
-module for rows and all else.
+`axes.py` does so for shapes, and where the examples' axis moves, or is not the first;
+this module for rows and all else.
 """
 
 import functools
@@ -10,8 +9,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from towers.analysis.axes.columns import of_columns, of_last
-from towers.analysis.axes.position import (
+from towers.analysis.axes import (
     ELEMENTWISE,
     LAST_AXES,
     MATRICES,
@@ -19,14 +17,19 @@ from towers.analysis.axes.position import (
     SIGNATURES,
     axis_of,
     flipped,
+    integers,
+    leading,
     moves,
+    of_columns,
     of_einsum,
     of_factor,
+    of_last,
     of_moved,
+    of_sizes,
+    of_turned,
     rule_for,
     with_examples_at,
 )
-from towers.analysis.axes.sizes import of_sizes, of_turned
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -42,7 +45,6 @@ from towers.analysis.kinds import (
     UNKNOWN,
     Dependence,
 )
-from towers.analysis.static_values import integers, leading
 from towers.keras_adapter.graphs import gradient_module
 
 # Modules of this project with functions whose gradients are custom. All of these keep

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.builders.common import Pieces
 from towers.builders.context import Context, ModelFacts
+from towers.builders.pieces import Pieces
 from towers.builders.steps import Steps
 from towers.builders.train_function import Scope
 from towers.keras_adapter.models import overrides
@@ -26,11 +26,13 @@ class Composed(NamedTuple):
         pieces: What all ways to update variables have in common.
         training: Trains: `Steps`, or `AsynchronousTraining`.
         evaluation: Evaluates and predicts.
+        train_function: Makes the function that `fit` calls; see `train_function.py`.
     """
 
     pieces: Pieces
     training: Any
     evaluation: Steps
+    train_function: Callable[[Scope], Callable[[Any], dict[str, tf.Tensor]]]
 
 
 class Builder:
@@ -70,11 +72,13 @@ class Builder:
     def reset_traces(self) -> None:
         """Forgets what steps have shown about the model, which has changed."""
         self.context.facts = ModelFacts()
-        self.pieces, self.training, self.evaluation = self._compose()
+        composed = self._compose()
+        self.pieces, self.training, self.evaluation = composed[:3]
+        self._train_function = composed.train_function
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `train_function`."""
-        return self.training.train_function(scope)
+        return self._train_function(scope)
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch; see `Steps.train_step`."""

@@ -2,22 +2,25 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers.builders.guard import Guard
+from towers.collectives import batch
 from towers.devices.names import is_gpu
-from towers.hosts import group
-from towers.loop.loop import LastBatch
+from towers.keras_adapter.models import has_own_steps, measuring
 from towers.loop.timers import StepTimers
 from towers.partition.call import Execution
 from towers.plan import Plan
 from towers.program import voice
 from towers.program.features import feature
 from towers.tower.preprocess import Preprocess
+
+# Of a batch, and of other dimensions, whose size is not known.
+_FEW_ROWS = 8
 
 
 @dataclasses.dataclass
@@ -68,8 +71,9 @@ class Context:
             calls of training.
         usual_rows: How many examples the first batch of training has; `None` if that is
             not known yet.
+        is_elastic: Whether other hosts may come, and these leave.
         why_hosts: Why these hosts train together, after others; empty for the first.
-        last_batch: Keeps batches, in case a stage fails.
+        last_batch: Keeps batches, in case a stage fails: a `LastBatch`.
         facts: What the model's steps have shown about it.
         said: The lines that were said, or their keys.
     """
@@ -86,8 +90,9 @@ class Context:
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
+    is_elastic: bool = False
     why_hosts: str = ""
-    last_batch: LastBatch = dataclasses.field(default_factory=LastBatch)
+    last_batch: Any = None
     facts: ModelFacts = dataclasses.field(default_factory=ModelFacts)
     said: set[Any] = dataclasses.field(default_factory=set)
 
@@ -96,6 +101,8 @@ class Context:
             stages = self.plan.pipeline.stages
             towers = len(self.plan.replicas)
             self.timers = StepTimers(towers, self._host_times(), stages)
+        if self.plan.pipeline.stages > 1:
+            self.last_batch = feature("numerics.last_batch").LastBatch()
 
     def _host_times(self):
         hosts = self.plan.hosts
@@ -129,7 +136,7 @@ class Context:
 
         `step` is "train", "test" or "predict".
         """
-        if self.plan.pipeline.stages == 1:
+        if self.last_batch is None:
             return data
         return self.last_batch.keep(step, data)
 
@@ -143,6 +150,51 @@ class Context:
                 voice.say(line)
                 self.said.add(key or line)
 
+    def step_function(self, step: str) -> Callable[[Any], Any]:
+        """Returns a step of the model, of a batch as `fit` gives it.
+
+        It preprocesses the batch, and creates variables on the device of home.
+        """
+        model, preprocess = self.model, self.preprocess
+
+        def function(data):
+            measured = contextlib.nullcontext()
+            if preprocess is not None:
+                given = keras.utils.unpack_x_y_sample_weight(data)
+                with tf.name_scope("preprocess"):
+                    data = preprocess(given, step == "train_step")
+                data = keras.utils.pack_x_y_sample_weight(*data)
+                if not has_own_steps(model):
+                    # Keras's own metrics know targets as the user gives them.
+                    measured = measuring(model, *given[:2])
+            with _creating_on(self.plan.home), measured:
+                return getattr(model, step)(data)
+
+        return function
+
+    def micro_batch_spec(self, data: Any) -> Any:
+        """Returns the specs of (x, y, sample_weight), as the loss sees a micro-batch.
+
+        All sizes are known.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
+        data = batch.specs(keras.utils.unpack_x_y_sample_weight(data))
+        if self.preprocess is not None:
+            data = self.preprocess.spec(data, training=True)
+        return sized(data, self.micro_batch_rows(data))
+
+    def micro_batch_rows(self, data: Any) -> int:
+        """Returns how many examples a micro-batch has, or may have.
+
+        Args:
+            data: A nest of batches, or of their `tf.TypeSpec`s.
+        """
+        plan, first = self.plan, tf.nest.flatten(batch.specs(data))[0]
+        total = self.usual_rows or first.shape[0] or _FEW_ROWS * plan.count
+        return max(1, plan.sizes(int(total))[0])
+
     def execution(self, step: str) -> Execution:
         """Returns how a step, such as "train_step", is executed."""
         xla = self.xla and (step == "train_step" or self.facts.compiled)
@@ -150,7 +202,7 @@ class Context:
             self.usual_rows,
             towers_by_xla=xla,
             updates_by_xla=self.compiles_update,
-            is_elastic=group.member() is not None,
+            is_elastic=self.is_elastic,
         )
 
     @contextlib.contextmanager
@@ -169,3 +221,35 @@ class Context:
             with agreement.before(numbers):
                 agreement.hear(numbers, times)
                 yield
+
+
+def sized(data: Any, rows: int | None) -> Any:
+    """Returns the specs of a batch of so many rows, of which no other size is unknown.
+
+    Args:
+        data: A nest of batches, or of their `tf.TypeSpec`s.
+        rows: The number of rows; `None` if that is unknown.
+    """
+
+    def local(spec):
+        if spec is None:
+            return None
+        sizes = [_FEW_ROWS if n is None else n for n in spec.shape[1:]]
+        return tf.TensorSpec([rows, *sizes], spec.dtype)
+
+    return tf.nest.map_structure(local, batch.specs(data))
+
+
+@contextlib.contextmanager
+def _creating_on(device: str) -> Iterator[None]:
+    """Inside, variables are created on a device, such as slots of an optimizer."""
+
+    def create(creator, **given):
+        with tf.device(device):
+            return creator(**given)
+
+    with contextlib.ExitStack() as stack:
+        # Keras leaves the graph for it.
+        with tf.init_scope():
+            stack.enter_context(tf.variable_creator_scope(create))
+        yield

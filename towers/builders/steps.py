@@ -1,26 +1,31 @@
 """The steps of a model on towers: Keras's, or those that it defines itself."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.builders import checks, specs
-from towers.builders.common import Pieces
-from towers.builders.eager_steps import run_eagerly
-from towers.builders.guarded_step import guarded_step, state_before, steps_done
-from towers.builders.step_report import StepReport, describe_stages, step_name
-from towers.builders.train_function import Scope, step_function, train_function
+from towers.analysis import effects
+from towers.builders.context import Context, sized
+from towers.builders.guard import guarded_step, state_before, steps_before
+from towers.builders.pieces import Pieces
 from towers.collectives import batch
+from towers.collectives.world import World
+from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import layers_of
-from towers.keras_adapter.models import overrides
-from towers.layers import sharded, variables
+from towers.keras_adapter.models import COMPUTE_LOSS, overrides
+from towers.keras_adapter.patching import patched
+from towers.layers import sharded, tables, variables
+from towers.partition import trace
+from towers.partition.call import Gradients
 from towers.partition.partitioned import Partitioned, judge
-from towers.tower.errors import explained_trace
+from towers.program.features import feature
+from towers.tower.errors import ModelError, explained_trace
 
 # Above it, the start gets too long if towers are copied into the step's graph: with a
 # ResNet-50 and 8 towers by a third, for steps that are 2% faster.
@@ -74,14 +79,19 @@ class Steps:
         data = context.begin(step.removesuffix("_step"), data)
         partitioned = self._partition(step, _local_spec(data))
         if plan.hosts.count > 1:
-            checks.refuse_stateful_draws(model, partitioned.stateful_draws)
+            refuse_stateful_draws(model, partitioned.stateful_draws)
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
         timers = guard = None
         if step == "train_step":
-            timers, done = context.timers, steps_done(context)
-            state = state_before(context, partitioned.trace)
-            guard = guarded_step(self.pieces, data, done, state)
+            timers = context.timers
+            guard = guarded_step(
+                context.guard,
+                model,
+                functools.partial(self.pieces.batches.whole, data),
+                steps_before(context.guard, model),
+                state_before(context.guard, model, partitioned.trace),
+            )
         with context.agreeing_on(step, data):
             if partitioned.copied is not None:
                 self.pieces.store.follow_learning_rates()
@@ -91,12 +101,6 @@ class Steps:
             return partitioned(
                 plan, local_batches, size, whole, execution, timers, guard
             )
-
-    def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
-        """Makes the function that Keras's `fit` calls; see `train_function`."""
-        return train_function(
-            self.pieces, self.train_step, scope, self.create_variables
-        )
 
     def create_variables(self, data: Any) -> None:
         """Has a step create what it creates late; `data` is a batch, or its specs."""
@@ -112,7 +116,7 @@ class Steps:
             if any(isinstance(t, tf.TypeSpec) for t in flat):
                 self.pieces.creator.build_all(data)
             return
-        checks.refuse_stateful(context.model)
+        refuse_stateful(context.model)
         if step == "train_step":
             self._create_for_training(data)
         elif self._places_first:
@@ -155,14 +159,14 @@ class Steps:
         """Cuts what a tower computes of a micro-batch of known size into stages."""
         context = self.pieces.context
         verdict = judge(
-            self._reading_stand_ins(step_function(context, "train_step")),
-            specs.sized(data, None),
+            self._reading_stand_ins(context.step_function("train_step")),
+            sized(data, None),
             updates_apart=self.pieces.store,
             home=context.plan.home,
             pipeline=pipeline,
             stand_ins=self.pieces.store.stand_ins(),
         )
-        return Partitioned(verdict).staged(specs.usual_rows(context, data))
+        return Partitioned(verdict).staged(context.micro_batch_rows(data))
 
     @property
     def _places_first(self):
@@ -181,7 +185,7 @@ class Steps:
                 pipeline = dataclasses.replace(pipeline, recompute="none")
             with explained_trace(context.model):
                 verdict = judge(
-                    self._reading_stand_ins(step_function(context, step)),
+                    self._reading_stand_ins(context.step_function(step)),
                     spec,
                     store.copied if trains else lambda trace: None,
                     loss_placement=context.loss_placement,
@@ -196,7 +200,7 @@ class Steps:
             partitioned = Partitioned(verdict, self._towers_stay)
             if step == "train_step" and context.strict:
                 # Its variables are there now, if the step has built it.
-                checks.check_variables(context.model)
+                check_variables(context.model)
             self._partitioned[step, str(spec)] = partitioned
             lines = partitioned.lines(step_name(context, step))
             self.report(step, partitioned, lines)
@@ -251,3 +255,235 @@ class Steps:
 
 def _local_spec(data):
     return batch.local_spec(batch.specs(batch.rows_given(data)), None)
+
+
+# Refuses models that towers cannot compute, by a `ModelError` in a sentence.
+
+
+def check_variables(model: keras.Model) -> None:
+    """Refuses variables whose gradients on several towers cannot be combined."""
+    others = trace.overwritten_unlike_float8(model)
+    if others:
+        raise ModelError(
+            f"Model '{model.name}' has a variable '{others[0].path}' that is "
+            "overwritten with its gradient (overwrite_with_gradient), and Towers does "
+            "not know how to combine the gradients; expected only those of Keras's "
+            "float8, so pass strict=False to multi_gpu_model to take the largest."
+        )
+
+
+def refuse_stateful(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of the batch: a `ModelError`."""
+    for layer in layers_of(model):
+        if getattr(layer, "stateful", False):
+            raise ModelError(
+                f"The layer '{layer.name}' is stateful: it keeps a value for each row "
+                "of the batch, which towers do not carry; use stateful=False."
+            )
+
+
+def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
+    """Refuses random numbers of TensorFlow's own state, on several hosts.
+
+    Args:
+        model: The model.
+        phrases: They tell where a step draws such numbers; none if it does not.
+    """
+    if phrases:
+        raise ModelError(
+            f"Model '{model.name}' draws random numbers of TensorFlow's own state"
+            f"{phrases[0]}, which differs between hosts; expected a step that draws "
+            "by keras.random with a seed generator, or run_eagerly=True."
+        )
+
+
+def is_synchronized(model: keras.Model) -> bool:
+    """Tells whether a layer normalizes by all rows of a batch."""
+    return any(getattr(layer, "synchronized", False) for layer in layers_of(model))
+
+
+# Says what a step on towers does otherwise than it would on one device.
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Notes and says what is so of a partitioned step; each line is said once.
+
+    Attributes:
+        context: The builder's.
+        step: The name of the step, such as "train_step".
+        partitioned: The step.
+        stand_ins: The `id`s of handles that stand in for variables of the model.
+    """
+
+    context: Context
+    step: str
+    partitioned: Partitioned
+    stand_ins: Collection[int] = ()
+
+    def note(self) -> None:
+        """Notes what is so of a step of training; see `ModelFacts`."""
+        gathered, facts = self.partitioned.placement.gathered, self.context.facts
+        facts.loss_placed = "gathered" if gathered else "tower"
+        facts.unseeded = self._unseeded_draws()
+        facts.unsaved = self._unsaved_variables()
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Says some lines of the step, and what else is so of this one."""
+        context, step, partitioned = self.context, self.step, self.partitioned
+        execution, trace = context.execution(step), partitioned.trace
+        name = step_name(context, step)
+        context.say(lines)
+        if execution.towers_by_xla:
+            context.say(partitioned.by_xla(name))
+        if execution.updates_by_xla:
+            context.say(partitioned.updated(name[0].lower() + name[1:]))
+        if context.guard is not None and trace.reads_gradients:
+            context.say([f"{name} has gradients that check_numerics does not see."])
+        if unseeded := self._unseeded_draws():
+            context.say([f"{name} {words_of_draws(unseeded)}."])
+        if context.plan.pipeline.stages > 1 and trace.labels.enclosed:
+            line = (
+                f"Model '{context.model.name}' calls "
+                f"{', '.join(trace.labels.enclosed)} in a branch or a loop, of "
+                "which all is computed on one stage."
+            )
+            context.say([line])
+        if step == "train_step" and (unsaved := self._unsaved_variables()):
+            names = ", ".join(sorted(variable.name for variable in unsaved))
+            line = (
+                f"{name} changes {names}, which no attribute of the "
+                "model or of its layers holds, so that checkpoints do not contain "
+                "it; make it an attribute."
+            )
+            context.say([line])
+
+    def _unseeded_draws(self):
+        """Returns phrases: where random numbers are drawn of no state of the model."""
+        if self.context.preprocess is not None:
+            # It may draw by `tf.random`.
+            return []
+        names = sorted(variable.name for variable in self._unsaved_variables())
+        of_keras = [f" by {name}" for name in names if "seed_generator" in name]
+        return [*self.partitioned.stateful_draws, *of_keras]
+
+    def _unsaved_variables(self):
+        """Returns the variables that the step changes, and nobody saves."""
+        model, trace = self.context.model, self.partitioned.trace
+        saved = {*self.stand_ins}
+        for variable in variables.of(model):
+            saved |= {id(value.handle) for value in sharded.places(variable)}
+        saved |= {id(variable.handle) for variable in variables.plain(model).values()}
+        changed = effects.changed(trace.graph) - saved
+        used = {id(variable.handle): variable for variable in trace.concrete.variables}
+        return [variable for handle, variable in used.items() if handle in changed]
+
+
+def step_name(context: Context, step: str) -> str:
+    """Returns what a sentence calls a step of the model, at its begin."""
+    return f"The {step} of model '{context.model.name}'"
+
+
+def words_of_draws(phrases: Sequence[str]) -> str:
+    """Says of a step where it draws random numbers without a seed, in phrases."""
+    return (
+        f"draws random numbers without a seed{','.join(phrases)}, so that no run can "
+        "repeat them; expected those of keras.random, with a keras.random.SeedGenerator"
+    )
+
+
+def describe_stages(pieces: Pieces, partitioned: Partitioned, data: Any) -> None:
+    """Says once which layers are on which stage, and what memory they take.
+
+    Args:
+        pieces: The pieces of the builder.
+        partitioned: The step of training.
+        data: A batch, or its `tf.TypeSpec`s; if its size is not known, nothing is said.
+    """
+    context, pipeline = pieces.context, pieces.context.plan.pipeline
+    first, *_ = tf.nest.flatten(batch.specs(data))
+    placement, size = pipeline.placement, context.usual_rows or first.shape[0]
+    if pipeline.stages == 1 or placement.kept is not None or not size:
+        return
+    rows, table = context.micro_batch_rows(data), feature("stages.table")
+    placement.kept = table.activation_bytes(partitioned.staged(rows), pipeline, rows)
+    context.say(table.lines(pipeline, placement.kept, rows))
+
+
+# Steps that run eagerly: one device of each host computes a batch, op by op.
+
+
+def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
+    """Runs a step of a whole batch on the device of home, and returns its results.
+
+    Each host does so; all get the results of the first one.
+    """
+    context, plan = pieces.context, pieces.context.plan
+    model, hosts = context.model, plan.hosts
+    line = (
+        f"Model '{model.name}' runs its {step} eagerly, so one device computes "
+        "all of each batch; towers are for graphs."
+    )
+    if hosts.count > 1:
+        line += f" Each of {hosts.count} hosts does so, and has the first's numbers."
+    context.say([line])
+    # A tape knows whole variables only, as graphs before may have left none.
+    tables.bring_home(model, plan.home_of)
+    with context.agreeing_on(step, data):
+        if batch.part_of(data) is not None:
+            rows, size = batch.rows_given(data), batch.batch_size(data)
+            data = plan.gather(rows, size, "batch")
+        with tf.device(plan.home):
+            results = compute_eagerly(pieces, step, data)
+    if hosts.count > 1:
+        # Other hosts may have drawn or rounded otherwise.
+        pieces.store.follow_first_host()
+        results = _of_first_host(hosts, results)
+    return results
+
+
+def compute_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
+    """Computes a step of a batch where it is called; the guard looks at gradients."""
+    context = pieces.context
+    if step != "train_step" or context.guard is None:
+        return context.step_function(step)(data)
+    model = context.model
+    guard = guarded_step(
+        context.guard,
+        model,
+        functools.partial(pieces.batches.whole, data),
+        steps_before(context.guard, model),
+        state_before(context.guard, model),
+    )
+    losses = []
+
+    def compute_loss(original, called, *args, **kwargs):
+        loss = original(called, *args, **kwargs)
+        losses.extend([loss] if called is model else ())
+        return loss
+
+    def apply(original, optimizer, grads, trainable_variables=None):
+        observed = contextlib.nullcontext()
+        # A user's optimizer may call others.
+        if optimizer in variables.optimizers(model, only_built=False).values():
+            gradients = [*grads]
+            observed = guard.before(Gradients([gradients], gradients, losses=losses))
+        with observed:
+            return original(optimizer, grads, trainable_variables)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(COMPUTE_LOSS, compute_loss))
+        for method in optimizers.APPLY:
+            stack.enter_context(patched(method, apply))
+        return context.step_function(step)(data)
+
+
+def _of_first_host(hosts: World, values: Any) -> Any:
+    """Returns the first host's values of a nest; strings stay those of each host."""
+    flat = tf.nest.flatten(values, expand_composites=True)
+    flat = [None if value is None else tf.convert_to_tensor(value) for value in flat]
+    sent = [i for i, t in enumerate(flat) if t is not None and t.dtype != tf.string]
+    received = hosts.broadcast([flat[i] for i in sent], "what a step returns")
+    for i, value in zip(sent, received, strict=True):
+        flat[i] = value
+    return tf.nest.pack_sequence_as(values, flat, expand_composites=True)

@@ -1,20 +1,21 @@
 """The ways to update variables: each is a store with the steps that all have.
 
 A new way is a store (`stores/store.py`), a function here that names it, and an entry in
-`STRATEGIES`. Users ask for it by a value in `model/options.py`, whose options
-`_make_builder` in `model/update/variable_update.py` hands to the function. The table of
-CONTRIBUTING.md has all places.
+`STRATEGIES`. Users ask for it by a value in `model/options.py`, whose `builder_options`
+are the function's arguments. The table of CONTRIBUTING.md has all places.
 """
 
+import functools
 from collections.abc import Callable
 
 from towers.builders.builder import Builder, Composed
-from towers.builders.common import Pieces
 from towers.builders.context import Context
+from towers.builders.pieces import Pieces
 from towers.builders.steps import Steps
 from towers.builders.stores.copies import Copies
 from towers.builders.stores.shards import Shards
 from towers.builders.stores.store import Store
+from towers.builders.train_function import train_function
 from towers.layers import parameters
 from towers.program.features import feature
 
@@ -98,7 +99,8 @@ def _with_store(name: str, context: Context, store: Callable[[], Store]) -> Buil
 
     def compose():
         steps = Steps(Pieces(context, store()))
-        return Composed(steps.pieces, steps, steps)
+        function = functools.partial(train_function, steps.pieces, steps)
+        return Composed(steps.pieces, steps, steps, function)
 
     return Builder(name, context, compose)
 

@@ -19,7 +19,7 @@ def follow_first_host(hosts: World, variables: Sequence[Any]) -> None:
         hosts: All hosts.
         variables: Keras variables, or TensorFlow's, in the same order on each host.
     """
-    if hosts.count == 1 or not variables:
+    if not variables:
         return
     with tf.device(HOST), tf.name_scope("first_host"):
         values = [*map(tf.convert_to_tensor, variables)]

@@ -236,9 +236,15 @@ def check_all_reduce(
             f"'{variable_update}'; it says how variable_update='replicated' adds "
             "gradients, so give that as well."
         )
-    if algorithm == "nccl" and not nccl_fits(towers):
+    if algorithm == "nccl":
+        check_nccl(towers, "all_reduce_alg")
+
+
+def check_nccl(towers: Sequence[str], argument: str) -> None:
+    """Checks that NCCL can add the gradients of towers; `argument` has asked for it."""
+    if not nccl_fits(towers):
         raise ValueError(
-            f"Received all_reduce_alg='nccl' for towers on {', '.join(towers)}; NCCL "
+            f"Received {argument}='nccl' for towers on {', '.join(towers)}; NCCL "
             "needs several towers, each on a GPU of its own, so use 'ring'."
         )
 

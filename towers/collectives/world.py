@@ -12,8 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from towers.devices.names import HOST
-from towers.hosts import group
-from towers.program.features import feature
 
 T = TypeVar("T")
 
@@ -254,11 +252,3 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-def this_host() -> World:
-    """Returns this process's place among the hosts that it trains with at present."""
-    membership = group.joined()
-    if membership is None or membership.count == 1:
-        return ALONE
-    return feature("cluster.hosts").this_host()

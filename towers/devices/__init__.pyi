@@ -5,5 +5,5 @@ from .listing import table as table
 from .names import HOST as HOST
 from .names import is_gpu as is_gpu
 from .names import nccl_fits as nccl_fits
-from .names import resolve as resolve
 from .names import short as short
+from .resolved import resolve as resolve

@@ -9,9 +9,10 @@ from typing import Any
 
 import keras
 
-from towers.collectives.world import this_host
+from towers.collectives.membership import this_host
 from towers.devices.configuration import Devices
-from towers.devices.names import HOST, resolve
+from towers.devices.names import HOST
+from towers.devices.resolved import resolve
 from towers.elastic import requests
 from towers.elastic.generations import Generation, Generations, Wish, WishSource
 from towers.elastic.requests import Inbox, Request

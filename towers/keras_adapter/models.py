@@ -17,6 +17,7 @@ COMPUTE_LOSS = Target(Trainer, "_compute_loss")
 """`_compute_loss(x, y, y_pred, sample_weight, training)` of a model."""
 
 _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)
+_STEPS = "train_step", "test_step", "predict_step"
 
 
 def overrides(model: keras.Model, method: str) -> bool:
@@ -25,6 +26,11 @@ def overrides(model: keras.Model, method: str) -> bool:
     if isinstance(bound, _Prepared):
         bound = bound.method
     return getattr(bound, "__func__", bound) is not getattr(keras.Model, method)
+
+
+def has_own_steps(model: keras.Model) -> bool:
+    """Tells whether a model defines a step itself."""
+    return any(overrides(model, step) for step in _STEPS)
 
 
 def compile_config(model: keras.Model) -> Any:

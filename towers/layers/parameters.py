@@ -27,7 +27,7 @@ from towers.keras_adapter.variables import (
     without_value,
 )
 from towers.layers import sharded
-from towers.layers.sharded_variable import ShardedVariable
+from towers.layers.sharded import ShardedVariable
 
 MIN_BYTES = 2**14
 """Smaller variables stay whole, and travel together in one buffer."""

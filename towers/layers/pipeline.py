@@ -9,17 +9,23 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from towers.keras_adapter.optimizers import slots_of
-from towers.layers import sharded, tables
+from towers.layers import sharded
 from towers.program import words
 
+# Finds variables of a model that is built.
+OfModel = Callable[[keras.Model], Iterable[keras.Variable]]
 SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
+
+
+def _none(model: keras.Model) -> Iterable[keras.Variable]:
+    return ()
 
 
 class LayerPlacement:
@@ -39,7 +45,7 @@ class LayerPlacement:
         stages: int = 1,
         asked: str | Mapping[str, int] = "auto",
         layers: Mapping[int, int] | None = None,
-        apart: bool = False,
+        apart: OfModel = _none,
     ):
         """Places nothing yet.
 
@@ -48,7 +54,7 @@ class LayerPlacement:
             stages: The same.
             asked: Stages by regular expressions for names of layers, or "auto".
             layers: The stage of each layer, by its `id`, if that is known.
-            apart: Whether tables lie on the devices of all stages; see `tables.py`.
+            apart: Finds variables that lie on the devices of all stages: tables.
         """
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
@@ -73,11 +79,11 @@ class LayerPlacement:
         """Divides the layers anew, by how long each of those with weights takes."""
         self._layers = balanced(self.model, self.stages, seconds, self._apart)
 
-    def keeps_tables(self) -> None:
-        """Is told that tables lie where their layers are, after all."""
-        if self._apart and self._asked == "auto":
+    def keeps_all(self) -> None:
+        """Has all variables lie where their layers are, after all."""
+        if self._apart is not _none and self._asked == "auto":
             self._layers = None
-        self._apart = False
+        self._apart = _none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +254,7 @@ def balanced(
     model: keras.Model,
     stages: int,
     seconds: Sequence[float] | None = None,
-    apart: bool = False,
+    apart: OfModel = _none,
 ) -> dict[int, int]:
     """Divides layers, in their order, among stages.
 
@@ -260,7 +266,8 @@ def balanced(
         stages: Number of stages.
         seconds: What each of the `weighted` layers takes; by default in proportion to
             its weights.
-        apart: Whether tables lie on the devices of all stages, and so count for none.
+        apart: Finds variables that lie on the devices of all stages, and so count for
+            none.
 
     Returns:
         The stage of each `weighted` layer, by its `id`.
@@ -275,7 +282,7 @@ def balanced(
             f"{words.count(len(layers), 'layer')} with weights; expected at least as "
             "many layers."
         )
-    skipped = {*map(id, tables.of(model))} if apart else ()
+    skipped = {*map(id, apart(model))}
     sizes = [
         sum(math.prod(v.shape) for v in layer.weights if id(v) not in skipped)
         for layer in layers

@@ -8,7 +8,6 @@ Keras handles epochs, callbacks and the end of the data.
 import collections
 import contextlib
 import functools
-import itertools
 import queue
 import threading
 import time
@@ -20,11 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers.collectives import batch
-from towers.collectives.placing import where_its_input_is
 from towers.devices.names import HOST
 from towers.loop.timers import timestamp_after
 
-_numbers = itertools.count()
 # After an error, so long is waited for a batch on its way: a program that ends while a
 # thread is inside TensorFlow may crash. Of an input that hangs, none will come.
 _PATIENCE_S = 5.0
@@ -272,9 +269,21 @@ def _loop(place, step, steps, iterator):
         fetched,
         tf.experimental.Optional.empty(logs_spec),
     )
-    with tf.compat.v1.device(where_its_input_is):
+    with tf.compat.v1.device(_where_its_input_is):
         *_, logs = tf.while_loop(lambda _, more, *__: more, body, variables)
     return logs.get_value()
+
+
+def _where_its_input_is(operation: tf.Operation) -> str:
+    """Returns the device of an operation being made: for `tf.compat.v1.device`.
+
+    What a function or the body of a loop returns goes through an identity that
+    TensorFlow places on the device that calls, or nowhere, which is the first device.
+    There, what is on another device would make a detour.
+    """
+    if operation.type == "Identity" and not operation.device:
+        return operation.inputs[0].device
+    return operation.device
 
 
 def without_optionals(data: Any) -> Any:
@@ -299,55 +308,6 @@ def pack(like: Any, tensors: Iterable[tf.Tensor]) -> Any:
     every = tf.nest.flatten(like, expand_composites=True)
     every = [None if tensor is None else next(tensors) for tensor in every]
     return tf.nest.pack_sequence_as(like, every, expand_composites=True)
-
-
-# Keeps the batches that graphs have begun with last, in case one of them fails.
-
-
-class LastBatch:
-    """The last batch of each kind of step, until somebody takes it.
-
-    A graph reads its data itself, and each batch but once. They stay where they are, on
-    the host; nothing is copied.
-    """
-
-    def __init__(self) -> None:
-        # By the kind of step and the specs of a batch: such a batch, and where it is.
-        self._kept: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
-
-    def keep(self, step: str, data: Any) -> Any:
-        """Has the graph being built keep its batch.
-
-        Args:
-            step: "train", "test" or "predict".
-            data: The batch: a nest of tensors.
-
-        Returns:
-            The batch, which is there when it is kept.
-        """
-        if tf.executing_eagerly():
-            return data
-        tensors, specs = flat(data), batch.specs(data)
-        place = {
-            "dtypes": [tensor.dtype for tensor in tensors],
-            "shared_name": f"towers_last_batch_{next(_numbers)}",
-        }
-        _, place = self._kept.setdefault((step, str(specs)), (specs, place))
-        with tf.device(HOST), tf.name_scope("last_batch"):
-            with tf.control_dependencies([tf.raw_ops.StageClear(**place)]):
-                name = place["shared_name"]
-                kept = tf.raw_ops.Stage(values=tensors, shared_name=name)
-            with tf.control_dependencies([kept]):
-                return pack(data, [*map(tf.identity, tensors)])
-
-    def take(self, step: str) -> list[Any]:
-        """Returns what is kept of a kind of step, and forgets it."""
-        found = []
-        for (kind, _), (specs, place) in self._kept.items():
-            with tf.device(HOST):
-                if kind == step and tf.raw_ops.StageSize(**place) > 0:
-                    found.append(pack(specs, tf.raw_ops.Unstage(**place)))
-        return found
 
 
 # Batches that a thread fetches while a step runs, ahead of their use.

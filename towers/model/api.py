@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
-from towers.builders.train_function import has_own_steps
-from towers.keras_adapter.models import overrides
+from towers.keras_adapter.models import has_own_steps, overrides
 from towers.layers import pipeline
 from towers.model.options import (
     Auto,

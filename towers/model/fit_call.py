@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from towers.collectives.world import this_host
+from towers.collectives.membership import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsChange
 from towers.loop import alike, loop
@@ -173,7 +173,7 @@ class FitCall:
     def can_read_variables(self) -> bool:
         """Tells whether all variables can be read: lost hosts have kept no part."""
         parts = self.model.builder.pieces.store.hosts_parts
-        return not (group.is_broken() and parts.any())
+        return parts is None or not (group.is_broken() and parts.any())
 
     def agrees_to_save(self, wished: bool) -> bool:
         """Tells whether to save here, where only some of several hosts may wish it."""

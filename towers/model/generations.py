@@ -67,13 +67,13 @@ def fit(
             if not group.is_broken():
                 raise  # the user's own
             why = str(error).partition(", so this host")[0]
-            update.state_lost |= update.builder.pieces.store.hosts_parts.lose()
+            update.state_lost |= _lose_parts(update)
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise
             # Those that have come since end, by the same error.
             why, now = str(error), before
-            update.state_lost |= update.builder.pieces.store.hosts_parts.lose()
+            update.state_lost |= _lose_parts(update)
         before = now
         feature("cluster.process_group").join_next(steps_done(update.model))
 
@@ -88,9 +88,16 @@ def _leaving():
         raise
 
 
+def _lose_parts(update):
+    """Returns whether a host has gone with its part of what hosts divide."""
+    parts = update.builder.pieces.store.hosts_parts
+    return parts is not None and parts.lose()
+
+
 def _begin(update):
     """Joins a generation, unless this process is in one that goes on."""
     ends = group.change() is not None or group.is_broken()
     if group.joined() is None or ends:
-        update.state_lost |= update.builder.pieces.store.hosts_parts.take_home()
+        parts = update.builder.pieces.store.hosts_parts
+        update.state_lost |= parts is not None and parts.take_home()
         feature("cluster.process_group").join_next(steps_done(update.model))

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from towers.collectives import reduce
 from towers.collectives.world import COMPRESSIONS
-from towers.devices.names import is_gpu, nccl_fits, resolve
+from towers.devices.names import is_gpu, nccl_fits
+from towers.devices.resolved import resolve
 from towers.layers import parameters, pipeline, tables
 from towers.program import words
 
@@ -75,6 +76,15 @@ class UpdateOptions:
 
     def check_towers(self, towers: Sequence[str]) -> None:
         """Checks that towers with these first devices can update variables this way."""
+
+    def builder_options(self, all_reduce: str) -> dict[str, Any]:
+        """Returns the options of the function in `builders/strategies.py`.
+
+        Args:
+            all_reduce: How copies add gradients: as asked, or as was chosen.
+        """
+        del all_reduce
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +156,13 @@ class Replicated(UpdateOptions):
 
     def check_towers(self, towers: Sequence[str]) -> None:
         """Checks that NCCL can add the gradients, if it is to."""
-        if self.all_reduce == "nccl" and not nccl_fits(towers):
-            raise ValueError(
-                f"Received all_reduce='nccl' for towers on {', '.join(towers)}; NCCL "
-                "needs several towers, each on a GPU of its own, so use 'ring'."
-            )
+        if self.all_reduce == "nccl":
+            reduce.check_nccl(towers, "all_reduce")
+
+    def builder_options(self, all_reduce: str) -> dict[str, Any]:
+        """See `UpdateOptions`."""
+        state = self.shard_optimizer_state
+        return {"all_reduce_alg": all_reduce, "shard_optimizer_state": state}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +195,10 @@ class Sharded(UpdateOptions):
         super().__post_init__()
         check_count("min_bytes", self.min_bytes)
 
+    def builder_options(self, all_reduce: str) -> dict[str, Any]:
+        """See `UpdateOptions`."""
+        return {"min_bytes": self.min_bytes}
+
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous(UpdateOptions):
@@ -213,6 +229,10 @@ class Asynchronous(UpdateOptions):
                 f"Received max_staleness={bound!r}; expected None, for any, or a "
                 "number of updates, such as 0 to have them made in turn."
             )
+
+    def builder_options(self, all_reduce: str) -> dict[str, Any]:
+        """See `UpdateOptions`."""
+        return {"max_staleness": self.max_staleness}
 
 
 @dataclasses.dataclass(frozen=True)

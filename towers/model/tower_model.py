@@ -259,7 +259,8 @@ class TowerModel(wrapt.CallableObjectProxy):
                 self.builder.context.callbacks_may_write = may_write
                 # No name for the builder: it goes when another one is chosen.
                 found = call.run(notes_place=self.builder.guard is not None)
-                self.builder.pieces.store.hosts_parts.keep()
+                if (parts := self.builder.pieces.store.hosts_parts) is not None:
+                    parts.keep()
                 return found
         finally:
             self._self_call = before
@@ -286,7 +287,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         with self._self_update.step_scope():
             # Called from a loop of the user's, which may have changed variables.
             self.builder.broadcast_variables()
-            self.builder.pieces.store.hosts_parts.begin_step()
+            if (parts := self.builder.pieces.store.hosts_parts) is not None:
+                parts.begin_step()
             return self.builder.train_step(data)
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
@@ -400,7 +402,8 @@ def _stops(parallel):
         with agreement.stops(parallel):
             yield
     except (HostsChange, HostsDifferError):
-        parallel.builder.pieces.store.hosts_parts.join()
+        if (parts := parallel.builder.pieces.store.hosts_parts) is not None:
+            parts.join()
         raise
 
 

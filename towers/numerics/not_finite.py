@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.builders.train_function import has_own_steps
 from towers.collectives import batch
+from towers.keras_adapter.models import has_own_steps
 from towers.numerics import recorded_step, search
 from towers.numerics.errors import NotFiniteStep
 from towers.numerics.recorded_step import RecordedStep, find_row, named

@@ -27,7 +27,7 @@ from towers.keras_adapter.layers import (
 )
 from towers.keras_adapter.models import compute_loss
 from towers.keras_adapter.patching import patched
-from towers.layers import fused
+from towers.layers import substitutes
 from towers.layers.variables import not_trained
 from towers.numerics import recorded_step
 from towers.numerics.recorded_step import RecordedStep, named
@@ -219,7 +219,7 @@ def _replay(model, data, values, bounds):
     with (
         tf.GradientTape() as tape,
         keras.StatelessScope(mapping, collect_losses=True),
-        fused.batch_normalization(),
+        substitutes.batch_normalization(),
     ):
         tape.watch(params)
         with _watched() as calls:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.step_report import words_of_draws
+from towers.builders.steps import words_of_draws
 from towers.collectives import batch
 from towers.keras_adapter.layers import has_training_argument, layers_of, own_variables
 from towers.parity.report import (

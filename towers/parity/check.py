@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
-from towers.builders.step_report import words_of_draws
-from towers.collectives.world import this_host
-from towers.devices.names import resolve
+from towers.builders.steps import words_of_draws
+from towers.collectives.membership import this_host
+from towers.devices.resolved import resolve
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged
 from towers.model.api import multi_gpu_model

@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builders.train_function import has_own_steps
-from towers.collectives.world import this_host
+from towers.collectives.membership import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
     layers_of,
     own_non_trainable_variables,
     own_seed_generators,
 )
+from towers.keras_adapter.models import has_own_steps
 from towers.keras_adapter.variables import places_kept
 from towers.layers import variables
 from towers.model.tower_model import TowerModel

@@ -30,7 +30,7 @@ from towers.loop.timers import StepTimers
 from towers.partition.combined import REDUCE_SCOPE, Combination, Travelled
 from towers.partition.gathers import gather_once
 from towers.partition.phases import Phase, Taken
-from towers.partition.placement.placement import LOOK_UP, Placement
+from towers.partition.placement import LOOK_UP, Placement
 from towers.partition.trace import OptimizerCall, Trace
 from towers.plan import Plan
 from towers.program.features import feature

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.axes.position import axis_of
+from towers.analysis.axes import axis_of
 from towers.analysis.dependence import EXTREMES
 from towers.analysis.kinds import (
     COLUMNS,
@@ -27,7 +27,7 @@ from towers.analysis.kinds import (
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
 from towers.loop.timers import StepTimers
-from towers.partition.placement.placement import Placement
+from towers.partition.placement import Placement
 from towers.plan import Plan
 from towers.tower.errors import PartitionError
 

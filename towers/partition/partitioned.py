@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers.analysis.axes.own import Decided
+from towers.analysis.rows import Decided
 from towers.devices.names import HOST
 from towers.layers.pipeline import ONE_STAGE, Pipeline
-from towers.layers.sharded_variable import ShardedVariable
+from towers.layers.sharded import ShardedVariable
 from towers.loop.timers import StepTimers
 from towers.partition.call import (
     DEFAULT_EXECUTION,
@@ -31,7 +31,7 @@ from towers.partition.call import (
     has_known_shapes,
 )
 from towers.partition.phases import Phase, phases
-from towers.partition.placement.placement import STATEFUL_DRAWS, Placement
+from towers.partition.placement import STATEFUL_DRAWS, Placement
 from towers.partition.trace import Trace
 from towers.plan import Plan
 from towers.tower.errors import PartitionError, where

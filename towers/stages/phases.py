@@ -32,7 +32,7 @@ from towers.keras_adapter.graphs import (
     traced,
 )
 from towers.keras_adapter.runtime import now
-from towers.layers.labels import Labels
+from towers.partition.trace import Labels
 from towers.stages import work
 
 Key = tuple[int, str]

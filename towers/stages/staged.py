@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.layers.labels import Labels
 from towers.layers.pipeline import Pipeline
+from towers.partition.trace import Labels
 from towers.stages.phases import Key, StagePhase, cut
 from towers.stages.schedule import Slot, Turn, order
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tests import as_on_gpu, executed
 from tests.variants import slow
 from towers import Asynchronous, ParameterServer, Replicated, multi_gpu_model
-from towers.builders import batches
+from towers.builders import pieces
 from towers.models.images import resnet_cifar
 from towers.partition.partitioned import Partitioned, judge
 
@@ -235,14 +235,14 @@ def test_a_step_of_the_models_own_on_batches_of_unknown_size():
 def test_what_is_placed_ahead_stays_there(way, monkeypatch):
     """It once came back to the host, and went to its tower again."""
     placed = []
-    copy_each = batches.LocalBatches.copy_each
+    copy_each = pieces.LocalBatches.copy_each
 
     def noted(self, local_batches):
         copied = copy_each(self, local_batches)
         placed.extend(map(tf.nest.flatten, copied))
         return copied
 
-    monkeypatch.setattr(batches.LocalBatches, "copy_each", noted)
+    monkeypatch.setattr(pieces.LocalBatches, "copy_each", noted)
     with as_on_gpu.made_up_gpus(*GPUS):
         model = _model("mlp, dropout", 1, f"model_{next(_numbers)}")
         parallel = multi_gpu_model(model, GPUS, prefetch=2, **WAYS[way])

@@ -12,7 +12,7 @@ import tensorflow as tf
 import towers
 from tests import as_on_gpu, executed, oracle
 from tests.variants import slow
-from towers.layers import fused
+from towers.layers import substitutes
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -94,7 +94,7 @@ def _trained(make, ours, pairs=2, steps=1, xla=False):
 
     @tf.function(autograph=False, jit_compile=xla)
     def update(gradients):
-        with fused.updates() if ours else contextlib.nullcontext():
+        with substitutes.updates() if ours else contextlib.nullcontext():
             with tf.name_scope(name):
                 optimizer.apply(gradients, variables)
 
@@ -174,7 +174,7 @@ def test_after_a_failure_variables_are_read_again(monkeypatch):
     monkeypatch.setattr(keras.optimizers.Adam, "update_step", _fail)
     optimizer, variable = keras.optimizers.Adam(), keras.Variable([1.0])
     optimizer.build([variable])
-    with pytest.raises(KeyError), fused.updates():
+    with pytest.raises(KeyError), substitutes.updates():
         optimizer.apply([tf.constant([1.0])], [variable])
     optimizer.iterations.assign(7)
     assert int(optimizer.iterations + 0) == 7

@@ -4,7 +4,8 @@ import pytest
 
 from tests import hosts
 from tests.towers.collectives import worlds
-from towers.collectives.world import ALONE, this_host
+from towers.collectives.membership import this_host
+from towers.collectives.world import ALONE
 
 
 @pytest.mark.parametrize("check", worlds.CHECKS)

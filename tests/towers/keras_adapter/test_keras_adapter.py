@@ -1441,14 +1441,14 @@ def _():
     "has `keras.ops.argmax`, for which -0.0 is below 0.0",
 )
 def _():
-    from towers.layers import fused
+    from towers.layers import substitutes
 
     x = tf.constant([[-0.0, 0.0, -1.0], [-1.0, -2.0, -0.5], [3.0, 4.0, 4.0]])
     for options in ({}, {"axis": -1}, {"axis": 0, "keepdims": True}):
         noted, theirs = [], keras.ops.argmax(x, **options)
         with patched(layers.ARGMAX, _noting(noted)):
             keras.ops.argmax(x, **options)
-        with fused.argmax():
+        with substitutes.argmax():
             ours = keras.ops.argmax(x, **options)
         assert len(noted) == 1
         np.testing.assert_array_equal(ours, theirs)

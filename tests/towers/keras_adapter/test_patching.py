@@ -12,16 +12,16 @@ from keras.src.trainers.trainer import Trainer
 from towers.analysis.layer_calls import recorded_layers
 from towers.keras_adapter.models import compute_loss_replaced
 from towers.keras_adapter.patching import Target, patched, swapped
-from towers.layers import embeddings, fused
+from towers.layers import substitutes
 from towers.numerics import search
 from towers.tower import eager
 
 PATCHED = [
     (keras.layers.Layer, "__call__", recorded_layers),
-    (keras.layers.BatchNormalization, "call", fused.batch_normalization),
-    (keras.optimizers.SGD, "update_step", fused.updates),
-    (BaseOptimizer, "_backend_apply_gradients", fused.updates),
-    (keras.layers.Embedding, "call", embeddings.in_variables),
+    (keras.layers.BatchNormalization, "call", substitutes.batch_normalization),
+    (keras.optimizers.SGD, "update_step", substitutes.updates),
+    (BaseOptimizer, "_backend_apply_gradients", substitutes.updates),
+    (keras.layers.Embedding, "call", substitutes.in_variables),
     (keras.Operation, "__call__", search._watched),
     (Trainer, "_compute_loss", lambda: compute_loss_replaced(keras.Model(), id)),
     (pdb, "set_trace", lambda: eager.aside(keras.Model())),

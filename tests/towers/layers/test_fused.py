@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.variants import slow
-from towers.layers import fused
+from towers.layers import substitutes
 
 
 class Own(keras.layers.BatchNormalization):
@@ -46,7 +46,7 @@ def _step(layer, x):
 
 
 def _operations(layer, spec):
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         traced = tf.function(lambda x: layer(x, training=True))
         graph = traced.get_concrete_function(spec).graph
     return collections.Counter(op.type for op in graph.get_operations())
@@ -76,7 +76,7 @@ class OwnMoments(keras.layers.BatchNormalization):
 def test_the_kernel_gives_keras_numbers(options):
     layer, x = _layer(**options)
     expected = _step(layer, x)
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         ours = _step(layer, x)
     assert _kernels(layer, x) == 1
     for a, b in zip(ours, expected, strict=True):
@@ -96,7 +96,7 @@ def test_images_of_16_bits(dtype, eps, scale, how):
     expected = _step(layer, x)
 
     def step(x):
-        with fused.batch_normalization():
+        with substitutes.batch_normalization():
             return _step(layer, x)
 
     compiled = tf.function(step, autograph=False, jit_compile=how == "xla")
@@ -119,7 +119,7 @@ def test_the_number_of_values_costs_little(rows, casts):
     found = _operations(layer, spec)
     assert (found["Cast"], found["Size"]) == (casts, casts)
     *_, expected = _step(layer, x)
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         *_, ours = tf.function(lambda x: _step(layer, x), input_signature=[spec])(x)
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
@@ -144,7 +144,7 @@ def test_where_it_does_not_fit_the_layer_is_keras_own(options):
     expected = layer(x, training=True)
     assert _kernels(layer, x) == 0
     layer, x = _layer(**options)
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         np.testing.assert_array_equal(layer(x, training=True), expected)
 
 
@@ -156,7 +156,7 @@ def test_images_of_another_type_than_the_layer_computes_in_are_keras_own():
 
 def test_inference_and_the_outside_are_keras_own():
     layer, x = _layer()
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         inside = layer(x, training=False)
     np.testing.assert_array_equal(inside, layer(x, training=False))
     assert "fused" not in keras.layers.BatchNormalization.call.__module__
@@ -167,7 +167,7 @@ def test_a_mask_is_respected():
     mask = tf.constant(np.random.default_rng(1).uniform(size=(8, 5, 5)) > 0.5)
     expected = layer(x, training=True, mask=mask)
     layer, x = _layer()
-    with fused.batch_normalization():
+    with substitutes.batch_normalization():
         ours = layer(x, training=True, mask=mask)
     np.testing.assert_array_equal(ours, expected)
 
@@ -252,7 +252,7 @@ def test_adam_has_keras_numbers_to_the_last_bit(which, how):
         gradients = [tf.cast(each, dtype) for each in gradients]
     options = {"learning_rate": 0.1} | options
     expected, _ = _train(make(**options), gradients, dtype)
-    with fused.updates():
+    with substitutes.updates():
         ours, _ = _train(make(**options), gradients, dtype)
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -268,7 +268,7 @@ def test_adam_computes_once_what_variables_share():
         for _ in range(2):
             optimizer.apply([tf.ones_like(each.value) for each in model])
 
-    with fused.updates():
+    with substitutes.updates():
         graph = twice.get_concrete_function().graph
     kinds = collections.Counter(op.type for op in graph.get_operations())
     # The second update is of another step.
@@ -293,7 +293,7 @@ def test_momentum_in_one_kernel_gives_keras_numbers(options, how, scaled):
         return _train(optimizer, list(_gradients()), how=how)
 
     expected, none = train()
-    with fused.updates():
+    with substitutes.updates():
         ours, kernels = train()
     assert (none, kernels) == (0, 1)
     for a, b in zip(ours, expected, strict=True):
@@ -316,7 +316,7 @@ def test_where_it_does_not_fit_the_update_is_keras_own(make, options, gradients,
     options = {"learning_rate": 0.1, "momentum": 0.9} | options
     gradients = list(gradients)
     expected, _ = _train(make(**options), gradients, dtype)
-    with fused.updates():
+    with substitutes.updates():
         ours, kernels = _train(make(**options), gradients, dtype)
     assert kernels == 0
     for a, b in zip(ours, expected, strict=True):
@@ -328,12 +328,12 @@ def test_who_has_replaced_the_update_knows_better(monkeypatch):
     monkeypatch.setattr(
         keras.optimizers.SGD, "update_step", lambda *args: seen.append(args)
     )
-    with fused.updates():
+    with substitutes.updates():
         _, kernels = _train(keras.optimizers.SGD(0.1, 0.9), list(_gradients()))
     assert seen and not kernels
     assert keras.optimizers.SGD.update_step(None) is None, "still theirs"
 
 
 def test_the_largest_of_integers_is_found_by_keras():
-    with fused.argmax():
+    with substitutes.argmax():
         assert int(keras.ops.argmax(tf.constant([1, 3, 2]))) == 1

@@ -11,7 +11,7 @@ from tests import executed
 from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.layers import embeddings
+from towers.layers import substitutes
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -136,7 +136,7 @@ def test_which_tables_stay_at_home():
 
     def found(embedding):
         model = _after(embedding)
-        return [v.name for v in model.variables if id(v) in embeddings.tables(model)]
+        return [v.name for v in model.variables if id(v) in substitutes.tables(model)]
 
     assert found(_embedding(name="plain")) == ["embeddings"]
     assert found(_embedding(name="frozen", trainable=False)) == []

@@ -10,6 +10,7 @@ from keras import layers
 
 from tests.valued import valued
 from towers import multi_gpu_model
+from towers.layers import tables
 from towers.layers.pipeline import LayerPlacement, balanced, best_cut, placeable, placed
 
 
@@ -60,12 +61,12 @@ def test_tables_that_lie_apart_count_for_no_stage():
     model = keras.Model(ids, hidden)
     found = by_name(model, balanced(model, 2))
     assert found == {"table": 0, "a": 1, "b": 1, "c": 1}
-    placement = LayerPlacement(model, 3, apart=True)
+    placement = LayerPlacement(model, 3, apart=tables.of)
     assert by_name(model, placement.layers) == {"table": 0, "a": 0, "b": 1, "c": 2}
     # The optimizer may not allow it.
-    placement.keeps_tables()
+    placement.keeps_all()
     assert by_name(model, placement.layers) == by_name(model, balanced(model, 3))
-    assert placement.layers != balanced(model, 3, apart=True)
+    assert placement.layers != balanced(model, 3, apart=tables.of)
 
 
 class Subclassed(keras.Model):

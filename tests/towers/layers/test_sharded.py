@@ -8,7 +8,7 @@ import tensorflow as tf
 from tests import oracle
 from tests.variants import slow
 from towers.keras_adapter.optimizers import slots_of
-from towers.layers import fused, sharded
+from towers.layers import sharded, substitutes
 from towers.lifecycle.checkpoints import saved_model
 
 DEVICES = [f"/device:CPU:{i}" for i in range(1, 4)]
@@ -187,7 +187,7 @@ def test_the_users_optimizer_updates_shards_where_they_lie(name, sparse, axis):
 
     @tf.function(autograph=False)
     def update(gradients):
-        with fused.updates():
+        with substitutes.updates():
             parts = sharded.expand(model.trainable_variables, gradients)
             sharded.apply(optimizers[1], parts, model.trainable_variables)
 

@@ -17,7 +17,7 @@ from tests.limits import HANG_S
 from tests.valued import valued
 from tests.variants import slow
 from towers import multi_gpu_model
-from towers.builders.batches import LocalBatches
+from towers.builders.pieces import LocalBatches
 from towers.collectives import packing
 from towers.keras_adapter.patching import Target, patched
 from towers.loop import timers

@@ -18,7 +18,7 @@ from tests.variants import slow
 from towers import input_pipeline
 from towers.collectives import reduce
 from towers.hosts.group import HostFailedError
-from towers.layers import fused
+from towers.layers import substitutes
 from towers.parity import __main__ as parity_program
 from towers.parity import causes, check, check_flags, check_parity
 from towers.parity.report import (
@@ -327,13 +327,13 @@ def test_batch_normalization_in_micro_batches():
 @pytest.mark.slow
 def test_batch_normalization_of_the_whole_batch_is_not_a_matter_of_design(monkeypatch):
     """One tower normalises what one device does; only rounding can be different."""
-    plain = fused._call
+    plain = substitutes._call
 
     def otherwise(keras_call, layer, inputs, training=None, mask=None):
         found = plain(keras_call, layer, inputs, training, mask)
         return found * 1.001 if training else found
 
-    monkeypatch.setattr(fused, "_call", otherwise)
+    monkeypatch.setattr(substitutes, "_call", otherwise)
     model = compiled(layers.BatchNormalization(name="norm"))
     reason, _ = check_parity(model, data(), gpus=2, stages=2).reasons
     assert "by rounding" in reason and "norm" in reason

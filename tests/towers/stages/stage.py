@@ -5,8 +5,8 @@ import tensorflow as tf
 
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import made_in
-from towers.layers.labels import Labels
 from towers.layers.pipeline import LayerPlacement, Pipeline
+from towers.partition.trace import Labels
 from towers.stages.staged import Staged
 
 

@@ -12,7 +12,7 @@ from keras import layers
 
 from tests import executed
 from towers import Stages, multi_gpu_model
-from towers.builders import creator
+from towers.builders import pieces
 from towers.keras_adapter.graphs import function_definition
 from towers.stages import schedule
 
@@ -158,7 +158,7 @@ def test_what_hinders_measuring_is_said(caplog):
 
 
 def test_a_deterministic_run_measures_no_layers(caplog, monkeypatch):
-    monkeypatch.setattr(creator, "is_deterministic", lambda: True)
+    monkeypatch.setattr(pieces, "is_deterministic", lambda: True)
     parallel = multi_gpu_model(blocks(), 2, stages=2)
     parallel.compile("sgd", "mse")
     parallel.train_on_batch(*batch())

@@ -6,8 +6,8 @@ from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.tower_step import TowerStep
 from towers.builders.asynchronous.training import AsynchronousTraining
 from towers.builders.builder import Builder, Composed
-from towers.builders.common import Pieces
 from towers.builders.context import Context
+from towers.builders.pieces import Pieces
 from towers.builders.steps import Steps
 from towers.builders.stores.store import Store
 
@@ -30,6 +30,6 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
         own = Steps(pieces)
         step = TowerStep(own)
         training = AsynchronousTraining(pieces, step, staleness, threads)
-        return Composed(pieces, training, own)
+        return Composed(pieces, training, own, training.train_function)
 
     return Builder("asynchronous", context, compose, staleness)

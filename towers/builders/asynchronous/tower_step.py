@@ -14,17 +14,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from towers.analysis.layer_calls import key
-from towers.builders.eager_steps import compute_eagerly
-from towers.builders.guarded_step import guarded_step, steps_done
-from towers.builders.step_report import step_name
-from towers.builders.steps import Steps
-from towers.builders.train_function import step_function
+from towers.builders.guard import guarded_step, steps_before
+from towers.builders.steps import Steps, compute_eagerly, step_name
 from towers.collectives import batch, packing
 from towers.devices.names import HOST
 from towers.partition.call import Gradients
 from towers.partition.partitioned import Partitioned, judge
-from towers.partition.phases import phases
-from towers.partition.placement.late import Late, use_of_state
+from towers.partition.phases import Late, phases, use_of_state
 from towers.tower.errors import explained_trace
 
 
@@ -116,7 +112,7 @@ class TowerStep:
         if str(spec) not in self._partitioned:
             context, function = (
                 self._context,
-                step_function(self._context, "train_step"),
+                self._context.step_function("train_step"),
             )
             # Not in an `init_scope`, where no tape records.
             with tf.device(context.plan.home):
@@ -171,13 +167,15 @@ class TowerCall:
         """Runs a phase at home; the first one reads how many steps were done."""
         with tf.device(self._plan.home):
             known = self._batch_by_name(local) | _joined(part.home for part in made)
-            done = steps_done(self._context) if begins else known.get(_DONE)
+            asked, model = self._context.guard, self._context.model
+            done = steps_before(asked, model) if begins else known.get(_DONE)
             values = [known[taken.tensor.name] for taken in phase.takes]
             pairs = zip(phase.takes, values, strict=True)
             wanted = self._trace.gradients_of(phase.operations)
             gradients = [v for t, v in pairs if key(t.tensor) in wanted]
             observed = contextlib.nullcontext()
-            guard = guarded_step(self._steps.pieces, local, done)
+            whole = functools.partial(self._steps.pieces.batches.whole, local)
+            guard = guarded_step(asked, model, whole, done)
             if gradients and guard is not None:
                 # The losses are those that are at home by now.
                 losses = [known[n] for n in _names(self._trace.targets) if n in known]

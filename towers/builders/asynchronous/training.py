@@ -27,8 +27,8 @@ import tensorflow as tf
 
 from towers.builders.asynchronous.staleness import Staleness
 from towers.builders.asynchronous.tower_step import TowerPart, TowerStep
-from towers.builders.checks import is_synchronized, refuse_stateful
-from towers.builders.common import Pieces
+from towers.builders.pieces import Pieces
+from towers.builders.steps import is_synchronized, refuse_stateful
 from towers.builders.train_function import Scope, train_function
 from towers.collectives import batch
 from towers.loop import loop
@@ -107,9 +107,7 @@ class AsynchronousTraining:
         """
         context = self._context
         if context.model.run_eagerly:
-            return train_function(
-                self._pieces, self.train_step, scope, self.create_variables
-            )
+            return train_function(self._pieces, self, scope)
         steps, fetched = context.model.steps_per_execution, []
         self._steps = {}
 

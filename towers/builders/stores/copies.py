@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from towers.builders.context import Context
-from towers.builders.stores.store import Store
-from towers.collectives import packing, placing, reduce
+from towers.builders.stores.store import Store, updating_in_place
+from towers.collectives import packing, reduce
 from towers.collectives.reduce import Gradient
 from towers.devices.names import HOST
 from towers.keras_adapter.optimizers import (
@@ -30,7 +30,7 @@ from towers.keras_adapter.optimizers import (
 from towers.keras_adapter.variables import swapped_values, value_behind, variable_like
 from towers.layers import sharded, variables
 from towers.partition.call import Copied
-from towers.partition.placement.copies import together
+from towers.partition.placement import together
 from towers.partition.trace import Trace
 from towers.plan import Plan, Tower
 
@@ -159,7 +159,7 @@ class Copies(Store):
         stages = self._context.plan.pipeline.stages
         copies = zip(self.copied_to, self._copies, sums[1:], strict=False)
         for k, (tower, copy, gradients) in enumerate(copies, start=1):
-            with placing.updates(tower.device, stages), tf.name_scope(f"apply_{k}"):
+            with updating_in_place(tower.device, stages), tf.name_scope(f"apply_{k}"):
                 with swapped_values(self._originals, copy):
                     self._apply_here(gradients)
 

@@ -15,22 +15,22 @@ the gradients for those that own the variables, and each owner applies the optim
 what it has.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.builders import specs
 from towers.builders.context import Context
-from towers.builders.stores.hosts_parts import HostsParts
-from towers.collectives import placing, reduce
-from towers.collectives.first_host import follow_first_host
+from towers.collectives import reduce
 from towers.collectives.reduce import Gradient
 from towers.devices.names import HOST, is_gpu
 from towers.keras_adapter import optimizers
 from towers.keras_adapter.layers import call_model
-from towers.layers import fused, sharded, tables, variables
+from towers.layers import sharded, substitutes, tables, variables
 from towers.partition.call import Copied
 from towers.partition.combined import REDUCE_SCOPE
 from towers.partition.trace import OptimizerCall, Trace
@@ -49,13 +49,12 @@ class Store:
     Attributes:
         stale: Whether the model's own variables may have other values than copies, or
             than those of other hosts.
-        hosts_parts: The variables that hosts divide.
     """
 
     def __init__(self, context: Context):
         """Takes what the pieces of a builder share; knows nothing of the model yet."""
         self._context = context
-        self.stale, self.hosts_parts = True, HostsParts(context)
+        self.stale = True
         # How many rows a step looks up in each table, by its `id`, once counted.
         self._looked_up: dict[int, int] | None = None
 
@@ -202,18 +201,28 @@ class Store:
                 "a loss that depends on one, so look for integers, argmax or "
                 "stop_gradient between the variables and the outputs."
             )
-        with placing.updates(plan.home, plan.pipeline.stages), tf.name_scope("apply"):
+        with updating_in_place(plan.home, plan.pipeline.stages), tf.name_scope("apply"):
             self._apply_here(sums[0])
 
     # Between two steps.
 
+    @functools.cached_property
+    def hosts_parts(self) -> Any:
+        """The variables that hosts divide: `HostsParts`; `None` of one host alone."""
+        if self._context.plan.hosts.count == 1:
+            return None
+        spread = feature("collectives.spread.hosts_parts")
+        return spread.HostsParts(self._context.model)
+
     def follow_first_host(self) -> None:
         """Gives the model, its optimizer and metrics the values of the first host's."""
-        model = self._context.model
+        model, hosts = self._context.model, self._context.plan.hosts
+        if hosts.count == 1:
+            return
         every = [*variables.of(model), *variables.plain(model).values()]
         # No host has all of what is divided among them.
         whole = [v for v in every if not sharded.across_hosts(v)]
-        follow_first_host(self._context.plan.hosts, whole)
+        feature("collectives.first_host").follow_first_host(hosts, whole)
 
     def follow_learning_rates(self) -> None:
         """Gives copies of learning rates their values, which callbacks change."""
@@ -345,7 +354,7 @@ class Store:
         context, model = self._context, self._context.model
 
         def update(gradients):
-            with fused.updates():
+            with substitutes.updates():
                 sharded.apply(model.optimizer, gradients, model.trainable_variables)
 
         # XLA compiles for one device.
@@ -389,7 +398,7 @@ class Store:
             )
             context.say([line])
             with tf.init_scope():
-                plan.pipeline.placement.keeps_tables()
+                plan.pipeline.placement.keeps_all()
                 tables.bring_home(model, plan.home_of)
             return set()
         with tf.init_scope():
@@ -425,7 +434,7 @@ class Store:
         if self._looked_up is None and known and len(tables.of(model)) > 1:
             call = tf.function(call_model, autograph=False)
             try:
-                x, *_ = specs.micro_batch_spec(context, data)
+                x, *_ = context.micro_batch_spec(data)
                 with keras.StatelessScope():
                     self._looked_up = tables.look_ups(
                         lambda: call.get_concrete_function(model, x, training=False)
@@ -440,6 +449,46 @@ class Store:
                 )
                 context.say([line])
         return self._looked_up or {}
+
+
+@contextlib.contextmanager
+def updating_in_place(device: str, stages: int) -> Iterator[None]:
+    """Inside, an optimizer updates variables where they are.
+
+    With one stage that is a device. With several, each operation is placed where the
+    largest of its inputs is; `device` is for those without one. In eager execution all
+    are placed there.
+    """
+
+    def place(operation):
+        if operation.device:
+            return operation.device
+        placed = [(_elements(t), _device(t)) for t in operation.inputs]
+        return max((each for each in placed if each[1]), default=(0, device))[1]
+
+    if stages == 1 or tf.executing_eagerly():
+        with tf.device(device):
+            yield
+        return
+    with tf.device(None), tf.compat.v1.device(place):
+        yield
+
+
+def _device(tensor):
+    if tensor.device:
+        return tensor.device
+    # What reads a variable, or takes it from outside, has no device of its own.
+    if tensor.op.type == "ReadVariableOp":
+        return _device(tensor.op.inputs[0])
+    captures = getattr(tensor.graph, "captures", ())
+    return next((_device(out) for out, inside in captures if inside is tensor), "")
+
+
+def _elements(tensor):
+    # A handle of a variable stands for its value.
+    if tensor.dtype == tf.resource:
+        return math.inf
+    return tensor.shape.num_elements() or 0
 
 
 def _sum(plan, gradients, target):

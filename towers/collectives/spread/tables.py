@@ -35,7 +35,7 @@ from towers.keras_adapter.variables import (
     without_value,
 )
 from towers.layers import sharded, tables
-from towers.layers.sharded_variable import ShardedVariable
+from towers.layers.sharded import ShardedVariable
 
 
 class SpreadTable(SpreadVariable):

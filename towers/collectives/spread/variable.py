@@ -17,7 +17,7 @@ from towers.collectives.world import World
 from towers.devices.names import HOST
 from towers.hosts import group
 from towers.keras_adapter.variables import take_identity
-from towers.layers.sharded_variable import ShardedVariable
+from towers.layers.sharded import ShardedVariable
 
 # Less than that is not worth a file.
 _SMALL_BYTES = 2**16

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import keras
 
 from towers.collectives.world import World
-from towers.devices.names import HOST, is_gpu, resolve
+from towers.devices.names import HOST, is_gpu
+from towers.devices.resolved import resolve
 from towers.hosts import group
 from towers.keras_adapter.models import already, before_training
 from towers.layers import tables, variables
@@ -21,8 +22,9 @@ def pipeline_of(model: keras.Model, config: Config) -> Pipeline:
     Raises:
         ValueError: A layer has no stage, or a stage no layer.
     """
-    stages, apart = config.stages, config.tables != "none"
-    placement = LayerPlacement(model, stages.count, stages.placement, apart=apart)
+    stages = config.stages
+    apart = {} if config.tables == "none" else {"apart": tables.of}
+    placement = LayerPlacement(model, stages.count, stages.placement, **apart)
     pipeline = Pipeline(
         stages.count,
         config.micro_batches,

@@ -15,12 +15,13 @@ import keras
 import tensorflow as tf
 
 from towers.builders.builder import Builder
-from towers.builders.checks import is_synchronized
 from towers.builders.context import Context
 from towers.builders.guard import Guard
+from towers.builders.steps import is_synchronized
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import batch
-from towers.collectives.world import World, this_host
+from towers.collectives.membership import this_host
+from towers.collectives.world import World
 from towers.devices.names import HOST, is_gpu
 from towers.hosts import group
 from towers.hosts.group import Membership
@@ -34,7 +35,7 @@ from towers.keras_adapter.variables import (
 )
 from towers.layers import variables
 from towers.loop import alike, loop
-from towers.model.options import Asynchronous, Auto, Config, Layout, Replicated, Sharded
+from towers.model.options import UPDATES, Auto, Config, Layout, Replicated
 from towers.model.update import auto, placing
 from towers.model.update.auto import Choice
 from towers.program.features import feature
@@ -257,16 +258,14 @@ class VariableUpdate:
             guard=self._guard,
             agreement=self._agreement,
             shard_embeddings=config.tables,
+            is_elastic=group.member() is not None,
             said=self._said,
         )
-        options = {}
-        if copied:
-            options["all_reduce_alg"] = choice.all_reduce_alg
-            options["shard_optimizer_state"] = config.shards_state
-        elif isinstance(config.variable_update, Sharded):
-            options["min_bytes"] = config.variable_update.min_bytes
-        elif isinstance(config.variable_update, Asynchronous):
-            options["max_staleness"] = config.variable_update.max_staleness
+        # What `Auto` has chosen has no other options than how gradients are added.
+        update = config.variable_update
+        if isinstance(update, Auto):
+            update = UPDATES[choice.variable_update]()
+        options = update.builder_options(choice.all_reduce_alg)
         return STRATEGIES[choice.variable_update](context, **options)
 
     def install(self, choice: Choice, batches: ReplayableBatches) -> None:

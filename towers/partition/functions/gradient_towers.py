@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers.collectives import reduce
-from towers.collectives.first_host import follow_first_host
-from towers.devices.names import resolve
+from towers.devices.resolved import resolve
 from towers.partition.call import Copied
 from towers.partition.functions.parallel import (
     Parallel,
@@ -20,6 +19,7 @@ from towers.partition.functions.parallel import (
 from towers.partition.functions.placed import PlacedBatch, prefetch
 from towers.partition.functions.update import Update
 from towers.partition.functions.variable_copies import VariableCopies
+from towers.program.features import feature
 
 
 class GradientStep(NamedTuple):
@@ -98,7 +98,9 @@ class GradientTowers:
         self._loss_fn, self._plan = loss_fn, plan_of(gpus, self.variables)
         if all_reduce_alg != "auto":
             reduce.check_all_reduce(all_reduce_alg, variable_update, self._plan.devices)
-        follow_first_host(self._plan.hosts, self.variables)
+        if self._plan.hosts.count > 1:
+            follow = feature("collectives.first_host").follow_first_host
+            follow(self._plan.hosts, self.variables)
         self._copies, copied = None, None
         if variable_update == "replicated":
             self._check_copies()

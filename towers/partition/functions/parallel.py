@@ -11,9 +11,9 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.collectives import batch
-from towers.collectives.first_host import follow_first_host
-from towers.collectives.world import this_host
-from towers.devices.names import HOST, is_gpu, resolve
+from towers.collectives.membership import this_host
+from towers.devices.names import HOST, is_gpu
+from towers.devices.resolved import resolve
 from towers.keras_adapter.graphs import has_tangents
 from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
@@ -21,6 +21,7 @@ from towers.partition.call import Copied
 from towers.partition.functions.placed import PlacedBatch, place, same_batch
 from towers.partition.partitioned import Partitioned, judge
 from towers.plan import Plan
+from towers.program.features import feature
 from towers.program.voice import say
 from towers.tower.errors import where
 
@@ -220,8 +221,10 @@ class Parallel:
         taken = [known.get(id(outside)) for outside, _ in trace.graph.captures]
         new = [v for v in taken if v is not None and id(v) not in self._followed]
         self._followed |= {id(each): each for each in new}
-        with tf.init_scope():
-            follow_first_host(self._plan.hosts, new)
+        if self._plan.hosts.count > 1:
+            with tf.init_scope():
+                follow = feature("collectives.first_host").follow_first_host
+                follow(self._plan.hosts, new)
 
     def _gradient(self, partitioned, data, upstream, variables):
         """Returns the gradient for a batch and variables; it computes forward again.

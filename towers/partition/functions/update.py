@@ -11,12 +11,12 @@ from towers.collectives.reduce import Gradient
 from towers.devices.names import HOST
 from towers.keras_adapter.optimizers import all_variables, updating
 from towers.keras_adapter.variables import value_behind
-from towers.layers import fused
+from towers.layers import substitutes
 from towers.loop.loop import flat
 from towers.partition.call import Copied
 from towers.partition.functions.variable_copies import VariableCopies
 from towers.partition.partitioned import Partitioned, judge
-from towers.partition.placement.copies import together
+from towers.partition.placement import together
 from towers.partition.trace import Trace
 from towers.plan import Plan
 
@@ -64,7 +64,7 @@ class Update:
         """
         home = self._plan.home
         if self._copies is None:
-            with tf.device(home), fused.updates():
+            with tf.device(home), substitutes.updates():
                 self._optimizer.apply(gradients, self._variables)
             return
         devices = self._plan.devices[1:]

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from towers import input_pipeline, models
-from towers.builders.train_function import has_own_steps
 from towers.devices.configuration import Devices
 from towers.devices.names import is_gpu
+from towers.keras_adapter.models import has_own_steps
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
 from towers.tower.preprocess import OnEachTower

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builders.context import Context
 from towers.devices.names import HOST
 from towers.keras_adapter.variables import put_behind, variable_like
 from towers.layers import sharded, variables
@@ -20,9 +19,9 @@ from towers.layers import sharded, variables
 class HostsParts:
     """The variables of a model, and of its optimizers, that several hosts divide."""
 
-    def __init__(self, context: Context):
-        """Takes the model and the hosts."""
-        self._context = context
+    def __init__(self, model: keras.Model):
+        """Takes the model, which all hosts train together."""
+        self._model = model
         self._may_be_kept = True
 
     def any(self) -> bool:
@@ -78,7 +77,6 @@ class HostsParts:
 
     def _divided(self) -> Iterator[tuple[keras.Variable, Any]]:
         """Yields variables of which several hosts have parts, and what is behind."""
-        if self._context.plan.hosts.count > 1:
-            for variable in variables.of(self._context.model):
-                if sharded.across_hosts(variable):
-                    yield variable, sharded.of(variable)
+        for variable in variables.of(self._model):
+            if sharded.across_hosts(variable):
+                yield variable, sharded.of(variable)

@@ -1,10 +1,12 @@
-"""Creates what Keras creates late: variables of model, metrics and optimizer.
+"""The pieces of a builder: variables that Keras creates late, and batches.
 
-A tower cannot create a variable, so all have to exist before one is traced.
+A tower cannot create a variable, so all of model, metrics and optimizer have to exist
+before one is traced.
 """
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,15 +16,16 @@ import tensorflow as tf
 
 from towers.builders.context import Context
 from towers.builders.stores.store import Store
-from towers.collectives import batch
-from towers.devices.names import HOST
-from towers.hosts import group
+from towers.collectives import batch, packing
+from towers.devices.names import HOST, is_gpu
 from towers.keras_adapter.runtime import is_deterministic
-from towers.layers import sharded, variables
+from towers.layers import sharded, substitutes, variables
 from towers.layers.pipeline import LayerPlacement, Pipeline, weighted
 from towers.program import words
 from towers.program.features import feature
 from towers.tower import eager
+
+_INDICES = tf.int32, tf.int64
 
 
 @dataclasses.dataclass
@@ -127,11 +130,11 @@ class VariableCreator:
         """Creates the optimizer's variables, of a model that is built."""
         model = self.context.model
         home = self.context.plan.home
-        if group.member() is None:
-            placed = self._parts_placed(None)
-        else:
+        if self.context.is_elastic:
             # Hosts that have trained have built it before. All hosts divide it later.
             placed = sharded.slots_like_variables()
+        else:
+            placed = self._parts_placed(None)
         with placed, tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
@@ -163,7 +166,7 @@ class VariableCreator:
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             if all(isinstance(spec, tf.TensorSpec) for spec in _specs(x)):
                 self.build_layers(x)
-        elastic = group.member() is not None
+        elastic = self.context.is_elastic
         if elastic and model.built and model.compiled and not model.optimizer.built:
             with tf.init_scope():
                 self.build_optimizer()
@@ -179,3 +182,96 @@ class VariableCreator:
 
 def _specs(data):
     return tf.nest.flatten(batch.specs(data))
+
+
+# The batches on their way to the towers: cut and placed.
+
+
+@dataclasses.dataclass
+class LocalBatches:
+    """Makes one local batch for each tower of a global batch."""
+
+    context: Context
+
+    def cut(self, data: Any) -> list[Any]:
+        """Cuts a batch, where it is: returns as many nests of tensors as towers."""
+        batch.check_rows(data)
+        data = tf.nest.map_structure(batch.as_tensor, data)
+        bounds = self.context.plan.bounds(batch.batch_size(data))
+        if batch.part_of(data) is not None:
+            first, end = bounds[0][0], bounds[-1][1]
+            data = batch.rows_given(data)
+            tf.debugging.assert_equal(batch.batch_size(data), end - first)
+            bounds = [(start - first, end - first) for start, end in bounds]
+        return [batch.take(data, start, end) for start, end in bounds]
+
+    def whole(self, data: Any) -> Any:
+        """Returns a whole batch, also where this host is given only some rows of it.
+
+        Args:
+            data: The batch, as it is given.
+
+        Returns:
+            (x, y, sample_weight).
+        """
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        part = batch.part_of(data)
+        if part is None:
+            return data
+        rows = (part.x, *data[1:])
+        return self.context.plan.gather(rows, batch.batch_size(data), "batch")
+
+    def place(self, data: Any) -> list[Any]:
+        """Cuts a batch as `cut` does, and copies each part to its tower."""
+        return self.copy_each(self.cut(data))
+
+    def copy_each(self, local_batches: Sequence[Any]) -> list[Any]:
+        """Copies each local batch to its tower's device."""
+        return [*map(self.copy, self.context.plan.devices, local_batches)]
+
+    def copy(self, device: str, local: Any) -> Any:
+        """Copies a local batch to a tower's device."""
+        kept = () if self._sends_indices or not is_gpu(device) else _INDICES
+        with tf.device(device), tf.name_scope("place"):
+            return packing.copy(local, kept)
+
+    @functools.cached_property
+    def _sends_indices(self):
+        """Whether indices go to GPUs: those of tables at home would only come back.
+
+        It looks through all layers, and batches are placed in each step.
+        """
+        context = self.context
+        if is_gpu(context.plan.home) or context.model.run_eagerly:
+            return True
+        return not substitutes.tables(context.model)
+
+    def preprocess(self, data: Any, training: bool) -> Any:
+        """Returns a whole batch as the loss sees it, computed at home.
+
+        Args:
+            data: (x, y, sample_weight) of the batch.
+            training: Whether this is a part of training.
+        """
+        data, preprocess = self.whole(data), self.context.preprocess
+        if preprocess is None:
+            return data
+        with tf.device(self.context.plan.home):
+            return preprocess(tf.nest.map_structure(batch.as_tensor, data), training)
+
+
+class Pieces:
+    """The pieces that all ways to update variables have in common.
+
+    Attributes:
+        context: What they share.
+        store: Says where variables live, and updates them.
+        batches: Cuts and places batches.
+        creator: Creates variables.
+    """
+
+    def __init__(self, context: Context, store: Store):
+        """Puts them together; none knows anything of the model yet."""
+        self.context, self.store = context, store
+        self.batches = LocalBatches(context)
+        self.creator = VariableCreator(context, store)

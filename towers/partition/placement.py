@@ -15,7 +15,9 @@ travel.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +25,7 @@ import keras
 import tensorflow as tf
 
 from towers.analysis import effects, layer_calls
-from towers.analysis.axes.blocks import Blocks
-from towers.analysis.axes.sizes import STATELESS_DRAWS
+from towers.analysis.axes import STATELESS_DRAWS
 from towers.analysis.kinds import (
     COLUMNS,
     COUPLED,
@@ -42,21 +43,30 @@ from towers.analysis.kinds import (
     Dependence,
 )
 from towers.analysis.layer_calls import key
+from towers.analysis.rows import Blocks
 from towers.devices.names import HOST
 from towers.keras_adapter.graphs import (
     before,
     calls_functions,
     is_stateful,
     may_change,
+    traced,
 )
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.variables import value_behind
 from towers.layers.parameters import ShardedParameter
-from towers.layers.sharded_variable import WHOLE_SCOPE, ShardedVariable
-from towers.partition.placement import copies, draws
+from towers.layers.sharded import WHOLE_SCOPE, ShardedVariable
 from towers.partition.trace import Region, Trace
 from towers.tower.errors import where
 
+# Each number takes as much of the counter as any other. Theirs are blocks of 16 bytes.
+SKIPPABLE = set(
+    """StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2""".split()
+)
+_SHAPE, _KEY, _COUNTER = range(3)
+# They make of a seed, which GPUs read in the host's memory, what the former take.
+OF_SEED = {"StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg"}
 # What towers have of a tensor, so that it makes the batch's.
 _ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM, TURNED
 _TOTALS = MEAN, SIZE, SUM
@@ -85,7 +95,7 @@ STATEFUL_DRAWS = {
     "StatefulUniformFullInt": 2,
     "StatefulUniformInt": 2,
 }
-_SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | draws.SKIPPABLE, 0) | STATEFUL_DRAWS
+_SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | SKIPPABLE, 0) | STATEFUL_DRAWS
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -199,7 +209,7 @@ class Placement:
             for op in self.order
             if not self._on_towers[op.name] and op.name not in apart
         ]
-        on_copies, mixed = copies.on_each(
+        on_copies, mixed = on_each(
             at_home,
             {op.name for op in self.gathered},
             lambda handle: is_copied(self._handles.get(key(handle))),
@@ -482,7 +492,7 @@ class Placement:
         if is_stateful(op) and op.type not in _FRESH:
             self._note_hosted(op)
             return False
-        if op.type in draws.OF_SEED or not op.outputs:
+        if op.type in OF_SEED or not op.outputs:
             return None
         made = [self._on_towers.get(t.op.name) for t in op.inputs]
         few = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
@@ -531,7 +541,7 @@ class Placement:
             return False
         # Whose counter is read as the numbers are drawn, only home has.
         own = self._reader.of(op.outputs[0]) is ROWS
-        if op.type in draws.SKIPPABLE and len(blocks) == 1 and own:
+        if op.type in SKIPPABLE and len(blocks) == 1 and own:
             return True
         kind = self._reader.of(op.inputs[shape])
         if kind is SHAPE or (kind is SIZE and op.inputs[shape].shape.rank == 1):
@@ -782,3 +792,121 @@ def _listed(operations: Sequence[tf.Operation]) -> str:
     """Names the first of some operations, with the lines of the user's."""
     phrases = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
     return ", ".join([*phrases][:5])
+
+
+# Finds the operations that run on each copy of the variables, if towers have some.
+
+
+def on_each(
+    at_home: Sequence[tf.Operation],
+    gathered: Collection[str],
+    is_copied: Callable[[tf.Tensor], bool],
+) -> tuple[set[str], list[str]]:
+    """Returns the names of operations that each copy's device runs by itself.
+
+    They read or change a variable that has copies, or make what those take. All get the
+    same, so that the copies stay equal.
+
+    Args:
+        at_home: What does not run with a tower's rows, in order.
+        gathered: The names of those that take the rows of all towers, and run once.
+        is_copied: Tells of a handle whether its variable has copies.
+
+    Returns:
+        The names; and a sentence for each operation that changes variables with copies
+        and others in one go, which no device can run.
+    """
+    names, wanted, mixed = set(), set(), []
+    for op in reversed(at_home):
+        handles = [t for t in may_change(op) if t.dtype == tf.resource]
+        copied = [*map(is_copied, handles)]
+        if any(copied) and not all(copied):
+            mixed.append(
+                f"Operation '{op.name}' ({op.type}){where(op)} changes variables of "
+                "which towers have copies, and others in one go; expected variables "
+                "of the model's `add_weight`, or "
+                "variable_update='parameter_server'."
+            )
+        # What may give another result at each call runs once.
+        alike = op.name not in gathered and not handles and not is_stateful(op)
+        if any(copied) or (op.name in wanted and alike and op.type != "Const"):
+            names.add(op.name)
+            wanted |= {tensor.op.name for tensor in op.inputs}
+    return names, mixed
+
+
+def together(
+    graph: tf.Graph, handles: Collection[int], others: Collection[int]
+) -> set[int]:
+    """Adds to handles those that a function's operations take together with them.
+
+    A branch that changes a variable with copies may change others in one go.
+
+    Args:
+        graph: The function's.
+        handles: The `id`s of handles from outside of it.
+        others: Those that may be added.
+    """
+    outside = {key(inside): id(handle) for handle, inside in graph.captures}
+    groups = [
+        {outside[key(t)] for t in op.inputs if key(t) in outside}
+        for op in graph.get_operations()
+    ]
+    together, others = {*handles}, {*others}
+    while more := [g for g in groups if g & together and (g - together) & others]:
+        together |= set().union(*more) & others
+    return together
+
+
+# Random numbers of the whole batch, each tower's rows of them.
+#
+# TensorFlow's stateless random numbers come from a counter (Salmon et al. 2011): the
+# n-th block of them from the counter plus n. So a tower draws its rows alone, by a
+# counter that is ahead by what the rows before take. Draws that take an unknown part of
+# the counter are made at home, and cut.
+
+
+def draws_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
+    """Returns a function that draws a tower's rows of what an operation draws.
+
+    It takes what the operation takes, and behind that the number of the tower's first
+    example, and how many it has: an int32 vector. What the host has to know of numbers
+    is computed in its memory, also on a GPU.
+
+    Args:
+        op: One of a type in `SKIPPABLE`. It draws as many numbers for each example, one
+            example behind the other.
+    """
+    draw = getattr(tf.raw_ops, op.type)
+    names = [argument.name for argument in op.op_def.input_arg]
+    numbers = 4 if op.outputs[0].dtype.size <= 4 else 2
+    options = {}
+    if "dtype" in op.node_def.attr and "minval" not in names:
+        options["dtype"] = op.outputs[0].dtype
+    rank = op.outputs[0].shape.rank
+
+    def rows(*values):
+        *values, (first, size) = *values[:-1], tf.unstack(values[-1])
+        shape = values[_SHAPE]
+        # GPUs multiply a vector's numbers in their own memory.
+        count = functools.reduce(operator.mul, tf.unstack(shape))
+        first, size = tf.cast(first, shape.dtype), tf.cast(size, shape.dtype)
+        of_example = tf.math.floordiv(count, tf.maximum(size, 1))
+        start = tf.cast(first, tf.uint64) * tf.cast(of_example, tf.uint64)
+        # GPUs do not unstack such numbers.
+        low, high = values[_COUNTER][0], values[_COUNTER][1]
+        moved = low + tf.math.floordiv(start, numbers)
+        high += tf.cast(moved < low, tf.uint64)
+        given = dict(zip(names, values, strict=True))
+        given["shape"] = tf.stack([count + numbers])
+        given["counter"] = tf.stack([moved, high])
+        # A product that is too large wraps around, which leaves this as it is.
+        begin = tf.math.floormod(first * of_example, numbers)
+        drawn = draw(**given, **options)
+        drawn = tf.slice(drawn, tf.stack([begin]), tf.stack([count]))
+        drawn = tf.reshape(drawn, shape)
+        drawn.set_shape([None] * rank)
+        return drawn
+
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in op.inputs]
+    return traced(rows, *specs, tf.TensorSpec([2], tf.int32))

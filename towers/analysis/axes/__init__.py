@@ -1,1 +1,0 @@
-"""Rules for operations on tensors that have an axis of the examples."""

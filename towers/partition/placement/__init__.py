@@ -1,1 +1,0 @@
-"""Decides where each operation of a traced function runs."""
