@@ -18,7 +18,7 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 from tests.executed import Nodes
 from towers import devices
-from towers.model.update import auto
+from towers.model import auto
 
 _KINDS = "GPU", "DEFAULT"
 # What the executor and not a kernel does, or has on each kind of device.

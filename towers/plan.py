@@ -1,6 +1,7 @@
-"""The plan of a run, a value: hosts, towers, stages, and where variables live.
+"""The plan of a run, a value: hosts, towers, stages, and the devices of variables.
 
-Whoever computes asks the plan where. It makes no operation but to tell which rows.
+The code that computes asks the plan for devices. The plan itself only adds operations
+that compute row ranges.
 """
 
 import dataclasses
@@ -21,12 +22,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a host computes of each batch; for whoever makes its batches.
+    """The share of each batch that a host computes, for input pipelines.
 
     Attributes:
-        split_ratios: How much of a batch each tower of all hosts gets.
+        split_ratios: The share of a batch of each tower of all hosts.
         first: Index of the first tower of this host.
-        end: Index behind its last one.
+        end: Index after the last tower of this host.
     """
 
     split_ratios: tuple[int, ...]
@@ -34,25 +35,25 @@ class Share:
     end: int
 
     def bounds(self, total: tf.Tensor | int) -> tuple[Any, Any]:
-        """Returns this host's first row of a batch of `total`, and that behind it."""
+        """Returns this host's row range (start, end) of a batch of `total` examples."""
         bounds = batch.split_bounds(total, self.split_ratios)[self.first : self.end]
         return bounds[0][0], bounds[-1][1]
 
     def of_batch(self, x: Any, first: Any, total: Any, mark: Any) -> batch.HostPart:
-        """Says which rows of a batch x has; see `batch.Part`."""
+        """Describes the rows of a batch that `x` has; see `batch.HostPart`."""
         return batch.HostPart(x, *(tf.cast(n, tf.int32) for n in (first, total, mark)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tower:
-    """One computation of the model, for its own rows of each batch.
+    """One replica of the model, for its own rows of each batch.
 
     Towers on the same devices compute micro-batches: in turn, stage by stage.
 
     Attributes:
-        index: Its number among the towers of all hosts, from 0.
-        devices: The devices of its stages, in order.
-        ratio: How much of a batch it gets, relative to the other towers.
+        index: The index among the towers of all hosts.
+        devices: The devices of the tower's stages, in order.
+        ratio: The tower's share of a batch, relative to the other towers.
     """
 
     index: int
@@ -61,27 +62,26 @@ class Tower:
 
     @property
     def device(self) -> str:
-        """The device that its batch goes to, and its results come from."""
+        """The device that receives the tower's batch and returns its results."""
         return self.devices[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which towers compute, and where variables live.
+    """The towers that compute, and the devices of variables.
 
     Attributes:
         towers: The towers of this host.
         homes: The device of each stage's variables, which are updated there.
         merges: The device on which each stage's gradients are added.
         on_gpus: Whether a tower is on a GPU.
-        packed: Whether parameters and gradients travel in one buffer for each type;
-            `None` for where that pays.
+        packed: Whether parameters and gradients are sent in one buffer for each type;
+            `None` to pack where this is faster.
         hosts: The hosts that train together.
-        split_ratios: How much of a batch each tower of all hosts gets, relative to the
+        split_ratios: The share of a batch of each tower of all hosts, relative to the
             others.
         by_host: Number of towers of each host.
-        pipeline: The stages of each tower, and the order in which micro-batches go
-            through them.
+        pipeline: The stages of each tower, and the schedule of micro-batches.
     """
 
     towers: tuple[Tower, ...]
@@ -111,23 +111,32 @@ class Plan:
         Args:
             devices: A device string for each tower of this host, or those of its
                 stages.
-            split_ratios: How much of a batch each gets, relative to the others.
+            split_ratios: The share of a batch of each tower, relative to the others.
             home: The device of the variables, or that of each stage's.
-            merges: The device that adds each stage's gradients; by default where its
-                variables are.
+            merges: The device that adds each stage's gradients; by default the device
+                of the stage's variables.
             packed: See `Plan`.
             hosts: See `Plan`.
             pipeline: See `Plan`.
-            ratios_of_hosts: The `split_ratios` of all hosts. By default hosts tell
-                them, for which all call this together.
+            ratios_of_hosts: The `split_ratios` of all hosts. By default the hosts
+                exchange these, for which all hosts call this method together.
         """
         count = pipeline.micro_batches
-        told = ratios_of_hosts or hosts.exchange([*split_ratios])
-        ratios = [[n for n in mine for _ in range(count)] for mine in told]
+        exchanged = ratios_of_hosts or hosts.exchange([*split_ratios])
+        ratios = [
+            [n for n in ratios_of_host for _ in range(count)]
+            for ratios_of_host in exchanged
+        ]
         first = itertools.count(sum(map(len, ratios[: hosts.index])))
         towers = tuple(
-            Tower(next(first), (each,) if isinstance(each, str) else (*each,), n)
-            for each, n in zip(devices, split_ratios, strict=True)
+            Tower(
+                next(first),
+                (stage_devices,)
+                if isinstance(stage_devices, str)
+                else (*stage_devices,),
+                n,
+            )
+            for stage_devices, n in zip(devices, split_ratios, strict=True)
             for _ in range(count)
         )
         homes = (home,) if isinstance(home, str) else (*home,)
@@ -138,7 +147,7 @@ class Plan:
         return cls(towers, homes, merges, *values)
 
     def of_stage(self, stage: int) -> "Plan":
-        """Returns the plan as one stage sees it: each tower has one device."""
+        """Returns the plan of one stage, in which each tower has one device."""
         return dataclasses.replace(
             self,
             towers=tuple(
@@ -153,18 +162,22 @@ class Plan:
     def by_stage(
         self, variables: Sequence[keras.Variable]
     ) -> Iterator[tuple[list[int], "Plan"]]:
-        """Yields the places of each stage's variables, and the plan as it sees it."""
+        """Yields the indices of each stage's variables, and the plan of the stage."""
         stages = [*map(self.pipeline.stage_of, variables)]
         for stage in range(len(self.homes)):
-            places = [i for i, each in enumerate(stages) if each == stage]
-            if places:
-                yield places, self.of_stage(stage)
+            indices = [
+                i
+                for i, stage_of_variable in enumerate(stages)
+                if stage_of_variable == stage
+            ]
+            if indices:
+                yield indices, self.of_stage(stage)
 
     @property
     def home(self) -> str:
-        """The device of what runs once, such as metrics, or on rows of all towers.
+        """The device of operations that run once, such as metrics, or on all rows.
 
-        It is that of the last stage's variables, where outputs are made.
+        It is the device of the last stage's variables, where outputs are made.
         """
         return self.homes[-1]
 
@@ -187,11 +200,12 @@ class Plan:
 
     @property
     def table_devices(self) -> tuple[str, ...]:
-        """The devices over which this host divides the tables that it has whole.
+        """The devices over which this host shards the tables that are its own.
 
-        They are as many on each host as the host with fewest towers has. A look-up is
-        an operation for each shard, and hosts exchange what their steps have in common:
-        with another number of shards, a host would exchange other tensors.
+        Their number is the same on each host: that of the host with the fewest towers.
+        A look-up has an operation for each shard, and hosts exchange the tensors that
+        their steps have in common: with another number of shards, a host would exchange
+        other tensors.
         """
         fewest = self.replicas[: min(self.replicas_by_host)]
         return tuple(dict.fromkeys(device for t in fewest for device in t.devices))
@@ -203,7 +217,7 @@ class Plan:
 
     @property
     def replicas_by_host(self) -> list[int]:
-        """How many `replicas` each host has."""
+        """Number of `replicas` of each host."""
         return [count // self.pipeline.micro_batches for count in self.by_host]
 
     @property
@@ -213,12 +227,12 @@ class Plan:
 
     @property
     def share(self) -> "Share":
-        """What this host computes of each batch."""
+        """The share of each batch that this host computes."""
         first = self.towers[0].index
         return Share(self.split_ratios, first, first + len(self.towers))
 
     def bounds(self, total: tf.Tensor | int) -> list[tuple[Any, Any]]:
-        """Computes where the local batches of this host's towers start and end.
+        """Computes the row ranges of the local batches of this host's towers.
 
         Args:
             total: Number of examples of the global batch.
@@ -231,10 +245,10 @@ class Plan:
         return bounds[share.first : share.end]
 
     def gather(self, rows: T, total: tf.Tensor | int, purpose: str) -> T:
-        """Puts together what the towers of all hosts have of a global batch.
+        """Gathers the rows of a global batch from the towers of all hosts.
 
         Args:
-            rows: A nest of what this host's towers have; see `World.all_gather`.
+            rows: A nest of the rows of this host's towers; see `World.all_gather`.
             total: Number of examples of the global batch.
             purpose: See `World.all_gather`.
         """
@@ -247,27 +261,27 @@ class Plan:
     def fractions(
         self, sizes: Sequence[tf.Tensor | int], total: tf.Tensor | int
     ) -> list[tf.Tensor]:
-        """Computes the part of the global batch that each local batch is.
+        """Computes each local batch's fraction of the global batch.
 
         Args:
-            sizes: What `sizes` returns.
+            sizes: The result of `sizes`.
             total: Number of examples of the global batch.
         """
         return batch.fractions(sizes, None if self.hosts.count == 1 else total)
 
     @property
     def home_of(self) -> Callable[[keras.Variable], str]:
-        """What tells on which device a variable lives, if it can be there.
+        """A function that returns the device of a variable, if its type is allowed.
 
         The variable is one of the model, its optimizer or its metrics; see
-        `Pipeline.stage_of`. GPUs have some types only in the host's memory; see
-        `layers.variables.move`.
+        `Pipeline.stage_of`. Variables of some types stay in host memory if the device
+        is a GPU; see `layers.variables.move`.
         """
         stage_of = self.pipeline.stage_of
         return lambda variable: self.homes[stage_of(variable)]
 
     def places_of(self, copied: bool) -> Callable[[keras.Variable], tuple[str, ...]]:
-        """Returns what tells on which devices a variable has values; see `home_of`.
+        """Returns a function that returns all devices of a variable; see `home_of`.
 
         Args:
             copied: Whether each tower has a copy.
@@ -278,10 +292,10 @@ class Plan:
         return lambda variable: homes[stage_of(variable)]
 
     def packs(self, device: str) -> bool:
-        """Tells whether values travel packed between home and a device.
+        """Checks whether values are sent packed between home and a device.
 
-        That pays where they travel, from one memory to another. Between logical CPUs
-        nothing is copied, unless it is packed.
+        Packing is faster between different memories. Between logical CPUs no value is
+        copied unless it is packed.
         """
         if self.packed is not None:
             return self.packed

@@ -1,1 +1,1 @@
-"""Finds out from the graph of a traced step how its tensors depend on examples."""
+"""Reads from the graph of a traced step how each tensor depends on the examples."""

@@ -1,8 +1,8 @@
-"""Follows the examples' axis where operations move axes, and shapes that have it.
+"""Follows the batch axis through operations that move axes, and through shapes.
 
-First stand the rules where the axis is all that matters, then what a graph knows of
-values before it runs, then the rules for shapes and counts, and last those for tensors
-whose second or last axis is the examples'.
+The sections are: tables of operations by type; rules for operations that only move
+axes, and products; values known before the graph runs; rules for shapes and sizes; and
+rules for tensors whose second or last axis is the batch axis.
 """
 
 import functools
@@ -42,7 +42,7 @@ ELEMENTWISE = set(
     StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
     ZerosLike Zeta""".split()
 )
-# They treat the rows of their first input each by itself.
+# Operations that treat each row of their first input by itself.
 ROWWISE = set(
     """AvgPool AvgPool3D BiasAdd Bitcast Bucketize Conv2D Conv3D DepthToSpace
     DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches
@@ -50,7 +50,8 @@ ROWWISE = set(
     ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor ScaleAndTranslate
     SpaceToDepth""".split()
 )
-# So do these where the first axis is none of so many last ones, which they join.
+# Operations that join this many last axes, and treat each row by itself if the batch
+# axis is not among these.
 LAST_AXES = {
     **dict.fromkeys(
         """AdjustHue AdjustSaturation FakeQuantWithMinMaxVarsPerChannel FFT HSVToRGB
@@ -66,9 +67,9 @@ LAST_AXES = {
     ),
     **dict.fromkeys("AdjustContrastv2 FFT3D IFFT3D IRFFT3D RFFT3D".split(), 3),
 }
-# How what operations take has to depend on the examples, so that they join row k of one
-# with row k of another, and what they make of it; by type. TensorFlow refuses rows of
-# different number.
+# For each type of operation that pairs row k of one input with row k of another: the
+# required kinds of the inputs, and the kind of the result. TensorFlow rejects different
+# numbers of rows.
 _IN_PAIRS = [ROWS, ROWS]
 SIGNATURES: dict[str, tuple[list[Dependence], Dependence]] = {
     "AvgPool3DGrad": ([SHAPE, ROWS], ROWS),
@@ -92,8 +93,8 @@ SIGNATURES: dict[str, tuple[list[Dependence], Dependence]] = {
     "SparseSoftmaxCrossEntropyWithLogits": (_IN_PAIRS, ROWS),
     "UpperBound": (_IN_PAIRS, ROWS),
 }
-# The same of those that make rows, where all rows have as many axes, and the first is
-# none of so many last ones.
+# Further operations in pairs, whose result is ROWS if all inputs with rows have the
+# same rank, and the batch axis is not among this many last axes.
 MATRICES: dict[str, tuple[list[Dependence], int]] = {
     "BandedTriangularSolve": (_IN_PAIRS, 2),
     "Cross": (_IN_PAIRS, 1),
@@ -106,7 +107,7 @@ MATRICES: dict[str, tuple[list[Dependence], int]] = {
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
-# They keep the values and their order.
+# Operations that keep the values and their order.
 _KEEP = "ExpandDims", "Identity", "Reshape", "Squeeze"
 _ELEMENTS = {
     "AddV2": np.add,
@@ -117,7 +118,8 @@ _ELEMENTS = {
     "Neg": np.negative,
     "Sub": np.subtract,
 }
-# They draw each element by itself, and take a shape first, and then the seed.
+# Operations that draw each element independently. Their first input is the shape; the
+# seed follows.
 STATELESS_DRAWS = set(
     """StatelessRandomGammaV3 StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
     StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2
@@ -126,21 +128,21 @@ STATELESS_DRAWS = set(
 DRAWS = STATELESS_DRAWS | set(
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal".split()
 )
-# Numbers of these types can count examples. Smaller integers overflow.
+# Types that can count examples. Smaller integers overflow.
 _COUNTS = {tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32, tf.float64}
-# For each type of operation, a rule that takes (tensor, op, inputs), where the first
-# input is a shape, and no other input depends on the examples.
+# Rules by type of operation. A rule takes (tensor, op, inputs), where the first input
+# is a shape and no other input depends on the examples.
 _RULES_OF_SHAPES = {}
 _LAST_AXIS = {"LogSoftmax", "Softmax"}
 _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"}
-# For each type of operation, a rule that takes (tensor, op, inputs). The first input
-# has columns, and no other input depends on the examples.
+# Rules by type of operation. A rule takes (tensor, op, inputs), where the first input
+# has columns and no other input depends on the examples.
 _RULES_OF_COLUMNS = {}
 _PRODUCTS = "BatchMatMulV2", "BatchMatMulV3"
 
 
 def rule_for(rules: dict[str, Any], *types: str) -> Callable[[Rule], Rule]:
-    """Decorates a function as the rule for these types of operations."""
+    """Returns a decorator that registers a rule for types of operations."""
 
     def register(function):
         rules.update(dict.fromkeys(types, function))
@@ -149,17 +151,17 @@ def rule_for(rules: dict[str, Any], *types: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# By type of operation, what takes (op, inputs, axis) and returns where the axis of
-# examples is afterwards. It returns `None` if that axis is split, or not known.
+# Rules by type of operation. A rule takes (op, inputs, axis) and returns the batch axis
+# of the result, `None` if that axis is split or not known.
 _RULES = {}
 
 
 def with_examples_at(axis: int | None, rank: int | None = None) -> Dependence:
-    """Returns the kind of what has the examples at an axis, in order.
+    """Returns the kind of a tensor with the batch axis at an index, in order.
 
     Args:
-        axis: The axis; None if it is not known.
-        rank: Number of axes; None if the last axis does not matter.
+        axis: The batch axis; `None` if unknown.
+        rank: The number of axes; `None` if the last axis does not matter.
     """
     if axis is not None and axis > 1 and axis + 1 == rank:
         return LAST
@@ -167,25 +169,25 @@ def with_examples_at(axis: int | None, rank: int | None = None) -> Dependence:
 
 
 def axis_of(tensor: tf.Tensor, kind: Dependence) -> int | None:
-    """Returns the axis of the examples; None if a tensor of this kind has none."""
+    """Returns the batch axis; `None` if a tensor of this kind has none."""
     last = None if tensor.shape.rank is None else tensor.shape.rank - 1
     return {ROWS: 0, COLUMNS: 1, LAST: last}.get(kind)
 
 
 def moves(op: tf.Operation) -> bool:
-    """Whether an operation moves axes, and does nothing else; see `of_moved`."""
+    """Checks whether an operation only moves axes; see `of_moved`."""
     return op.type in _RULES
 
 
 def of_moved(
     op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation that moves axes depends on the examples.
 
     Args:
-        op: The operation, which moves axes.
-        inputs: What it takes.
-        kinds: How each input depends on the examples.
+        op: The operation.
+        inputs: The inputs.
+        kinds: How the inputs depend on the examples.
     """
     moved = 1 if op.type == "Split" else 0
     others = [kind for i, kind in enumerate(kinds) if i != moved]
@@ -203,7 +205,7 @@ def _of_transposed(op, inputs, axis):
     order = integers(inputs[1])
     if order is None:
         return None
-    return [each % len(order) for each in order].index(axis)
+    return [index % len(order) for index in order].index(axis)
 
 
 @_rule("Split")
@@ -231,11 +233,11 @@ def _of_unpacked(op, inputs, axis):
 
 @_rule("Squeeze")
 def _of_squeezed(op, inputs, axis):
-    given, rank = op.get_attr("squeeze_dims"), inputs[0].shape.rank
-    if rank is None or not given:
+    squeezed, rank = op.get_attr("squeeze_dims"), inputs[0].shape.rank
+    if rank is None or not squeezed:
         return None
-    gone = [each % rank for each in given]
-    return None if axis in gone else axis - sum(each < axis for each in gone)
+    gone = [index % rank for index in squeezed]
+    return None if axis in gone else axis - sum(index < axis for index in gone)
 
 
 @_rule("ExpandDims")
@@ -247,7 +249,7 @@ def _of_expanded(op, inputs, axis):
 
 
 def flipped(op: tf.Operation) -> tuple[bool, bool]:
-    """Tells of a product of matrices which of the two are transposed."""
+    """Returns which factors of a matrix product are transposed."""
     names = (
         ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
     )
@@ -257,37 +259,38 @@ def flipped(op: tf.Operation) -> tuple[bool, bool]:
 def of_factor(
     op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:
-    """Tells how a product of matrices depends on the examples, if one of them does.
+    """Determines how a matrix product depends on the examples, if one factor does.
 
     Args:
-        op: The product, of matrices or of batches of them, whose ranks are known.
-        inputs: What it takes.
-        kinds: Of one input ROWS, COLUMNS or LAST, of the other NONE.
+        op: The product, of matrices or of batches of matrices, with known ranks.
+        inputs: The inputs.
+        kinds: ROWS, COLUMNS or LAST for one input, NONE for the other.
     """
     cut = int(kinds[0] is NONE)
     other, axis = inputs[1 - cut].shape, axis_of(inputs[cut], kinds[cut])
     rank = max(inputs[cut].shape.rank, other.rank)
     new = rank - inputs[cut].shape.rank
     if axis < inputs[cut].shape.rank - 2:
-        # It counts matrices, of which others may be one for all, or one for each.
+        # The batch axis indexes matrices; the other factor may have one matrix for all,
+        # or one for each index.
         meets = axis + new - (rank - other.rank)
         apart = meets < 0 or other[meets] == 1
         return with_examples_at(axis + new, rank) if apart else UNKNOWN
-    # The left matrix's rows stay, and the right one's columns.
+    # The rows of the left factor are kept, and the columns of the right factor.
     last = axis == inputs[cut].shape.rank - 1
-    stays = last == (cut != flipped(op)[cut])
-    return with_examples_at(rank - 2 + cut, rank) if stays else UNKNOWN
+    is_kept = last == (cut != flipped(op)[cut])
+    return with_examples_at(rank - 2 + cut, rank) if is_kept else UNKNOWN
 
 
 def of_einsum(
     op: tf.Operation, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:
-    """Tells how a sum of products depends on the examples.
+    """Determines how an einsum depends on the examples.
 
     Args:
         op: The operation.
-        inputs: What it takes.
-        kinds: Of each input ROWS, COLUMNS or NONE; ROWS or COLUMNS of one at least.
+        inputs: The inputs.
+        kinds: ROWS, COLUMNS or NONE for each input; ROWS or COLUMNS for at least one.
     """
     equation = op.get_attr("equation").decode().replace(" ", "")
     if "..." in equation:
@@ -298,11 +301,11 @@ def of_einsum(
     terms = terms.split(",")
     letters, others = set(), ""
     for term, kind in zip(terms, kinds, strict=True):
-        place = {ROWS: 0, COLUMNS: 1}.get(kind, len(term))
-        letters |= {*term[place : place + 1]}
-        others += term[:place] + term[place + 1 :]
+        axis = {ROWS: 0, COLUMNS: 1}.get(kind, len(term))
+        letters |= {*term[axis : axis + 1]}
+        others += term[:axis] + term[axis + 1 :]
     if len(letters) > 1:
-        return COUPLED  # each with each
+        return COUPLED  # pairs of examples
     (examples,) = letters
     if examples in others:
         return UNKNOWN
@@ -310,7 +313,7 @@ def of_einsum(
 
 
 def _spelled_out(equation, ranks):
-    """Returns an equation with letters for its ellipsis; `None` if they are unknown."""
+    """Returns an equation with letters for its ellipsis; `None` if unknown."""
     terms = equation.split("->")[0].split(",")
     hidden = {
         None if rank is None else rank - len(term.replace("...", ""))
@@ -322,11 +325,11 @@ def _spelled_out(equation, ranks):
     return equation.replace("...", "αβγδεζηθ"[: hidden.pop()])
 
 
-# Finds values that a graph knows before it runs, more than TensorFlow does.
+# Values that are known before the graph runs, beyond those that TensorFlow finds.
 
 
 def integers(tensor: tf.Tensor) -> list[int] | None:
-    """Returns the known values of integers, in order, `None` if one is not known."""
+    """Returns the integers of a tensor, in order; `None` if one is unknown."""
     value = tf.get_static_value(tensor)
     if value is not None:
         return value.ravel().tolist()
@@ -348,7 +351,7 @@ def integers(tensor: tf.Tensor) -> list[int] | None:
 
 
 def leading(tensor: tf.Tensor, count: int) -> list[int] | None:
-    """Returns the first integers of a tensor, `None` if one of them is not known."""
+    """Returns the first integers of a tensor; `None` if one of these is unknown."""
     if (known := integers(tensor)) is not None:
         return known[:count]
     op, numbers = tensor.op, []
@@ -365,9 +368,9 @@ def leading(tensor: tf.Tensor, count: int) -> list[int] | None:
 
 
 def _parts(op: tf.Operation) -> Sequence[tf.Tensor]:
-    """Returns the tensors that an operation combines, in pairs or in a row."""
+    """Returns the tensors that an operation combines, by element or in sequence."""
     if op.type in _ELEMENTS and op.outputs[0].dtype.is_integer:
-        # There is only one way to pair the elements of vectors.
+        # The elements of scalars and vectors can be paired in one way only.
         return op.inputs if op.outputs[0].shape.rank in (0, 1) else ()
     vector = op.outputs and op.outputs[0].shape.rank == 1
     if op.type == "Pack":
@@ -379,7 +382,7 @@ def _parts(op: tf.Operation) -> Sequence[tf.Tensor]:
 
 
 def _picked(op: tf.Operation) -> list[int] | None:
-    """Returns the known values of a part of a vector, such as a tensor's shape."""
+    """Returns the known values of a slice of a vector, such as a tensor's shape."""
     source = op.inputs[0]
     positions = [*map(integers, op.inputs[1:])]
     values = integers(source) if source.shape.rank == 1 else None
@@ -412,7 +415,7 @@ def of_sizes(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Determines how a result of an operation depends on the examples.
+    """Determines how a result of an operation on sizes depends on the examples.
 
     Args:
         tensor: The result.
@@ -457,7 +460,7 @@ def of_turned(
     Args:
         op: The operation.
         inputs: The inputs.
-        kinds: How each input depends on the examples: one is TURNED.
+        kinds: How the inputs depend on the examples: one is TURNED.
     """
     if kinds[0] is not TURNED or {*kinds[1:]} - {NONE}:
         return UNKNOWN
@@ -533,10 +536,10 @@ def _of_longer(tensor, op, inputs):
     return SHAPE if leading(inputs[1], 1) == [0] else UNKNOWN
 
 
-# Rules for operations on tensors whose second axis is the examples'.
+# Rules for operations on tensors whose second axis is the batch axis.
 #
-# Attention puts queries, keys and values first, and a mixture of experts its experts.
-# Most models undo this soon, so the rules know the ways back to rows.
+# Attention puts the stacked queries, keys and values first, and a mixture of experts
+# its experts. Most models soon undo this, so the rules include the ways back to rows.
 
 
 def of_columns(
@@ -545,7 +548,7 @@ def of_columns(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Determines how a result of an operation depends on the examples.
+    """Determines how a result of an operation on columns depends on the examples.
 
     Args:
         tensor: The result.
@@ -554,10 +557,10 @@ def of_columns(
         kinds: COLUMNS, ROWS or NONE for each input; COLUMNS for at least one.
     """
     if op.type == "MatMul" and NONE not in kinds:
-        # A sum over the examples; or each example with each.
-        flipped = op.get_attr("transpose_a") or op.get_attr("transpose_b")
+        # A sum over the examples, or all pairs of examples.
+        transposed = op.get_attr("transpose_a") or op.get_attr("transpose_b")
         kind = {(COLUMNS, ROWS): SUM, (ROWS, COLUMNS): COUPLED}.get(tuple(kinds))
-        return UNKNOWN if flipped or kind is None else kind
+        return UNKNOWN if transposed or kind is None else kind
     if ROWS in kinds or any(tensor.shape.rank is None for tensor in inputs):
         return UNKNOWN
     if op.type in ELEMENTWISE:
@@ -576,13 +579,13 @@ _rule_of_columns = functools.partial(rule_for, _RULES_OF_COLUMNS)
 
 
 def _of_elements(inputs, kinds):
-    """Handles operations on elements: broadcasting must not pair two examples."""
+    """Handles elementwise operations: broadcasting must not pair two examples."""
     ranks = {t.shape.rank for t, k in zip(inputs, kinds, strict=True) if k is COLUMNS}
     if len(ranks) != 1:
         return UNKNOWN
     (rank,) = ranks
     for other, kind in zip(inputs, kinds, strict=True):
-        # The axis that meets the examples' axis, if the input has so many axes.
+        # The axis that is aligned with the batch axis, if the input has that many axes.
         axis = other.shape.rank - rank + 1
         if kind is COLUMNS or axis < 0:
             continue
@@ -615,15 +618,15 @@ def _of_reduction(tensor, op, inputs):
 
 @_rule_of_columns("Reshape")
 def _of_reshape(tensor, op, inputs):
-    """Keeps the first axis, and makes a whole number of columns of each example."""
+    """Keeps the first axis, and makes an integral number of columns of each example."""
     old, new = inputs[0].shape, tensor.shape
     if old.rank == 2 and new.rank and new.rank > 2 and new[-1] is None:
         return of_reshape(tensor, inputs)
     if new.rank is None or new.rank < 2 or old[0] is None or old[0] != new[0]:
         return UNKNOWN
     size, parts = old[2:].num_elements(), new[2:].num_elements()
-    whole = size is not None and parts and size % parts == 0
-    return COLUMNS if whole and new[1] is None else UNKNOWN
+    divides = size is not None and parts and size % parts == 0
+    return COLUMNS if divides and new[1] is None else UNKNOWN
 
 
 @_rule_of_columns("Pad", "PadV2")
@@ -634,7 +637,7 @@ def _of_padding(tensor, op, inputs):
 
 @_rule_of_columns("StridedSlice")
 def _of_slice_of_columns(tensor, op, inputs):
-    """Keeps the examples if the slice takes all of their axis."""
+    """Keeps the examples if the slice takes the whole batch axis."""
     begin, steps = (tf.get_static_value(inputs[i], partial=True) for i in (1, 3))
     if begin is None or steps is None:
         return UNKNOWN
@@ -652,8 +655,8 @@ def _of_slice_of_columns(tensor, op, inputs):
         elif marks["new_axis"][i]:
             position += 1
         elif axis == 1:
-            whole = marks["end"][i] and (marks["begin"][i] or begin[i] == 0)
-            if not whole or marks["shrink_axis"][i] or steps[i] != 1:
+            takes_all = marks["end"][i] and (marks["begin"][i] or begin[i] == 0)
+            if not takes_all or marks["shrink_axis"][i] or steps[i] != 1:
                 return UNKNOWN
             axis += 1
         else:
@@ -679,9 +682,9 @@ def _of_gather(tensor, op, inputs):
     return with_examples_at(1 if axis[0] % rank else ids_rank, tensor.shape.rank)
 
 
-# Operations on tensors whose last axis is the examples'.
+# Rules for operations on tensors whose last axis is the batch axis.
 #
-# Block-sparse products have features first: a block of them is one piece of memory.
+# Block-sparse products have features first: a block of these is contiguous in memory.
 
 
 def of_last(
@@ -690,15 +693,18 @@ def of_last(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation depends on the examples of the last axis.
 
     Args:
-        tensor: What it returns.
+        tensor: The result.
         op: The operation.
-        inputs: What it takes.
-        kinds: Of each input LAST or NONE; LAST of one at least.
+        inputs: The inputs.
+        kinds: LAST or NONE for each input; LAST for at least one.
     """
-    if any(each.shape.rank is None for each in inputs) or tensor.shape.rank is None:
+    if (
+        any(operand.shape.rank is None for operand in inputs)
+        or tensor.shape.rank is None
+    ):
         return UNKNOWN
     if moves(op):
         return of_moved(op, inputs, kinds)
@@ -718,7 +724,7 @@ def of_last(
 
 
 def _last_elements(tensor, inputs, kinds):
-    """Of operations on elements, where broadcasting must not pair two examples."""
+    """Handles elementwise operations: broadcasting must not pair two examples."""
     for other, kind in zip(inputs, kinds, strict=True):
         if kind is LAST and other.shape.rank != tensor.shape.rank:
             return UNKNOWN
@@ -730,7 +736,7 @@ def _last_elements(tensor, inputs, kinds):
 def _last_product(op, inputs, kinds):
     if NONE in kinds:
         return of_factor(op, inputs, kinds)
-    # Over the examples, of products of their values.
+    # A sum over the examples, of products of their values.
     return SUM if flipped(op) == (False, True) else UNKNOWN
 
 
@@ -748,11 +754,11 @@ def _last_padding(tensor, inputs):
 
 
 def of_reshape(tensor: tf.Tensor, inputs: Sequence[tf.Tensor]) -> Dependence:
-    """Tells where the examples are, if a reshape leaves the last axis as it is.
+    """Determines the batch axis after a reshape that keeps the last axis.
 
     Args:
-        tensor: What it returns.
-        inputs: What it takes; the last axis of the first is the examples'.
+        tensor: The result.
+        inputs: The inputs; the last axis of the first input is the batch axis.
     """
     old, new = inputs[0].shape, tensor.shape
     if new.rank is None or new.rank < 2 or new[-1] is not None or old[-1] is not None:

@@ -1,16 +1,18 @@
-"""Tells how a traced value depends on the examples of the batch.
+"""Determines how the tensors of a traced step depend on the examples of the batch.
 
 A mean over examples is the weighted mean of the local batches' means. A sum is the sum
-of their sums. A value that no example touches is the same on every tower. Anything else
-(a maximum, a variance, a ratio of sums) cannot be put together from local batches. To
-tell which it is, the graph is read from the value back to the batch. Only what is
-proved counts: an operation that is not listed here makes a value unknown, never wrong.
+of the local sums. A value that depends on no example is the same on every tower. No
+other value (a maximum, a variance, a ratio of sums) can be computed from the values of
+local batches. To classify a tensor, `Reader` reads the graph from the tensor back to
+the batch. Only proofs count: an operation without a rule makes a tensor UNKNOWN, never
+wrongly classified.
 
-Keras's own layers are known to treat every example by itself (`layer_calls.py`), but
-for BatchNormalization, which differs by design. All else is read by operations.
+Keras's own layers are known to treat each example by itself (`layer_calls.py`), except
+for BatchNormalization, which differs by design. All other layers are read operation by
+operation.
 
-A ratio of sums, such as a mean over what a mask leaves, can be put together if one of
-the sums is that of the whole batch: such a total is added up before towers go on.
+A ratio of sums, such as a masked mean, can be computed from local batches if one of the
+sums is a total of the whole batch: the towers all-reduce that total before they go on.
 """
 
 import functools
@@ -45,7 +47,7 @@ from towers.analysis.operations import is_zero, of_layer, of_operation, of_targe
 from towers.analysis.rows import Blocks, Decided, OwnRows, RowBlocks, RowCounts
 from towers.keras_adapter.graphs import function_graph
 
-# How totals of local batches make that of the whole batch, by the type of operation.
+# Reductions of the towers' totals to that of the whole batch, by type of operation.
 EXTREMES = {
     "All": tf.reduce_all,
     "Any": tf.reduce_any,
@@ -54,8 +56,8 @@ EXTREMES = {
 }
 
 
-# Operations that call functions, by the attributes that name these. Of a loop, a turn
-# comes first, and then what decides whether there is another one.
+# Operations that call functions, and the attributes that name the functions. The body
+# of a loop comes first, then its condition.
 _CALLS = {
     **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
@@ -64,10 +66,10 @@ _CALLS = {
 _BRANCHES = ("then_branch", "else_branch")
 _LOOP = ("body", "cond")
 _COUNTED = {COLUMNS, LAST, ROWS, SHAPE, SIZE, TURNED}
-# What tensors of a list may be, beside NONE.
+# Kinds that the tensors of a list may have, beside NONE.
 _OF_TENSORS = {COLUMNS, LAST, MEAN, ROWS, SHAPE, SIZE, SUM, TURNED}
 _SIZES = {SHAPE, SIZE, TURNED}
-# By type, the place of what is put into the list that comes first.
+# The index of the input that the operation writes to the list, by type of operation.
 _PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 _MAKE = {"TensorListFromTensor", "TensorListScatterV2"}
 _SAME = {"Identity", "TensorListResize", "ZerosLike"}
@@ -79,21 +81,21 @@ class Culprit(NamedTuple):
     """The operation that makes a tensor coupled or unknown.
 
     Attributes:
-        operation: An operation.
-        layer: The innermost layer that it is a part of, if it is of one.
+        operation: The operation.
+        layer: The innermost layer that contains the operation, if any.
     """
 
     operation: tf.Operation
     layer: keras.layers.Layer | None = None
 
     def __str__(self) -> str:
-        """Names it, as a phrase."""
+        """Returns the layer and the operation as a noun phrase."""
         operation = f"'{self.operation.name}' ({self.operation.type})"
         if self.layer is None:
             return f"operation {operation}"
         name, kind = self.layer.name, type(self.layer).__name__
-        what = "model" if isinstance(self.layer, keras.Model) else "layer"
-        return f"{what} '{name}' ({kind}), operation {operation}"
+        category = "model" if isinstance(self.layer, keras.Model) else "layer"
+        return f"{category} '{name}' ({kind}), operation {operation}"
 
 
 class Reader:
@@ -112,34 +114,35 @@ class Reader:
 
         Args:
             local_batch: A nest of tensors, each with one row an example. The graph must
-                not know how many.
-            calls: The calls of layers that `recorded_layers` remembered.
+                not know the number of rows.
+            calls: The layer calls that `recorded_layers` recorded.
             known: How other tensors depend on the examples, by their keys.
-            meets: Tells whether an operation may take totals of the whole batch. Then
-                random numbers are those of the whole batch, too. `None` within a
+            meets: Returns whether an operation may take totals of the whole batch;
+                random numbers then are drawn for the whole batch, too. `None` within a
                 function that an operation calls.
-            decided: Which tensors are each tower's own where examples meet; `None` if
-                none is to be.
-            at_home: The names of operations of which nothing is to be known.
+            decided: Decisions about tensors that are each tower's own where examples
+                mix; `None` if there are no such tensors.
+            at_home: The names of operations whose results count as UNKNOWN.
         """
         self._calls, self._at_home = calls, at_home
-        # What is known of what functions return, by who calls them, and of what kinds.
+        # States of the outputs of functions, by calling operation and kinds of its
+        # inputs.
         self._returned: dict[Any, Sequence[ValueState]] = {}
-        # Lists of which no tensor is set, of those that a function is given.
+        # Lists without elements, among the inputs of a function.
         self._empty: set[Any] = set()
         self._culprits = {}
-        # What the compiled loss takes of the whole batch, if it is being read.
+        # Totals of the whole batch that operations take; `None` within a function.
         self._totals: dict[Edge, Total] | None = None if meets is None else {}
-        # What is made of totals, and of nothing else of the examples.
+        # Tensors that depend on the examples by totals of the whole batch alone.
         self._of_totals: set[Any] = set()
         self._meets = meets
-        # Largest and smallest values over the rows, of which all take the batch's.
+        # Largest and smallest values over the rows; every consumer takes the batch's.
         self.extremes: dict[Any, Total] = {}
         self._of_data = {key(part) for _, part in parts(local_batch)}
         self.counts = RowCounts(
             part for packed, part in parts(local_batch) if not packed
         )
-        # Where each tower computes as one device does, of rows in several blocks, too.
+        # Rows in several blocks are supported where towers compute parts of one step.
         self.blocks = None if meets is None else RowBlocks(self.counts)
         self.own: OwnRows | None = None
         if decided is not None:
@@ -148,14 +151,14 @@ class Reader:
             key(part): PACKED if packed else NONE if part.shape.rank == 0 else ROWS
             for packed, part in parts(local_batch)
         } | {**(known or {})}
-        # The first number of a sparse tensor's shape is that of the examples.
+        # The first integer of a sparse tensor's dense shape is the number of examples.
         for leaf in tf.nest.flatten(local_batch):
             if isinstance(leaf, tf.SparseTensor):
                 self._known[key(leaf.dense_shape)] = SHAPE
 
     def of(self, tensor: tf.Tensor) -> Dependence:
         """Returns how `tensor` depends on the examples."""
-        # No recursion: a network is deeper than Python's stack.
+        # Iterative: a network is deeper than Python's stack.
         waiting = [tensor]
         while waiting:
             current = waiting[-1]
@@ -170,18 +173,18 @@ class Reader:
         return self._known[key(tensor)]
 
     def know(self, kinds: Mapping[Any, Dependence]) -> None:
-        """Takes over how tensors depend on the examples, by their keys."""
+        """Adds known dependences of tensors, by their keys."""
         self._known |= kinds
 
     @property
     def totals(self) -> dict[Edge, Total]:
-        """The totals of the whole batch that operations take, by who takes them."""
+        """The totals of the whole batch, by the operation inputs that take these."""
         return {} if self._totals is None else self._totals
 
     def is_of_data(self, tensor: tf.Tensor) -> bool:
-        """Tells whether the local batch alone decides a tensor, and no variable.
+        """Checks whether a tensor depends on the local batch alone, not on a variable.
 
-        Shapes count as the local batch's, whatever they are of.
+        Every shape counts as one of the local batch.
         """
         waiting, seen = [tensor], {*self._of_data}
         while waiting:
@@ -194,7 +197,7 @@ class Reader:
                 continue
             if op.type in ("Placeholder", "PlaceholderWithDefault"):
                 return False
-            # Whatever is stateful may read a variable.
+            # A stateful operation without inputs may read a variable.
             if not op.inputs and op.type != "Const":
                 return False
             waiting.extend(op.inputs)
@@ -202,7 +205,7 @@ class Reader:
         return True
 
     def why(self, tensor: tf.Tensor) -> Culprit:
-        """Returns what made `tensor` coupled or unknown, or else what made it."""
+        """Returns the operation that made a tensor COUPLED or UNKNOWN, or its own."""
         return self._culprits.get(key(tensor), Culprit(tensor.op))
 
     def _inputs(self, tensor):
@@ -226,13 +229,16 @@ class Reader:
         return kind
 
     def _blame(self, tensor, call):
-        """Names the layer in which a tensor has become coupled or unknown."""
+        """Attributes a COUPLED or UNKNOWN tensor to the layer where it became so."""
         culprit = self._culprits.get(key(tensor))
         if culprit is None or culprit.layer is not None:
             return
-        for each in call, *call.around:
-            if not {self._known.get(key(t)) for t in each.inputs} & {COUPLED, UNKNOWN}:
-                self._culprits[key(tensor)] = culprit._replace(layer=each.layer)
+        for layer_call in call, *call.around:
+            if not {self._known.get(key(t)) for t in layer_call.inputs} & {
+                COUPLED,
+                UNKNOWN,
+            }:
+                self._culprits[key(tensor)] = culprit._replace(layer=layer_call.layer)
                 return
 
     def _of(self, inputs, rule, tensor, *extra):
@@ -241,18 +247,24 @@ class Reader:
             if any(key(t) in self._of_totals for t in inputs):
                 self._of_totals.add(key(tensor))
             return NONE
-        whole = self._of_examples(inputs, kinds, rule, tensor, *extra)
+        dependence = self._of_examples(inputs, kinds, rule, tensor, *extra)
         if self.own is None:
-            return whole
-        return self.own.read(tensor, list(inputs), kinds, whole)
+            return dependence
+        return self.own.read(tensor, list(inputs), kinds, dependence)
 
     def _of_examples(self, inputs, kinds, rule, tensor, *extra):
         if any(map(self._is_for_all_rows, inputs)):
             self._culprits[key(tensor)] = Culprit(tensor.op)
             return UNKNOWN
         kinds = [*kinds]
-        whole = self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
-        if tensor.op.type == "Reshape" and rule == self._of_operation and not whole:
+        keep_target = (
+            self._meets is not None and kinds[1:] and kinds[1] in (COUPLED, UNKNOWN)
+        )
+        if (
+            tensor.op.type == "Reshape"
+            and rule == self._of_operation
+            and not keep_target
+        ):
             kinds[1] = of_target(tensor, kinds[1])
         for lost in (COUPLED, UNKNOWN):
             if lost in kinds:
@@ -279,10 +291,11 @@ class Reader:
         else:
             kind = of_operation(tensor, inputs, kinds)
         if op.type in STATELESS_DRAWS and self._meets is None:
-            # In a function, each tower would draw the first rows of one device.
+            # Within a function, each tower would draw the first rows of one device's
+            # draw.
             kind = UNKNOWN
         if self._is_of_unknown_count(op):
-            # Whoever draws for all towers could not cut them.
+            # A draw for the whole batch could not be split between towers.
             kind = UNKNOWN
         elif kind is UNKNOWN:
             kind = self.counts.read(tensor, inputs, kinds)
@@ -290,33 +303,35 @@ class Reader:
         return kind
 
     def _of_call(self, tensor, inputs, kinds):
-        """Reads how the result of an operation that calls functions depends on them."""
+        """Returns the dependence of an output of an operation that calls functions."""
         op = tensor.op
-        names = [op.get_attr(each).name for each in _CALLS[op.type]]
-        # A gradient has a loop keep more than before.
-        asked = op.name, *names, tuple(kinds)
-        if asked not in self._returned:
-            given = [*map(self._state_of, inputs, kinds)]
-            self._returned[asked] = self._of_functions(op, names, inputs, given)
-        state = self._returned[asked][tensor.value_index]
+        names = [op.get_attr(attribute).name for attribute in _CALLS[op.type]]
+        # The names are part of the key: a gradient makes a loop keep more values.
+        cache_key = op.name, *names, tuple(kinds)
+        if cache_key not in self._returned:
+            input_states = [*map(self._state_of, inputs, kinds)]
+            self._returned[cache_key] = self._of_functions(
+                op, names, inputs, input_states
+            )
+        state = self._returned[cache_key][tensor.value_index]
         self._take(tensor, state)
         return state.kind
 
     def _of_functions(self, op, names, inputs, given):
-        """Returns what is known of each output of the functions of an operation."""
-        nothing = [LOST for _ in op.outputs]
+        """Returns the states of the outputs of an operation that calls functions."""
+        all_lost = [LOST for _ in op.outputs]
         if self._meets is not None and any(effects.of([op])):
-            # It runs once, for all rows.
-            return nothing
+            # A function with side effects runs once, for all rows.
+            return all_lost
         if _CALLS[op.type] == _LOOP:
             states = self._of_loop(op, names, inputs, given)
         else:
             if _CALLS[op.type] == _BRANCHES:
-                # What decides between branches must not depend on examples.
+                # The condition of a branch must not depend on the examples.
                 if given[0].kind is not NONE:
-                    return nothing
+                    return all_lost
                 inputs, given = inputs[1:], given[1:]
-            shapes = [each.shape for each in inputs]
+            shapes = [tensor.shape for tensor in inputs]
             graphs = [function_graph(name, inputs, shapes) for name in names]
             states = functools.reduce(
                 merged, [self._of_function(graph, given) for graph in graphs]
@@ -324,32 +339,33 @@ class Reader:
         if self._meets is None:
             return states
         states = [LOST if state.is_countless else state for state in states]
-        # It runs in one place, so where it returns one such thing, all are. Not so
-        # lists, some of which only serve a gradient: home may ask for them later.
-        odd = any(
-            state.kind in (COUPLED, UNKNOWN) and made.dtype != tf.variant
-            for state, made in zip(states, op.outputs, strict=True)
+        # The operation runs either on towers or at home: one COUPLED or UNKNOWN output
+        # makes all outputs UNKNOWN. Lists are exempt: some only serve a gradient, and
+        # home may ask for these later.
+        lost = any(
+            state.kind in (COUPLED, UNKNOWN) and output.dtype != tf.variant
+            for state, output in zip(states, op.outputs, strict=True)
         )
-        return nothing if odd else states
+        return all_lost if lost else states
 
     def _of_loop(self, op, names, inputs, given):
-        """Returns what is known of each output of a loop: what stays true each turn."""
-        # A turn may make another shape than there was before the first.
+        """Returns states of the outputs of a loop that hold after every iteration."""
+        # An iteration may change the shape of a value.
         shapes = [
             before.shape.most_specific_compatible_shape(after.shape)
             for before, after in zip(inputs, op.outputs, strict=True)
         ]
-        turn, decides = (function_graph(name, inputs, shapes) for name in names)
+        body, condition = (function_graph(name, inputs, shapes) for name in names)
         before, states = None, given
         while states != before:
             before = states
-            states = after_a_turn(before, self._of_function(turn, before))
-        (another,) = self._of_function(decides, states)
-        # How many turns there are must not depend on examples.
-        return states if another.kind is NONE else [LOST for _ in states]
+            states = after_a_turn(before, self._of_function(body, before))
+        (goes_on,) = self._of_function(condition, states)
+        # The number of iterations must not depend on the examples.
+        return states if goes_on.kind is NONE else [LOST for _ in states]
 
     def _of_function(self, graph, given):
-        """Returns what is known of each output of a function."""
+        """Returns the states of the outputs of a function."""
         known = {
             key(tensor): state.kind
             for tensor, state in zip(graph.inputs, given, strict=True)
@@ -361,7 +377,7 @@ class Reader:
         return [reader._state_of(tensor, reader.of(tensor)) for tensor in graph.outputs]
 
     def _state_of(self, tensor, kind):
-        """Returns all that is known of a tensor that depends on the examples so."""
+        """Returns the state of a tensor of the given kind."""
         return ValueState(
             kind,
             self.counts.of(tensor),
@@ -372,7 +388,7 @@ class Reader:
         )
 
     def _take(self, tensor, state):
-        """Takes over what is known of a tensor beside how it depends on examples."""
+        """Stores the state of a tensor, except for its kind."""
         if state.count is not None:
             self.counts.set(tensor, state.count)
         if state.blocks is not None and self.blocks is not None:
@@ -383,24 +399,24 @@ class Reader:
             self._of_totals.add(key(tensor))
 
     def _is_empty(self, tensor):
-        """Tells whether a tensor is a list of which no tensor is set."""
+        """Checks whether a tensor is a list without elements."""
         return key(tensor) in self._empty or (
             is_new(tensor.op) and self._known[key(tensor)] is NONE
         )
 
     def _is_of_unknown_count(self, op):
-        """Tells whether it draws for a whole batch a number that is not known."""
-        whole = self._meets is not None and op.type in DRAWS
-        return whole and self.counts.of(op.inputs[0]) is None
+        """Checks whether an operation draws for a batch with an unknown row count."""
+        draws = self._meets is not None and op.type in DRAWS
+        return draws and self.counts.of(op.inputs[0]) is None
 
     def _by_totals(self, tensor, inputs, kinds):
-        """Returns how a result depends on the examples if inputs are totals.
+        """Returns the dependence of a result if inputs are totals of the whole batch.
 
-        Those are then of the whole batch. `None` if that does not help.
+        Returns `None` if no choice of such inputs helps.
         """
         op = tensor.op
         if _CALLS.get(op.type) == _LOOP:
-            # What it keeps for its gradient would be of totals, too.
+            # The values kept for the gradient of the loop would depend on totals, too.
             return None
         if not self._meets(op):
             return None
@@ -418,57 +434,62 @@ class Reader:
         totals = [
             index for index, kind in enumerate(kinds) if kind in (SUM, SIZE, MEAN)
         ]
-        # As few as possible, and rather a divisor than what is divided.
+        # Prefer few totals, and a divisor to a dividend.
         ways = [
             taken
             for count in range(1, len(totals) + 1)
             for taken in itertools.combinations(totals[::-1], count)
         ]
-        # Those that variables decide as well may all be needed.
+        # Totals that depend on variables as well may all be needed.
         of_data = [i for i in totals if self.is_of_data(inputs[i])]
         ways = [taken for taken in ways if {*taken} <= {*of_data}]
         ways += [totals] if len(of_data) < len(totals) else []
+        first = next((t for t in op.outputs if t.dtype != tf.variant), tensor)
+        if tensor.dtype == tf.variant and first is not tensor:
+            # An operation takes the same inputs for all its results. A list, which may
+            # only serve a gradient, asks for no others than the first result does.
+            self.of(first)
+            ways = [[i for i in totals if Edge(op.name, i) in self._totals]]
         for taken in ways:
             assumed = [
                 NONE if index in taken else kind for index, kind in enumerate(kinds)
             ]
-            made = NONE
+            result = NONE
             if any(kind is not NONE for kind in assumed):
-                made = self._of_operation(tensor, inputs, assumed)
-            if made not in (COUPLED, UNKNOWN):
+                result = self._of_operation(tensor, inputs, assumed)
+            if result not in (COUPLED, UNKNOWN):
                 self._totals |= {
                     Edge(op.name, i): Total(inputs[i], kinds[i]) for i in taken
                 }
-                if made is NONE:
+                if result is NONE:
                     self._of_totals.add(key(tensor))
-                return made
+                return result
         return None
 
     def _is_for_all_rows(self, tensor):
-        """Tells whether it may be a shape of all rows, or have as many."""
-        known = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
-        whole = tensor.dtype.is_integer or not known
-        return whole and key(tensor) in self._of_totals
+        """Checks whether a tensor may be a shape of all rows, or have as many rows."""
+        fixed_shape = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
+        may_have_rows = tensor.dtype.is_integer or not fixed_shape
+        return may_have_rows and key(tensor) in self._of_totals
 
 
-# The states of values that go into a function, and of those that come out.
+# States of values that enter and leave functions.
 #
-# A loop is read until a turn changes nothing of what is known: what is known of its
-# values goes into its body, and what comes out is merged with it. Then it is proved for
-# any number of turns. What decides whether there is another turn must depend on no
-# example.
+# A loop is read until the states reach a fixed point: the states of its values enter
+# the body, and the resulting states are merged with the former. The fixed point holds
+# for any number of iterations. The condition of the loop must depend on no example.
 
 
 class ValueState(NamedTuple):
-    """All that is known of a value.
+    """Everything known about a value.
 
     Attributes:
-        kind: How it depends on the examples.
-        count: How many rows each example has, as `RowCounts` tells.
-        blocks: In which blocks, as `RowBlocks` tells.
-        empty: Whether it is a list of which no tensor is set.
-        zero: Whether it is zeros.
-        of_totals: Whether it is made of totals, and of nothing else of the examples.
+        kind: How the value depends on the examples.
+        count: Its row count, as in `RowCounts`.
+        blocks: Its row blocks, as in `RowBlocks`.
+        empty: Whether the value is a list without elements.
+        zero: Whether the value is zeros.
+        of_totals: Whether the value depends on the examples by totals alone.
     """
 
     kind: Dependence
@@ -480,7 +501,7 @@ class ValueState(NamedTuple):
 
     @property
     def is_countless(self) -> bool:
-        """Whether it has rows, and nobody knows how many for each example."""
+        """Whether the value has rows, but an unknown number for each example."""
         return self.kind in _COUNTED and self.count is None
 
 
@@ -490,24 +511,24 @@ LOST = ValueState(UNKNOWN)
 def merged(
     first: Sequence[ValueState], second: Sequence[ValueState]
 ) -> list[ValueState]:
-    """Returns what is known of values that are one or the other: of branches, say."""
+    """Returns states that hold for either of two lists of values, as from branches."""
     return [_either(*pair) for pair in zip(first, second, strict=True)]
 
 
 def after_a_turn(
     before: Sequence[ValueState], after: Sequence[ValueState]
 ) -> list[ValueState]:
-    """Returns what may be known of a loop's values, of what a turn makes of them.
+    """Returns candidate states of a loop's values after one more iteration.
 
-    They are proved if a turn leaves them as they are.
+    The states are proved once an iteration leaves them unchanged.
 
     Args:
-        before: What is known before the turn.
-        after: Behind it, if the former is right.
+        before: States before the iteration.
+        after: States after the iteration, given `before`.
     """
     states = merged(before, after)
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        # A sum is added to zeros, which only are those of a sum if it is known as one.
+        # The addition of a sum to zeros is a SUM only if the zeros count as one, too.
         if old.zero and new.kind is COUPLED:
             states[i] = ValueState(SUM)
     return states
@@ -519,7 +540,7 @@ def _either(first, second):
 
 
 def _known_of_both(first, second):
-    # There is no tensor that could be of another kind.
+    # An empty list has no element of another kind.
     if first.empty:
         return second
     if second.empty:
@@ -537,20 +558,20 @@ def _known_of_both(first, second):
     return first._replace(zero=first.zero and second.zero)
 
 
-# Tells of an operation what it makes of lists of tensors, which loops fill and read.
+# Rules for lists of tensors, which loops write and read.
 #
-# A list depends on the examples as each of its tensors does. How many these are, and
-# what shape the list asks of them, is alike everywhere: what makes a list, or adds to
-# one, is only known where nothing but the tensors depends on the examples.
+# A list depends on the examples as each of its elements does. The length of a list and
+# its element shape must be the same on every tower: a rule for creating or extending a
+# list holds only if nothing but the elements depends on the examples.
 
 
 def is_of_lists(op: tf.Operation) -> bool:
-    """Tells whether an operation takes or makes lists."""
+    """Checks whether an operation takes or returns lists of tensors."""
     return any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
 
 
 def is_new(op: tf.Operation) -> bool:
-    """Tells whether an operation makes a list of which no tensor is set."""
+    """Checks whether an operation creates a list without elements."""
     return op.type in ("EmptyTensorList", "TensorListReserve")
 
 
@@ -560,32 +581,33 @@ def of_list(
     kinds: Sequence[Dependence],
     empty: bool,
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation on lists depends on the examples.
 
     Args:
-        tensor: What it returns.
-        inputs: What it takes.
-        kinds: How each input depends on them: one does, none is COUPLED or UNKNOWN.
-        empty: Whether the first input is a list of which no tensor is set.
+        tensor: The result.
+        inputs: The inputs of the operation.
+        kinds: How the inputs depend on the examples: at least one does, and none is
+            COUPLED or UNKNOWN.
+        empty: Whether the first input is a list without elements.
     """
     type_, first, others = tensor.op.type, kinds[0], {*kinds[1:]}
     if type_ in _PUT:
-        put = kinds[_PUT[type_]]
-        known = put in _OF_TENSORS and [*kinds[1:]].count(NONE) == _PUT[type_] - 1
-        return put if known and (empty or put is first) else UNKNOWN
+        written = kinds[_PUT[type_]]
+        known = written in _OF_TENSORS and [*kinds[1:]].count(NONE) == _PUT[type_] - 1
+        return written if known and (empty or written is first) else UNKNOWN
     if first not in _OF_TENSORS:
         return UNKNOWN
     if type_ == "AddN":
         return first if {*kinds} == {first} and first not in _SIZES else UNKNOWN
     if type_ in _TAKE and first is ROWS:
-        # What is not set is zeros, of a shape that is given.
+        # Elements that were not written are zeros of the given shape.
         others -= {SHAPE}
     if not others <= {NONE}:
         return UNKNOWN
     if type_ in ("TensorListElementShape", "TensorListLength"):
         return NONE
     if first in _SIZES and type_ in ("TensorListGetItem", "ZerosLike"):
-        # Zeros, as of what is not set, are no sizes.
+        # The zeros of elements that were not written are no sizes.
         return UNKNOWN
     if type_ in _TAKE or type_ in _SAME:
         return first
@@ -599,7 +621,7 @@ def of_list(
 
 
 def _moved(kind, axis, by, rank):
-    """Returns what tensors become that get an axis in front, or lose the first one."""
+    """Returns the kind of tensors that gain or lose a leading axis."""
     if kind in (MEAN, SUM):
         return kind
     if axis is None or axis + by < 0:

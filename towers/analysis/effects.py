@@ -1,10 +1,11 @@
-"""Finds the operations of a traced function that have a side effect.
+"""Finds the operations of a traced function that have side effects.
 
-A tower runs once on each device, for its local batch. A change behind Keras's back then
-happens once on each tower, and each tower draws its own random numbers. TensorFlow
-marks operations that are more than a function of their inputs as stateful. All of them
-count except the ones listed here, which only read, check, or keep a value while the
-function runs. Branches, loops and calls are searched, too.
+Each tower runs the function for its local batch. A side effect that Keras does not
+control then happens once on each tower, and each tower draws its own random numbers.
+TensorFlow marks operations that are not functions of their inputs as stateful. Every
+stateful operation counts as a side effect, except for those listed here, which only
+read, check, or keep a value while the function runs. The search includes branches,
+loops and called functions.
 """
 
 import functools
@@ -20,16 +21,17 @@ from towers.keras_adapter.graphs import (
     operation_definition,
 )
 
-# They only read.
+# These operations only read.
 _READS = set(
     """ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp
     DisableCopyOnRead LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2
     DeviceIndex GuaranteeConst StatelessRandomGetAlg Timestamp""".split()
 )
 _CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}
-# They are as harmless as the functions that they call.
+# These operations call functions, and have the side effects of these functions.
 _CALLS = {"Case", "If", "StatefulPartitionedCall", "While"}
-# Their state ends with the call. cuDNN's are functions of their inputs.
+# The state of these operations ends with the call. The cuDNN operations are functions
+# of their inputs.
 _OF_THE_CALL = set(
     """CudnnRNN CudnnRNNV2 CudnnRNNV3 CudnnRNNBackprop CudnnRNNBackpropV2
     CudnnRNNBackpropV3 DeepCopy Empty StackCloseV2 StackPopV2 StackPushV2 StackV2
@@ -39,7 +41,7 @@ _OF_THE_CALL = set(
 )
 HARMLESS = _READS | _CHECKS | _CALLS | _OF_THE_CALL
 
-# Each tower repeats them, and they change no number.
+# Every tower repeats these operations, and no number changes.
 REPEATED = set(
     """EagerPyFunc Print PrintV2 PyFunc WriteAudioSummary WriteGraphSummary
     WriteHistogramSummary WriteImageSummary WriteRawProtoSummary WriteScalarSummary
@@ -56,7 +58,7 @@ RANDOM = set(
     ThreadUnsafeUnigramCandidateSampler TruncatedNormal
     UniformCandidateSampler""".split()
 )
-# Their draws change a variable, the state of a `tf.random.Generator`.
+# These operations advance the state of a `tf.random.Generator`, a variable.
 OF_GENERATORS = set(
     """RngReadAndSkip RngSkip StatefulRandomBinomial StatefulStandardNormal
     StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform
@@ -65,11 +67,11 @@ OF_GENERATORS = set(
 
 
 class Effect(NamedTuple):
-    """An operation that does more than compute.
+    """A side effect of an operation.
 
     Attributes:
-        name: The name of the operation, or of the operation in the graph that runs it.
-        type: The type of the operation.
+        name: The name of the operation in the graph that has or calls the side effect.
+        type: The type of the operation with the side effect.
     """
 
     name: str
@@ -80,71 +82,81 @@ class Effect(NamedTuple):
 
 
 def of(operations: Iterable[tf.Operation]) -> Iterator[Effect]:
-    """Yields the effects of operations, and of all functions that they call.
+    """Yields the side effects of operations and of the functions that they call.
 
     Args:
-        operations: The operations of a graph, or some of them.
+        operations: Operations of one graph.
     """
-    seen = set()
+    known: dict[str, dict[str, None]] = {}
     for op in operations:
         stateful, calls = _kind(op.type)
         if stateful and op.type not in HARMLESS:
             yield Effect(op.name, op.type)
-        # Most operations call no function, and looking up a definition takes long.
-        for type_ in _of_functions(op.node_def, calls, seen) if calls else ():
+        # Most operations call no function, and looking up a definition is slow.
+        for type_ in _of_functions(op.node_def, calls, known) if calls else ():
             if type_ not in HARMLESS:
                 yield Effect(op.name, type_)
 
 
 def changed(graph: tf.Graph) -> set[int]:
-    """Returns the `id`s of handles of variables that a function's graph may change."""
+    """Returns the `id`s of the variable handles that a function's graph may change."""
     outside = {key(inside): id(handle) for handle, inside in graph.captures}
     names = {effect.name for effect in of(graph.get_operations())}
     operations = map(graph.get_operation_by_name, names)
-    taken = [tensor for op in operations for tensor in may_change(op)]
-    return {outside[key(tensor)] for tensor in taken if key(tensor) in outside}
+    handles = [tensor for op in operations for tensor in may_change(op)]
+    return {outside[key(tensor)] for tensor in handles if key(tensor) in outside}
 
 
 def checks(operation: tf.Operation) -> bool:
-    """Tells whether an operation stops the program if a check fails."""
+    """Checks whether an operation can stop the program by a failed check."""
     _, calls = _kind(operation.type)
-    types = _of_functions(operation.node_def, calls, set()) if calls else ()
+    types = _of_functions(operation.node_def, calls, {}) if calls else ()
     return operation.type in _CHECKS or any(type_ in _CHECKS for type_ in types)
 
 
 def only_checks(operation: tf.Operation) -> bool:
-    """Tells whether an operation only checks, and no operation takes its result.
+    """Checks whether an operation only checks, and its result is unused.
 
-    `tf.debugging.assert_*` make such branches, which return that they have passed.
+    `tf.debugging.assert_*` create such branches, whose result says that the check
+    passed.
     """
-    taken = [consumer for t in operation.outputs for consumer in t.consumers()]
+    consumers = [consumer for t in operation.outputs for consumer in t.consumers()]
     branch = operation.type in ("If", "StatelessIf") and len(operation.outputs) == 1
     passed_on = any(
         consumer.type != "Identity" or consumer.outputs[0].consumers()
-        for consumer in taken
+        for consumer in consumers
     )
     return operation.type == "Assert" or (
         branch and checks(operation) and not passed_on
     )
 
 
-def _of_functions(node, calls, seen):
-    """Yields the types of stateful operations in the functions that a node calls."""
-    waiting = list(_called(node, calls))
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
+def _of_functions(node, calls, known):
+    """Returns the types of stateful operations in the functions that a node calls.
+
+    `known` has the types of each function, by its name, once the function was read.
+    """
+    return dict.fromkeys(
+        type_ for name in _called(node, calls) for type_ in _of_function(name, known)
+    )
+
+
+def _of_function(name, known):
+    if name not in known:
+        # A function that calls itself adds nothing to its own operations.
+        known[name] = {}
+        types = {}
         for inner in function_definition(name).node_def:
             stateful, calls = _kind(inner.op)
             if stateful:
-                yield inner.op
-            waiting += _called(inner, calls)
+                types[inner.op] = None
+            types |= _of_functions(inner, calls, known)
+        known[name] = types
+    return known[name]
 
 
 def _called(node, calls):
-    """Yields the names of the functions that a node calls."""
+    """Yields the names of the functions that a node calls directly."""
     for attribute in calls:
         value = node.attr[attribute]
         if value.HasField("func"):
@@ -154,9 +166,9 @@ def _called(node, calls):
 
 @functools.cache
 def _kind(type_):
-    """Returns whether a type of operation is stateful, and its function attributes."""
+    """Returns whether an operation type is stateful, and its function attributes."""
     definition = operation_definition(type_)
-    if definition is None:  # the name of a function, which is called
+    if definition is None:  # the name of a called function
         return False, ()
     calls = [a.name for a in definition.attr if a.type in ("func", "list(func)")]
     return definition.is_stateful, calls

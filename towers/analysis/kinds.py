@@ -1,4 +1,4 @@
-"""The ways in which a value can depend on the examples of a batch."""
+"""The ways in which a tensor can depend on the examples of a batch."""
 
 import enum
 from typing import NamedTuple
@@ -10,23 +10,24 @@ class Dependence(enum.Enum):
     """How a tensor depends on the examples of a batch.
 
     Attributes:
-        NONE: Not at all.
-        ROWS: The first axis is the examples', in order, each with the same number of
-            rows; no row depends on another example.
-        COLUMNS: Like ROWS, transposed: the second axis is the examples'.
-        LAST: Like ROWS, with the examples at the last axis of three or more.
-        SHAPE: A vector of integers; the first is the number of rows, no other depends
-            on it.
-        TURNED: Like SHAPE, for COLUMNS: the second is the number of columns.
+        NONE: The tensor does not depend on any example.
+        ROWS: The first axis is the batch axis. The examples are in order, each with the
+            same number of rows, and no row depends on another example.
+        COLUMNS: Like ROWS, transposed: the second axis is the batch axis.
+        LAST: Like ROWS, with the batch axis last, of three or more axes.
+        SHAPE: A vector of integers, such as a shape: the first is the number of rows,
+            and no other depends on that number.
+        TURNED: Like SHAPE, for COLUMNS: the second integer is the number of columns.
         SIZE: The number of examples, times a factor that does not depend on them.
         SUM: A sum over the examples.
         MEAN: A mean over the examples, perhaps plus a term that does not depend on
             them.
-        PACKED: Part of a ragged or sparse tensor of examples.
-        OWN: On the rows of a tower, which takes them for the batch; see `rows.py`.
-            It is none of the above, and no value of the whole batch.
-        COUPLED: On several examples, in a way that is none of these.
-        UNKNOWN: In an unknown way.
+        PACKED: A component of a ragged or sparse tensor of examples.
+        OWN: A value of one tower's rows, which the tower takes for the batch, that has
+            none of the forms above and no counterpart for the whole batch; see
+            `rows.py`.
+        COUPLED: The tensor mixes several examples, in none of the forms above.
+        UNKNOWN: The dependence is not known.
     """
 
     NONE = enum.auto()
@@ -74,12 +75,12 @@ class Edge(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A total over the local batch, to be replaced by the whole batch's.
+    """A total over the local batch, to be replaced by that over the whole batch.
 
     Attributes:
-        tensor: The local batch's total.
-        kind: How the towers' totals make the whole batch's: SUM, SIZE or MEAN; or
-            COUPLED, by the function in `EXTREMES`.
+        tensor: The total over the local batch.
+        kind: How to reduce the towers' totals: as SUM, SIZE or MEAN, or by the function
+            in `EXTREMES` if COUPLED.
     """
 
     tensor: tf.Tensor

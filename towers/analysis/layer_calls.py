@@ -1,4 +1,4 @@
-"""Remembers the layers that made the tensors of a graph, and their inputs."""
+"""Records the layer calls of a step, and finds layers that keep examples apart."""
 
 import contextlib
 import functools
@@ -18,7 +18,8 @@ from towers.keras_adapter.layers import (
 )
 from towers.keras_adapter.patching import patched
 
-# What users write into Keras's classes, and what lets the examples of a batch meet.
+# Models and layers that run users' code, and layers that mix the examples of a batch.
+# These are never trusted: their operations are read one by one.
 _READ = (
     keras.Model,
     keras.layers.CutMix,
@@ -31,30 +32,30 @@ _READ = (
     keras.layers.TFSMLayer,
     keras.layers.TorchModuleWrapper,
 )
-# Attributes with functions that a layer applies.
+# Attributes that hold the activation functions of a layer.
 _ACTIVATIONS = "activation", "recurrent_activation"
-# Of these activations, the last axis is one.
+# Activations that normalize or split along the last axis.
 _OVER_AN_AXIS = "glu", "log_softmax", "softmax", "sparsemax"
-# Of a matrix, they take the rows for the positions of one sequence.
+# Attention layers, which take the rows of a matrix for the positions of one sequence.
 _OF_SEQUENCES = (
     keras.layers.Attention,
     keras.layers.AdditiveAttention,
     keras.layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention,
 )
-# Arguments that name axes of the inputs.
+# Constructor arguments that name axes of the inputs.
 _AXES = "axis", "axes", "attention_axes"
 
 
 class LayerCall(NamedTuple):
-    """The call of a layer that made a tensor.
+    """The layer call that made a tensor.
 
     Attributes:
-        inputs: The tensors that it was called with.
-        packed: Whether the tensor is part of a ragged or sparse one.
+        inputs: The input tensors of the call.
+        packed: Whether the tensor is a component of a ragged or sparse tensor.
         trusted: Whether the layer is known to treat each example by itself.
         layer: The layer, or the loss.
-        around: The calls of outer layers that have returned the same tensor.
+        around: The calls of enclosing layers that returned the same tensor.
     """
 
     inputs: Sequence[tf.Tensor]
@@ -66,35 +67,36 @@ class LayerCall(NamedTuple):
 
 @contextlib.contextmanager
 def recorded_layers() -> Iterator[dict[Any, LayerCall]]:
-    """A context that records the inputs and outputs of layers.
+    """Records the inputs and outputs of layer calls within a context.
 
     Yields:
-        A dictionary from the key of each returned tensor to the call that made it.
+        A dictionary from the key of each output tensor to the call that made it.
     """
     calls = {}
 
     def record(original, layer, *args, **kwargs):
         outputs = original(layer, *args, **kwargs)
-        # A layer takes the masks of its inputs, too.
-        given = tf.nest.flatten([args, kwargs])
-        masks = [tag(tensor, MASK) for tensor in given]
-        inputs = [part for _, part in parts([given, masks])]
+        # The masks of the inputs are inputs, too.
+        arguments = tf.nest.flatten([args, kwargs])
+        masks = [tag(tensor, MASK) for tensor in arguments]
+        inputs = [part for _, part in parts([arguments, masks])]
         known = {key(tensor) for tensor in inputs}
-        apart = not any(map(_is_synchronized, layers_of(layer)))
-        trusted = apart and is_trusted(layer, inputs)
-        made = outputs
+        unsynchronized = not any(map(_is_synchronized, layers_of(layer)))
+        trusted = unsynchronized and is_trusted(layer, inputs)
+        returned = outputs
         if trusted and not {key(part) for _, part in parts(outputs)} & known:
-            # A layer that passes its input through has not made its logits.
-            made = [outputs, _logits(outputs)]
-        for packed, output in parts(made):
-            # A tensor that is passed through keeps its call. Of nested unknown layers,
-            # the innermost one tells most.
+            # A layer that returns its input unchanged did not compute that tensor's
+            # logits.
+            returned = [outputs, _logits(outputs)]
+        for packed, output in parts(returned):
+            # A tensor that is returned unchanged keeps its call. Where untrusted layers
+            # are nested, the innermost call says most.
             if key(output) in known:
                 continue
             call = LayerCall(inputs, packed, trusted, layer, [])
             inner = calls.get(key(output))
             if inner is None or call.trusted:
-                # The parts of a known layer need not be known.
+                # A trusted layer vouches for its sublayers.
                 calls[key(output)] = call
             else:
                 inner.around.append(call)
@@ -109,17 +111,17 @@ def _is_synchronized(layer):
 
 
 def _logits(outputs):
-    """Returns the inputs of sigmoids and softmaxes, which a loss takes instead."""
+    """Returns the inputs of output sigmoids and softmaxes, which losses may take."""
     return [*map(logits_of, tf.nest.flatten(outputs))]
 
 
 def key(tensor: tf.Tensor) -> tuple[int, str]:
-    """Returns a key for a tensor: its name is unique in one graph only."""
+    """Returns the key of a tensor; tensor names are unique within one graph only."""
     return id(tensor.graph), tensor.name
 
 
 def parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
-    """Yields the tensors of a nest, and (with True) components of packed tensors."""
+    """Yields (packed, tensor) for each symbolic tensor or component in a nest."""
     for leaf in tf.nest.flatten(nest):
         packed = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
         for part in tf.nest.flatten(leaf, expand_composites=True):
@@ -127,24 +129,23 @@ def parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
                 yield packed, part
 
 
-# Tells of which layers it is known that they treat each example by itself.
+# Layers that treat each example by itself.
 #
-# Of Keras's own it is known by measurement: tests/towers/analysis/test_layers.py calls
-# each of them with a batch and with its parts; docs/layers.md is the table of results.
-# All other layers are read operation by operation; see `dependence.py`.
+# For Keras's own layers, this is measured: tests/towers/analysis/test_layers.py calls
+# each layer with a batch and with parts of that batch, and docs/layers.md lists the
+# results. The operations of all other layers are read one by one; see `dependence.py`.
 
 
 def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> bool:
-    """Whether a layer and its parts are known to treat each example by itself.
+    """Checks whether a layer and its sublayers treat each example by itself.
 
     Args:
         layer: The layer.
-        inputs: The tensors that it is called with, one row an example; none if they
-            are not known.
+        inputs: The input tensors, with one row an example; empty if unknown.
     """
     if is_own(layer):
         return True
-    # A mask has fewer axes than what it belongs to.
+    # A mask has fewer axes than its tensor.
     ranks = [t.shape.rank for t in inputs if t.dtype != tf.bool]
     return (
         type(layer).__module__.startswith("keras.")
@@ -159,21 +160,21 @@ def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> b
 
 
 def is_own(layer: keras.layers.Layer | None) -> bool:
-    """Whether each tower computes a layer with its own rows, whatever that does."""
+    """Checks whether a layer takes each tower's rows for the batch, by declaration."""
     return getattr(layer, "takes_rows_for_batch", False)
 
 
 def _is_apart(activation, ranks):
-    """Whether an activation is Keras's, and by none but its last axis."""
+    """Checks whether an activation is Keras's, and keeps the examples apart."""
     if activation is None or isinstance(activation, keras.layers.Layer):
-        return True  # as a part of the layer, it is looked at by itself
+        return True  # checked as a sublayer
     keras_own = (getattr(activation, "__module__", None) or "").startswith("keras.")
     name = getattr(activation, "__name__", "")
     return keras_own and not (name in _OVER_AN_AXIS and {1, None} & {*ranks})
 
 
 def _cells(layer):
-    """Yields the cells of a recurrent layer, which need not be layers."""
+    """Returns the cells of a recurrent layer, which need not be layers."""
     cell = getattr(layer, "cell", None)
     return [*([] if cell is None else [cell]), *getattr(layer, "cells", ())]
 
@@ -187,17 +188,17 @@ def _is_as_long_as_the_longest(layer):
 
 
 def _fits(layer, ranks):
-    """Whether the inputs have the examples' axis where the layer expects it."""
+    """Checks whether the inputs have the batch axis where the layer expects it."""
     if isinstance(layer, _OF_SEQUENCES):
         return None not in ranks and all(rank > 2 for rank in ranks)
     if "image_preprocessing" in type(layer).__module__:
-        # It takes three axes for those of one picture.
+        # These layers take a tensor of three axes for a single image.
         return all(rank == 4 for rank in ranks)
     return True
 
 
 def _keeps_rows_apart(layer, ranks):
-    """Whether no argument of the layer names the examples' axis."""
+    """Checks that no argument of the layer names the batch axis."""
     if isinstance(layer, keras.layers.EinsumDense):
         return _is_over_rows(layer.equation)
     names = _axis_arguments(type(layer))
@@ -209,7 +210,7 @@ def _keeps_rows_apart(layer, ranks):
 
 
 def _is_over_rows(equation):
-    """Whether the first letter of the inputs is the outputs', and not the kernel's."""
+    """Checks whether an einsum keeps the first axis of its input as the batch axis."""
     terms, outputs = equation.replace(" ", "").split("->")
     inputs, kernel = terms.split(",")
     if "..." in equation:
@@ -219,14 +220,15 @@ def _is_over_rows(equation):
 
 @functools.cache
 def _axis_arguments(kind: type) -> tuple[str, ...]:
-    given = inspect.signature(kind.__init__).parameters
-    return tuple(name for name in _AXES if name in given)
+    arguments = inspect.signature(kind.__init__).parameters
+    return tuple(name for name in _AXES if name in arguments)
 
 
 def _is_first(axis: Any, ranks):
     if axis >= 0:
         return axis == 0
     if not ranks:
-        # Of an inner layer: the last axis is another than the first, most often.
+        # The input ranks of an inner layer are unknown; a last axis is rarely the batch
+        # axis.
         return axis != -1
     return any(rank is None or axis % max(rank, 1) == 0 for rank in ranks)

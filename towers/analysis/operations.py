@@ -1,7 +1,7 @@
-"""Tells of an operation how its result depends on the examples, where its inputs do.
+"""Derives how the result of an operation depends on the examples from its inputs.
 
-`axes.py` does so for shapes, and where the examples' axis moves, or is not the first;
-this module for rows and all else.
+This module has the rules for rows, totals and layers. `axes.py` has the rules for
+shapes, and for tensors whose batch axis moves or is not the first.
 """
 
 import functools
@@ -47,35 +47,37 @@ from towers.analysis.kinds import (
 )
 from towers.keras_adapter.graphs import gradient_module
 
-# Modules of this project with functions whose gradients are custom. All of these keep
-# rows apart, as the functions do.
+# Modules of this project that define functions with custom gradients. The functions and
+# their gradients keep rows apart.
 BLOCK_PRODUCTS = (
     "towers.models.block_sparse.attention",
     "towers.models.block_sparse.product",
 )
-# So do TensorFlow's activations, which are elementwise.
+# TensorFlow's activations with custom gradients are elementwise.
 _ROWS_APART = ("tensorflow.python.ops.nn_impl", *BLOCK_PRODUCTS)
-# Their result for a sum is the sum of their results, wherever the axes are.
+# Linear operations: the result for a sum is the sum of the results, along any axis.
 _LINEAR = set(
     "Cast ExpandDims GatherV2 Identity Mean Neg Pad Reshape Squeeze StopGradient "
     "StridedSlice Sum Transpose".split()
 )
-# What these make of rows, whatever they are.
+# Results of operations on rows that do not depend on attributes or shapes.
 _ALWAYS = {"L2Loss": SUM, "Rank": NONE, "Shape": SHAPE, "Size": SIZE}
-# By type of operation, what takes (tensor, op, inputs, kinds); and what takes (op,
-# inputs), where the first input holds rows and no other depends on the examples.
+# Rules by type of operation. Those in `_RULES` take (tensor, op, inputs, kinds). Those
+# in `_RULES_OF_FIRST` take (op, inputs), where the first input has rows and no other
+# input depends on the examples.
 _RULES, _RULES_OF_FIRST = {}, {}
 
 
 def of_operation(
     tensor: tf.Tensor, inputs: Sequence[tf.Tensor], kinds: Sequence[Dependence]
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation depends on the examples.
 
     Args:
-        tensor: What it returns.
-        inputs: What it takes.
-        kinds: How each input depends on them: one does, none is COUPLED or UNKNOWN.
+        tensor: The result.
+        inputs: The inputs of the operation.
+        kinds: How the inputs depend on the examples: at least one does, and none is
+            COUPLED or UNKNOWN.
     """
     op = tensor.op
     if op.type == "IdentityN":
@@ -105,20 +107,20 @@ def of_operation(
     elif present <= {ROWS, SHAPE}:
         kind = of_rows(tensor, op, inputs, kinds)
     if kind is UNKNOWN and op.type in ELEMENTWISE:
-        # It knows no axis: where it takes a total and does none of the above, examples
-        # meet. Integers are sizes for shapes, of which nothing is said; nor is it of a
-        # comparison with a size.
-        meeting = set()
+        # An elementwise operation has no axis: it mixes examples where it takes a total
+        # and no rule above holds. Integer results are sizes for shapes and stay
+        # UNKNOWN, as do comparisons with a size.
+        mixing = set()
         if tensor.dtype.is_floating:
-            meeting = {SUM, MEAN, SIZE}
+            mixing = {SUM, MEAN, SIZE}
         elif any(t.dtype.is_floating for t in inputs):
-            meeting = {SUM, MEAN}
-        return COUPLED if present & meeting else UNKNOWN
+            mixing = {SUM, MEAN}
+        return COUPLED if present & mixing else UNKNOWN
     return kind
 
 
 def _of_parts(op, inputs, kinds):
-    """Of values put side by side."""
+    """Determines the dependence of stacked or concatenated values."""
     if op.type == "Pack":
         axis = op.get_attr("axis")
     else:
@@ -128,13 +130,13 @@ def _of_parts(op, inputs, kinds):
     present = set(kinds) - {NONE}
     if present <= {SIZE, SHAPE}:
         if op.type == "ConcatV2":
-            # Nothing may stand before it, such as what comes before the first axis.
+            # No element may precede the number of rows; empty inputs do not count.
             pairs = zip(inputs, kinds, strict=True)
-            kinds = [kind for each, kind in pairs if each.shape.num_elements() != 0]
+            kinds = [kind for part, kind in pairs if part.shape.num_elements() != 0]
         ahead = (
             kinds and kinds[0] is not NONE and all(kind is NONE for kind in kinds[1:])
         )
-        # Shapes one above the other are no shape.
+        # A stack of shapes is no shape.
         flat = op.type != "Pack" or inputs[0].shape.rank == 0
         return SHAPE if ahead and flat else UNKNOWN
     if present == {MEAN}:
@@ -152,13 +154,13 @@ def _of_parts(op, inputs, kinds):
 
 
 def _of_totals(tensor, op, inputs, kinds, present):
-    """Of sums and of means, where only what is linear leaves them so."""
+    """Determines the dependence of a result of sums and means; linear rules keep it."""
     if op.type in ("Shape", "Size", "Rank"):
         return NONE
     if op.type in ("Cast", "Mean") and not tensor.dtype.is_floating:
         return UNKNOWN
     if op.type in _LINEAR:
-        # All but the first are axes and shapes.
+        # The other inputs are axes and shapes.
         return kinds[0] if all(kind is NONE for kind in kinds[1:]) else UNKNOWN
     if op.type == "Mul":
         return next(iter(present)) if NONE in kinds else UNKNOWN
@@ -174,17 +176,18 @@ def _of_totals(tensor, op, inputs, kinds, present):
 
 
 def is_zero(tensor: tf.Tensor) -> bool:
-    """Tells whether a tensor is known to be zeros."""
-    # One number tells of as many as there may be.
+    """Checks whether a tensor is known to be zeros."""
+    # The filling value decides, whatever the number of elements.
     filled = tensor.op.type == "Fill"
     value = tf.get_static_value(tensor.op.inputs[1] if filled else tensor)
     return value is not None and not value.any()
 
 
 def of_target(tensor: tf.Tensor, kind: Dependence) -> Dependence:
-    """Tells how the shape that a tensor is given depends on the examples.
+    """Determines how the target shape of a reshape depends on the examples.
 
-    Where all but one axis are known, the number of elements tells that one.
+    A shape with a single unknown axis does not depend on them: the number of elements
+    gives the size of that axis.
     """
     rank = tensor.shape.rank
     if kind in (NONE, SHAPE) or rank is None or [*tensor.shape].count(None) > 1:
@@ -198,9 +201,15 @@ def of_layer(
     kinds: Sequence[Dependence],
     packed: bool,
 ) -> Dependence:
-    """Tells how what a layer returns depends on the examples; see `of_operation`.
+    """Determines how a result of a trusted layer depends on the examples.
 
-    A layer treats each example by itself, but for what it returns as a whole.
+    A layer treats each example by itself, except for the shape of the whole result.
+
+    Args:
+        tensor: The result.
+        inputs: The inputs of the layer.
+        kinds: How the inputs depend on the examples.
+        packed: Whether the result is a component of a ragged or sparse tensor.
     """
     if not set(kinds) <= {NONE, ROWS, PACKED}:
         return COUPLED if set(kinds) & {SUM, MEAN} else UNKNOWN
@@ -208,16 +217,16 @@ def of_layer(
         return PACKED
     if tensor.shape.rank in (0, None) or tensor.shape[0] is not None:
         return UNKNOWN
-    # How far ragged rows are padded depends on the longest of them.
+    # The longest ragged row decides how far all of them are padded.
     if PACKED in kinds and None in tensor.shape[1:]:
         return UNKNOWN
     return ROWS
 
 
-# Operations on rows, of which each example has one or more.
+# Rules for operations on rows, of which each example has one or more.
 #
-# An operation that treats each row by itself gives rows, one that adds them up a total.
-# Where two examples meet in another way, the result is coupled.
+# An operation that treats each row by itself returns rows, one that adds rows up a
+# total. If an operation mixes examples in any other way, its result is coupled.
 
 
 def of_rows(
@@ -226,17 +235,17 @@ def of_rows(
     inputs: Sequence[tf.Tensor],
     kinds: Sequence[Dependence],
 ) -> Dependence:
-    """Tells how what an operation returns depends on the examples.
+    """Determines how a result of an operation on rows depends on the examples.
 
     Args:
-        tensor: What it returns.
+        tensor: The result.
         op: The operation.
-        inputs: What it takes.
-        kinds: Of each input ROWS, SHAPE or NONE; ROWS or SHAPE of one at least.
+        inputs: The inputs.
+        kinds: ROWS, SHAPE or NONE for each input; ROWS or SHAPE for at least one.
     """
     if op.type in ELEMENTWISE:
         if op.type == "Select" and kinds[0] is NONE and inputs[0].shape.rank:
-            # A vector chooses rows.
+            # A vector condition selects rows.
             return UNKNOWN
         return _of_elements(inputs, kinds)
     if moves(op):
@@ -280,7 +289,7 @@ def _of_shapes(tensor, op, inputs, kinds):
 
 @_rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
 def _of_projection(tensor, op, inputs, kinds):
-    """One transform is for all images; otherwise each has its own."""
+    """Handles one transform for all images, or one transform for each image."""
     one = kinds[1] is NONE and inputs[1].shape.rank == 2 and inputs[1].shape[0] == 1
     apart = kinds[0] is ROWS and {*kinds[2:]} == {NONE}
     return ROWS if apart and (one or kinds[1] is ROWS) else UNKNOWN
@@ -293,21 +302,21 @@ def _of_reversed(tensor, op, inputs, kinds):
 
 @_rule("MaxPoolWithArgmax")
 def _of_pooling(tensor, op, inputs, kinds):
-    """The places may be counted from the first example on."""
+    """Rejects argmax indices that count from the first example of the batch."""
     counted = tensor.value_index and op.get_attr("include_batch_in_index")
     return UNKNOWN if counted else ROWS
 
 
 @_rule("FusedBatchNormV3")
 def _of_normalization(tensor, op, inputs, kinds):
-    """In inference, its statistics are given."""
-    given = not op.get_attr("is_training") and kinds == [ROWS, *4 * [NONE]]
-    return ROWS if given and tensor.value_index == 0 else UNKNOWN
+    """Handles inference, where the statistics are inputs."""
+    inference = not op.get_attr("is_training") and kinds == [ROWS, *4 * [NONE]]
+    return ROWS if inference and tensor.value_index == 0 else UNKNOWN
 
 
 @_rule("BroadcastTo")
 def _of_broadcast(tensor, op, inputs, kinds):
-    """A number of rows that is given would be one tower's as well as the batch's."""
+    """Rejects constant shapes, which would give a tower the batch's row count."""
     same = tensor.shape.rank == inputs[0].shape.rank
     return ROWS if kinds == [ROWS, SHAPE] and same else UNKNOWN
 
@@ -325,7 +334,7 @@ def _of_one_hot(op, inputs):
 
 @_rule_of_first("MatrixDiagV3")
 def _of_diagonals(op, inputs):
-    """One diagonal has one axis, several have two."""
+    """Handles one diagonal, which takes one axis, or several, which take two."""
     offsets = integers(inputs[1])
     one = offsets is not None and offsets[0] == offsets[-1]
     return _if_more_axes_than(1 if one else 2, inputs)
@@ -338,7 +347,7 @@ def _of_set_diagonals(tensor, op, inputs, kinds):
 
 
 def _if_more_axes_than(axes, inputs):
-    """Rows, where the first axis is not among the last ones."""
+    """Returns ROWS if the first axis is not among the last `axes` axes."""
     rank = inputs[0].shape.rank
     return ROWS if rank is not None and rank > axes else UNKNOWN
 
@@ -356,14 +365,14 @@ def _of_tile(op, inputs):
 
 @_rule_of_first("Slice")
 def _of_part(op, inputs):
-    """Rows stay if all of the first axis are taken."""
-    begin, size = (leading(each, 1) for each in inputs[1:])
+    """Keeps rows if the slice takes the whole first axis."""
+    begin, size = (leading(tensor, 1) for tensor in inputs[1:])
     return ROWS if (begin, size) == ([0], [-1]) else UNKNOWN
 
 
 @_rule_of_first("Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def _of_moved(op, inputs):
-    """Of what moves values along axes."""
+    """Handles operations that move or accumulate values along axes."""
     axes, rank = tf.get_static_value(inputs[-1]), inputs[0].shape.rank
     if axes is None or rank is None:
         return UNKNOWN
@@ -371,7 +380,7 @@ def _of_moved(op, inputs):
 
 
 def _of_elements(inputs, kinds):
-    """Of operations on elements, where broadcasting must not pair two examples."""
+    """Handles elementwise operations: broadcasting must not pair two examples."""
     if not set(kinds) <= {ROWS, NONE}:
         return UNKNOWN
     ranks = {
@@ -401,7 +410,7 @@ def _of_reduction(tensor, op, inputs, kinds):
         return MEAN
     if op.type == "Sum":
         return SUM
-    # A largest integer may be the longest row, and that no more than a shape.
+    # The maximum of integers may be a sequence length, used as a shape only.
     return COUPLED if inputs[0].dtype.is_floating else UNKNOWN
 
 
@@ -419,13 +428,13 @@ def _of_product(tensor, op, inputs, kinds):
     flip, flip_other = flipped(op)
     if flip and not flip_other:
         return SUM  # over the examples, of products of their rows
-    # Each with each; or each with all, as by an adjacency matrix.
+    # All pairs of examples, or a mixture of all examples, as by an adjacency matrix.
     return UNKNOWN if flip else COUPLED
 
 
 @_rule("Reshape")
 def _of_reshape(tensor, op, inputs, kinds):
-    """The first axis stays if each example becomes a whole number of rows."""
+    """Keeps the batch axis if each example becomes an integral number of rows."""
     if kinds[0] is not ROWS:
         return UNKNOWN
     if kinds[1] is SHAPE:
@@ -434,7 +443,7 @@ def _of_reshape(tensor, op, inputs, kinds):
         return UNKNOWN
     old, new = inputs[0].shape[1:].as_list(), tensor.shape[1:].as_list()
     if None in new:
-        # As cross entropy asks for it, by the shape of something.
+        # Cross entropy reshapes to a shape that is computed from another tensor.
         target = integers(inputs[1]) or [None]
         new = target[1:] if target[0] == -1 else new
     if tensor.shape[0] is not None or None in new:
@@ -451,7 +460,7 @@ def _of_gather(tensor, op, inputs, kinds):
     axis, rank = integers(inputs[2]), inputs[0].shape.rank
     if axis is None or rank is None:
         return UNKNOWN
-    # Where both have the examples' axis, each takes from its own row.
+    # If both inputs have the batch axis, each example gathers from its own row.
     apart = axis[0] % rank != 0
     if op.get_attr("batch_dims") > 0:
         return ROWS if kinds[:2] == [ROWS, ROWS] and apart else UNKNOWN
@@ -464,21 +473,21 @@ def _of_gather(tensor, op, inputs, kinds):
 
 @_rule_of_first("StridedSlice")
 def _of_slice(op, inputs):
-    """Rows stay if the slice takes all of the first axis."""
+    """Keeps rows if the slice takes the whole first axis."""
     begin, steps = leading(inputs[1], 1), leading(inputs[3], 1)
     if not begin or not steps or op.get_attr("new_axis_mask") & 1:
         return UNKNOWN
     if op.get_attr("ellipsis_mask") & 1:
         rank, count = inputs[0].shape.rank, inputs[1].shape[0]
         return ROWS if None not in (rank, count) and count - 1 < rank else UNKNOWN
-    whole = (
+    takes_all = (
         (op.get_attr("begin_mask") & 1 or begin == [0])
         and op.get_attr("end_mask") & 1
         and not op.get_attr("shrink_axis_mask") & 1
         and steps == [1]
     )
-    if whole:
+    if takes_all:
         return ROWS
-    # Some examples picked out; of integers, perhaps for a shape.
+    # The slice selects some examples. A slice of integers may be meant for a shape.
     known = tf.get_static_value(inputs[1]) is not None
     return COUPLED if known and inputs[0].dtype.is_floating else UNKNOWN

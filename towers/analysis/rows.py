@@ -1,18 +1,18 @@
-"""Rows of examples: several blocks of them in a tensor, and rows of a tower's own.
+"""Counts the rows of examples, in one block or several, and finds tower-local tensors.
 
-A generative adversarial network joins generated and real pictures to one batch of twice
-the rows, and splits it later. Each tower does so with its own rows: its first half then
-holds its rows of the first block (`RowCounts`, `RowBlocks`).
+A generative adversarial network concatenates generated and real images into a batch of
+twice the rows, and splits the result later. Each tower does so with its own rows: the
+first half then holds the tower's rows of the first block (`RowCounts`, `RowBlocks`).
 
-`loss_placement="tower"` has a tower take its rows for the batch (`OwnRows`). A matrix
-that compares each example with each then has a row for each of the tower's rows, and as
-many columns. Its rows add up as rows do: a sum over them is a sum, a mean over them a
-mean. A scalar that is neither counts as a mean, weighted by the tower's fraction of the
+With `loss_placement="tower"`, a tower takes its rows for the batch (`OwnRows`). A
+matrix of all pairs of examples then has one row, and one column, for each row of the
+tower. Such rows are reduced like any others: a sum over them is a sum, a mean over them
+a mean. Any other scalar counts as a mean, weighted by the tower's fraction of the
 batch.
 
-The inputs of a tower's own tensor must be its own, too: a tower that divides by the
-number of its pairs must not take the number of all pairs. So a function is traced
-again, until no total of the whole batch goes into a tower's own tensor
+The inputs of a tower's own tensor must be the tower's own, too: a tower that divides by
+its number of pairs must not divide by the number of all pairs. A function is therefore
+traced again until no total of the whole batch feeds a tower's own tensor
 (`_totals_behind`).
 """
 
@@ -43,7 +43,7 @@ from towers.analysis.kinds import (
 from towers.analysis.layer_calls import key
 from towers.keras_adapter.graphs import is_stateful
 
-# They make a shape, or a part of one, of what is as long or has as many rows.
+# Operations whose result is a shape, or part of one, with the row count of the inputs.
 _OF_SHAPES = set(
     """Cast ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape Shape ShapeN
     Slice SplitV Squeeze StridedSlice TensorListGetItem TensorListPopBack
@@ -53,14 +53,22 @@ _MASKS = "begin", "ellipsis", "new_axis", "shrink_axis"
 
 
 class RowCounts:
-    """Rows (or columns) for each example; of sizes and shapes, the times of them."""
+    """Row counts of tensors.
+
+    The count of ROWS is the number of rows an example (of COLUMNS or LAST: columns or
+    last elements). The count of a SIZE or SHAPE is its factor of the batch size.
+    """
 
     def __init__(self, of_one_row: Iterable[tf.Tensor]):
-        """Takes tensors with one row an example."""
+        """Initializes the counts.
+
+        Args:
+            of_one_row: Tensors with one row an example.
+        """
         self._counts: dict[tuple[int, str], int] = {key(t): 1 for t in of_one_row}
 
     def of(self, tensor: tf.Tensor) -> int | None:
-        """Returns the count of a tensor, `None` if it is not known."""
+        """Returns the count of a tensor, `None` if unknown."""
         return self._counts.get(key(tensor))
 
     def set(self, tensor: tf.Tensor, count: int) -> None:
@@ -73,48 +81,51 @@ class RowCounts:
         inputs: Sequence[tf.Tensor],
         kinds: Sequence[Dependence],
     ) -> Dependence:
-        """Reads what an operation returns, where that hangs on counts.
+        """Determines the dependence of a result that follows from counts.
 
         Args:
-            tensor: What it returns.
-            inputs: What it takes.
-            kinds: How that depends on the examples.
+            tensor: A result of an operation.
+            inputs: The inputs of the operation.
+            kinds: How the inputs depend on the examples.
         """
         op, kinds = tensor.op, [*kinds]
         if op.type in ("Equal", "NotEqual") and kinds in ([SHAPE, SHAPE], [SIZE, SIZE]):
-            # Whatever number of examples there is, both have it.
+            # The two sizes are equal for any number of examples.
             first, second = map(self.of, inputs)
             return NONE if first is not None and first == second else UNKNOWN
         if op.type == "FloorDiv" and kinds == [SIZE, NONE]:
             return SIZE if self._divides(*inputs) else UNKNOWN
         if op.type == "Reshape" and kinds == [ROWS, NONE]:
-            known = tensor.shape.rank is not None and tensor.shape[0] is None
-            return ROWS if known and self.reshaped(tensor) is not None else UNKNOWN
+            batch_first = tensor.shape.rank is not None and tensor.shape[0] is None
+            return (
+                ROWS if batch_first and self.reshaped(tensor) is not None else UNKNOWN
+            )
         if op.type == "StridedSlice" and kinds == [ROWS, NONE, SHAPE, NONE]:
             masks = [op.get_attr(f"{name}_mask") & 1 for name in _MASKS]
             begin = [0] if masks[0] else leading(inputs[1], 1)
-            whole = not any(masks[1:]) and leading(inputs[3], 1) == [1]
-            return ROWS if whole and self._all(begin, *inputs[::2]) else UNKNOWN
+            contiguous = not any(masks[1:]) and leading(inputs[3], 1) == [1]
+            return ROWS if contiguous and self._all(begin, *inputs[::2]) else UNKNOWN
         if op.type == "Slice" and kinds == [ROWS, NONE, SHAPE]:
             return ROWS if self._all(leading(inputs[1], 1), *inputs[::2]) else UNKNOWN
         return UNKNOWN
 
     def _all(self, begin, rows, end):
-        """Whether what begins there, and ends where a shape does, is all rows."""
+        """Checks whether a slice takes all rows, from `begin` to the count of `end`."""
         count = self._counts.get(key(rows))
         return begin == [0] and count is not None and count == self.of(end)
 
     def _divides(self, size, divisor):
-        """Whether a divisor is known to divide a size, however many examples it has."""
+        """Checks whether a constant divides a size for any number of examples."""
         count, value = self._counts.get(key(size)), _whole(divisor)
         return count is not None and value is not None and count % value == 0
 
     def reshaped(self, tensor: tf.Tensor, axis: int = 0) -> int | None:
-        """Returns how many rows an example has after a reshape; `None` if unknown.
+        """Returns the number of rows an example after a reshape; `None` if unknown.
 
         Args:
-            tensor: What `Reshape` returns, all of whose elements the axis tells.
-            axis: That of the examples, before and after.
+            tensor: The result of a `Reshape` whose batch axis alone has an unknown
+                size.
+            axis: The batch axis, before and after.
         """
         count = self._counts.get(key(tensor.op.inputs[0]))
         old = tensor.op.inputs[0].shape[axis + 1 :].num_elements()
@@ -131,14 +142,14 @@ class RowCounts:
         kinds: Sequence[Dependence],
         by_layer: bool = False,
     ) -> None:
-        """Keeps how many rows an example has in what an operation or a layer returns.
+        """Stores the count of a result of an operation or a layer, if known.
 
         Args:
-            tensor: What it returns.
-            kind: How that depends on the examples.
-            inputs: What it takes.
-            kinds: How that depends on them.
-            by_layer: Whether a layer returns it, which keeps rows apart.
+            tensor: The result.
+            kind: How the result depends on the examples.
+            inputs: The inputs of the operation or the layer.
+            kinds: How the inputs depend on the examples.
+            by_layer: Whether a trusted layer returns the result.
         """
         if kind not in (ROWS, COLUMNS, LAST, SHAPE, SIZE, TURNED):
             return
@@ -150,16 +161,16 @@ class RowCounts:
             self._counts[key(tensor)] = count
 
     def _of_all(self, pairs):
-        """Returns the count of tensors that depend on the examples, if all have one."""
+        """Returns the common count of the tensors that depend on examples, if any."""
         counts = {self._counts.get(key(t)) for t, kind in pairs if kind is not NONE}
         return counts.pop() if len(counts) == 1 else None
 
     def _of_operation(self, tensor, kind, pairs, count):
         if tensor.op.type == "Reshape" and LAST in (kind, pairs[0][1]):
-            return count  # its last axis stays
+            return count  # the reshape keeps the last axis
         if tensor.op.type == "Reshape" and kind in (ROWS, COLUMNS):
-            target, how = pairs[1]
-            if how is SHAPE:
+            target, target_kind = pairs[1]
+            if target_kind is SHAPE:
                 return self._counts.get(key(target))
             return self.reshaped(tensor, int(kind is COLUMNS))
         if count is None:
@@ -178,32 +189,32 @@ class RowCounts:
 
 
 def _of_others(op):
-    """How many numbers a row has whose shape is multiplied, `None` if unknown."""
+    """Returns the elements of a row of the measured tensor, `None` if unknown."""
     shape = op.inputs[0].op if op.type == "Prod" else op
-    known = shape.type in ("Shape", "Size")
-    return shape.inputs[0].shape[1:].num_elements() if known else None
+    measured = shape.type in ("Shape", "Size")
+    return shape.inputs[0].shape[1:].num_elements() if measured else None
 
 
 def _whole(tensor):
-    """The known value of a scalar, where it is a whole number of at least one."""
+    """Returns the value of a constant positive integer scalar, or `None`."""
     value = integers(tensor) if tensor.shape.rank == 0 else None
-    known = value is not None and value[0] >= 1 and value[0] % 1 == 0
-    return int(value[0]) if known else None
+    is_count = value is not None and value[0] >= 1 and value[0] % 1 == 0
+    return int(value[0]) if is_count else None
 
 
-# For each block, the number of rows of each example.
+# The number of rows an example in each block.
 Blocks = tuple[int, ...]
 
 _KEEP_SHAPES = set(
     "Cast ConcatV2 GatherV2 Identity Pack Shape SplitV StridedSlice Unpack".split()
 )
-# All rows of their results are alike, so the order of blocks does not matter.
+# All rows of these results are equal, so the order of the blocks does not matter.
 _ALIKE = "Fill", "OnesLike", "ZerosLike"
 _MOST = 8
 
 
 class RowBlocks:
-    """The blocks of tensors that have several."""
+    """The row blocks of tensors that have several blocks."""
 
     def __init__(self, counts: RowCounts):
         self._counts = counts
@@ -211,7 +222,7 @@ class RowBlocks:
         self._alike: set[object] = set()
 
     def of(self, tensor: tf.Tensor) -> Blocks | None:
-        """Returns the blocks of a tensor; `None` if its rows are one block."""
+        """Returns the blocks of a tensor; `None` if it has a single block."""
         return self._blocks.get(key(tensor))
 
     def set(self, tensor: tf.Tensor, blocks: Blocks) -> None:
@@ -219,7 +230,7 @@ class RowBlocks:
         self._blocks[key(tensor)] = blocks
 
     def same(self, tensor: tf.Tensor, like: tf.Tensor) -> None:
-        """Gives a tensor the blocks of another."""
+        """Copies the blocks of another tensor to a tensor."""
         if (blocks := self.of(like)) is not None:
             self._blocks[key(tensor)] = blocks
 
@@ -235,37 +246,37 @@ class RowBlocks:
 
         Args:
             tensor: The result.
-            inputs: The inputs.
+            inputs: The inputs of the operation or the layer.
             kinds: How the inputs depend on the examples.
-            kind: How `tensor` depends on them, apart from blocks.
-            by_layer: Whether a layer returns it, which keeps rows apart.
+            kind: How the result depends on the examples if blocks are ignored.
+            by_layer: Whether a trusted layer returns the result.
 
         Returns:
-            How `tensor` depends on the examples.
+            How the result depends on the examples.
         """
         rows = [
             t
             for t, k in zip(inputs, kinds, strict=True)
             if k in (COLUMNS, LAST, ROWS) and key(t) not in self._alike
         ]
-        several = {self.of(t) for t in rows}
+        layouts = {self.of(t) for t in rows}
         if not by_layer:
             special = None
             if tensor.op.type == "ConcatV2" and kind is UNKNOWN:
                 special = self._joined(tensor, inputs[:-1], kinds[:-1])
-            elif several - {None}:
+            elif layouts - {None}:
                 special = self._taken_apart(tensor, inputs, kinds)
             if special is not None:
                 return special
-        if not several - {None}:
+        if not layouts - {None}:
             return self._of_shapes(tensor, inputs, kinds, kind)
-        if len(several) > 1 or kind in (COLUMNS, LAST):
+        if len(layouts) > 1 or kind in (COLUMNS, LAST):
             return UNKNOWN
         if tensor.op.type == "Reshape" and not by_layer and _other_rows(tensor):
-            # Rows of two blocks would become one, or a row would become several.
+            # Rows of two blocks would be merged, or one row would be split.
             return UNKNOWN
         if kind in (ROWS, SHAPE):
-            self._blocks[key(tensor)] = several.pop()
+            self._blocks[key(tensor)] = layouts.pop()
         return kind
 
     def _of_shapes(self, tensor, inputs, kinds, kind):
@@ -273,18 +284,18 @@ class RowBlocks:
         shapes = [t for t, k in zip(inputs, kinds, strict=True) if k in (SHAPE, SIZE)]
         if not shapes or ROWS in kinds:
             return kind
-        known = {self.of(t) for t in shapes} - {None}
+        layouts = {self.of(t) for t in shapes} - {None}
         if kind in (SHAPE, SIZE) and tensor.op.type in _KEEP_SHAPES:
-            if len(known) == 1 and len(shapes) == 1:
-                self._blocks[key(tensor)] = known.pop()
+            if len(layouts) == 1 and len(shapes) == 1:
+                self._blocks[key(tensor)] = layouts.pop()
         elif kind is ROWS and tensor.op.type in _ALIKE:
             self._alike.add(key(tensor))
         elif kind is ROWS:
             count = self._counts.of(shapes[0]) or 1
-            if len(known) == 1:
-                self._blocks[key(tensor)] = known.pop()
+            if len(layouts) == 1:
+                self._blocks[key(tensor)] = layouts.pop()
             elif 1 < count <= _MOST:
-                # Twice as many rows as examples are most often two blocks.
+                # Twice as many rows as examples most often are two blocks.
                 self._blocks[key(tensor)] = (1,) * count
         return kind
 
@@ -339,7 +350,7 @@ class RowBlocks:
         return self._keep(tensor, blocks[edges.index(begin) : edges.index(end)])
 
     def _edge(self, tensor, kind):
-        """Returns where a slice begins or ends, in rows of an example, if known."""
+        """Returns a slice's bound as a number of rows an example, `None` if unknown."""
         if kind is SHAPE:
             return self._counts.of(tensor)
         values = integers(tensor)
@@ -347,14 +358,14 @@ class RowBlocks:
 
 
 def _other_rows(tensor):
-    """Tells whether a reshape changes the rows, or may change them."""
+    """Checks whether a reshape may merge or split rows."""
     old, new = (t.shape[1:].num_elements() for t in (tensor.op.inputs[0], tensor))
     return old is None or old != new
 
 
-# They draw random numbers for all rows.
+# Prefixes of operations that draw random numbers for all rows.
 _DRAWS = "StatelessRandom", "StatelessTruncated"
-# Their results have the rows of the input at this index.
+# The index of the input whose rows the result has, by type of operation.
 _ROWS_OF = {
     "BatchMatMulV2": 0,
     "GatherV2": 1,
@@ -367,11 +378,11 @@ _SUMS = "Add", "AddN", "AddV2", "Sub"
 
 
 class Decided(NamedTuple):
-    """Decisions about operations from an earlier trace of the same function.
+    """Decisions from an earlier trace of the same function.
 
     Attributes:
-        no_totals: The operations that take no total of the whole batch.
-        at_home: The operations that run at home on the rows of all towers.
+        no_totals: Names of operations that must not take a total of the whole batch.
+        at_home: Names of operations that run at home on the rows of all towers.
     """
 
     no_totals: frozenset[str] = frozenset()
@@ -379,14 +390,14 @@ class Decided(NamedTuple):
 
 
 class OwnRows:
-    """Finds the tensors that are a tower's own, and how they depend on its rows.
+    """Finds the tensors that are a tower's own, and how these depend on its rows.
 
     Attributes:
         firsts: The operations that make a tower's own tensor of other tensors.
-        by_hand: The names of operations that may make none: operations of gradients
+        by_hand: The names of operations that may not make one: gradient operations
             that are read one by one.
         contested: The keys of totals that operations must not take.
-        at_home: The names of operations whose whole result is needed.
+        at_home: The names of operations whose result is needed for the whole batch.
     """
 
     def __init__(
@@ -398,7 +409,7 @@ class OwnRows:
     ):
         """Takes earlier decisions, and the counts and blocks of a graph's tensors.
 
-        `meets` tells whether an operation is read by itself.
+        `meets` returns whether an operation is read by itself, outside all regions.
         """
         self._decided, self._meets = decided, meets
         self._counts, self._blocks = counts, blocks
@@ -408,14 +419,14 @@ class OwnRows:
         self.at_home: set[str] = set()
         self._kinds: dict[Any, Dependence] = {}
         self._operations: list[tf.Operation] = []
-        # Tensors divided by a number of the tower's rows, or the like. Sums of them do
-        # not add up over towers.
+        # Tensors divided by a number of the tower's rows, or the like. Their sums must
+        # not be added over towers.
         self._scaled: set[Any] = set()
         # Tensors whose number of rows is known.
         self._aligned: set[Any] = set()
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is a tower's own."""
+        """Checks whether a tensor is a tower's own."""
         return key(tensor) in self._kinds
 
     def may_take_totals(
@@ -424,17 +435,18 @@ class OwnRows:
         inputs: Sequence[tf.Tensor],
         kinds: Sequence[Dependence],
     ) -> bool:
-        """Tells whether totals of the whole batch may go into a tensor."""
+        """Checks whether an operation may take totals of the whole batch as inputs."""
         if tensor.op.name in self._decided.no_totals | self._decided.at_home:
             return False
         if any(t in self for t in inputs):
-            # A metric adds a result to its value: for all towers, at home. So does a
-            # sum of several losses, whose gradient takes each loss by itself.
+            # A metric adds a result to its value: for all towers, at home. A sum of
+            # several losses is such a case, too: its gradient takes each loss by
+            # itself.
             totals = [kind for kind in kinds if kind is not NONE]
-            few = len(totals) == 1 or tensor.op.type in _SUMS
-            fits = few and {*totals} <= {MEAN, SIZE, SUM}
-            return fits and tensor.shape.is_fully_defined()
-        # A tensor with a row for each example gets one for each of the tower's
+            addable = len(totals) == 1 or tensor.op.type in _SUMS
+            allowed = addable and {*totals} <= {MEAN, SIZE, SUM}
+            return allowed and tensor.shape.is_fully_defined()
+        # If a tensor has a row for each example, a tower has a row for each of its own
         # examples.
         return tensor.shape.is_fully_defined() or bool({ROWS, COLUMNS, LAST} & {*kinds})
 
@@ -448,13 +460,14 @@ class OwnRows:
         """Determines how a tensor depends on a tower's rows, if it is the tower's own.
 
         Args:
-            tensor: A tensor.
-            inputs: The inputs.
+            tensor: The tensor.
+            inputs: The inputs of its operation.
             kinds: How the inputs depend on the examples.
             kind: How the tensor depends on the examples of the whole batch, if known.
 
         Returns:
-            How the tensor depends on its rows; `kind`, if it is no tower's own.
+            How the tensor depends on the tower's rows; `kind` if it is not a tower's
+            own.
         """
         own = [t for t in inputs if t in self]
         if not self._may_be_own(tensor.op, kinds, kind, bool(own)):
@@ -479,13 +492,13 @@ class OwnRows:
         return kind
 
     def like(self, gradient: tf.Tensor, source: tf.Tensor) -> None:
-        """Notes that a gradient of a tower's own tensor has the rows of its source."""
+        """Records that the gradient of an own tensor has the rows of its source."""
         self._kinds[key(gradient)] = ROWS
         if source not in self or key(source) in self._aligned:
             self._aligned.add(key(gradient))
 
     def is_part(self, tensor: tf.Tensor) -> bool:
-        """Tells whether the towers' values of a tensor make up that of all rows."""
+        """Checks whether the towers' values of a tensor make up the full value."""
         kind = self._kinds.get(key(tensor))
         if kind is OWN:
             return False
@@ -496,12 +509,12 @@ class OwnRows:
         return key(tensor) in self._aligned and None not in others
 
     def need(self, tensor: tf.Tensor) -> None:
-        """Notes that an operation needs a tensor's value of the whole batch."""
+        """Requires the value of a tensor for the whole batch."""
         if not self.is_part(tensor):
             self.send_home(tensor)
 
     def send_home(self, tensor: tf.Tensor) -> None:
-        """Excludes all tensors behind a tensor from being a tower's own."""
+        """Sends a tensor home, and the tower's own tensors that it is made from."""
         waiting, seen = [tensor], set()
         while waiting:
             current = waiting.pop()
@@ -521,7 +534,7 @@ class OwnRows:
         Args:
             totals: The totals that operations take.
             extremes: Largest and smallest values, by their keys.
-            known: Tells whether the whole result of an operation is known.
+            known: Returns whether an operation is in a region with known results.
         """
         unwanted = self.contested | {*self._totals_behind(totals, extremes, known)}
         names = {
@@ -534,18 +547,18 @@ class OwnRows:
         before = self._decided
         if names <= before.no_totals:
             return before._replace(at_home=before.at_home | self.at_home)
-        # Without these totals, fewer whole results may be needed.
+        # Without these totals, fewer operations may have to run at home.
         return before._replace(no_totals=before.no_totals | names)
 
     def _totals_behind(self, totals, extremes, known) -> Iterable[Any]:
-        """Yields the keys of totals that go into a tower's own tensors."""
+        """Yields the keys of totals that feed a tower's own tensors."""
         waiting, seen = [*self._operations], set()
         while waiting:
             op = waiting.pop()
             if op.name in seen or op.name in self.by_hand or known(op):
                 continue
             seen.add(op.name)
-            # A number that is added to a tower's own tensor need not be the tower's
+            # A scalar that is added to a tower's own tensor need not be the tower's
             # own.
             adds = op.type in _SUMS and op.outputs[0].shape.rank == 0
             adds &= any(tensor in self for tensor in op.inputs)
@@ -562,7 +575,7 @@ class OwnRows:
         if kind is NONE or op.name in self.by_hand:
             return False
         if {COUPLED, PACKED, UNKNOWN} & {*kinds}:
-            # The operation runs at home, with its inputs.
+            # The operation runs at home, as its inputs do.
             return False
         if kind not in (COUPLED, UNKNOWN):
             return takes_own
@@ -586,10 +599,11 @@ class OwnRows:
         return ROWS
 
     def _kept(self, tensor, inputs, kind):
-        """Returns the dependence of a tensor that a rule makes of a tower's own."""
+        """Returns the dependence of a tensor that a rule derives from a tower's own."""
         shape = tensor.shape
         if tensor.op.type in ("Shape", "Size"):
-            # The number of columns, as many as rows, differs between towers.
+            # The number of columns may be the number of rows, and differ between
+            # towers.
             before = inputs[0].shape
             return OWN if before.rank is None or None in before[1:] else kind
         if kind in (SHAPE, SIZE) or (kind in (MEAN, SUM) and shape.is_fully_defined()):
@@ -607,25 +621,25 @@ class OwnRows:
         return ROWS
 
     def _rows_of(self, tensor, inputs, kinds):
-        """Returns the input that has the rows of a tensor, if that is proved."""
+        """Returns the input that provably has the rows of a tensor, or `None`."""
         op = tensor.op
-        known = [
+        candidates = [
             t
             for t, kind in zip(inputs, kinds, strict=True)
             if kind is ROWS and (t not in self or key(t) in self._aligned)
         ]
         if op.type == "Range":
             start, step = integers(op.inputs[0]), integers(op.inputs[2])
-            whole = kinds[1] is SIZE and self._counts.of(inputs[1]) == 1
-            return inputs[1] if whole and (start, step) == ([0], [1]) else None
+            all_rows = kinds[1] is SIZE and self._counts.of(inputs[1]) == 1
+            return inputs[1] if all_rows and (start, step) == ([0], [1]) else None
         if op.type in ELEMENTWISE:
-            same = [t for t in known if t.shape.rank == tensor.shape.rank]
+            same = [t for t in candidates if t.shape.rank == tensor.shape.rank]
             return same[0] if same else None
         index = _ROWS_OF.get(op.type)
-        if index is None or not any(t is inputs[index] for t in known):
+        if index is None or not any(t is inputs[index] for t in candidates):
             return None
         if op.type == "GatherV2" and integers(inputs[2]) != [0]:
             return None
-        flipped = op.type == "MatMul" and op.get_attr("transpose_a")
-        short = op.type == "BatchMatMulV2" and tensor.shape.rank < 3
-        return None if flipped or short else inputs[index]
+        transposed = op.type == "MatMul" and op.get_attr("transpose_a")
+        is_matrix = op.type == "BatchMatMulV2" and tensor.shape.rank < 3
+        return None if transposed or is_matrix else inputs[index]

@@ -1,10 +1,10 @@
-"""A builder: the steps of a Keras model on towers, as the Keras door calls them.
+"""A builder runs the steps of a Keras model on towers; `model/` calls it.
 
-The door (`model/`) calls, in this order: `create_variables` once the data are known,
-`train_function` for the function that `fit` calls, or `train_step` from a loop of the
-user's; `test_step` and `predict_step`; `mark_copies_stale` where variables may have
-been changed from outside; and `reset_traces` where the model has changed. How often
-steps are called, and what becomes of their results, is Keras's business.
+`model/` calls `create_variables` once the data are known. Then it calls
+`train_function`, for the function that `fit` calls, or `train_step` from a user's own
+loop; `test_step` and `predict_step`; `mark_copies_stale` where variables may have been
+changed from outside; and `reset_traces` where the model has changed. Keras decides how
+often steps are called and how their results are used.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from towers.keras_adapter.models import overrides
 
 
 class Composed(NamedTuple):
-    """The pieces of a builder, and the two that make its steps.
+    """The composed parts of a builder.
 
     Attributes:
-        pieces: What all ways to update variables have in common.
+        pieces: The pieces that all ways to update variables share.
         training: Trains: `Steps`, or `AsynchronousTraining`.
         evaluation: Evaluates and predicts.
         train_function: Makes the function that `fit` calls; see `train_function.py`.
@@ -39,17 +39,18 @@ class Builder:
     """Trains, evaluates and predicts on towers.
 
     Attributes:
-        name: The name of its way to update variables; see `strategies.py`.
-        context: What its pieces share: the user's wishes, and what was found out.
-        pieces: What it is put together of.
+        name: Name of the way to update variables; see `strategies.py`.
+        context: The state that all pieces share: the user's options, and the facts that
+            steps have shown.
+        pieces: The pieces that the builder is composed of.
         training: Trains.
         evaluation: Evaluates and predicts.
         model: The user's model.
-        plan: Which towers compute, and where variables live.
-        guard: Stops a step of training that is not finite, if anything does.
-        timers: Measure what the time of the steps of `train_function` goes to.
-        say: Says lines that have not been said before.
-        staleness: Measures how stale updates are; `None` if towers wait.
+        plan: Says which towers compute, and where variables live.
+        guard: Stops training steps that are not finite, with `check_numerics`.
+        timers: Measure how the time of training steps is spent.
+        say: Prints lines that have not been printed before.
+        staleness: Measures how stale updates are; `None` for synchronous training.
     """
 
     def __init__(
@@ -59,9 +60,13 @@ class Builder:
         compose: Callable[[], Composed],
         staleness: Any = None,
     ):
-        """Puts a builder together.
+        """Composes the builder.
 
-        What `compose` makes knows nothing of the model yet.
+        Args:
+            name: See `Builder`.
+            context: See `Builder`.
+            compose: Makes the parts, which know nothing of the model yet.
+            staleness: See `Builder`.
         """
         self.name, self.context, self.staleness = name, context, staleness
         self.model, self.plan = context.model, context.plan
@@ -70,7 +75,7 @@ class Builder:
         self.reset_traces()
 
     def reset_traces(self) -> None:
-        """Forgets what steps have shown about the model, which has changed."""
+        """Drops all traces, and the facts they have shown, after the model changed."""
         self.context.facts = ModelFacts()
         composed = self._compose()
         self.pieces, self.training, self.evaluation = composed[:3]
@@ -93,32 +98,32 @@ class Builder:
         return self.evaluation.predict_step(data)
 
     def create_variables(self, data: Any) -> None:
-        """Creates what Keras creates late; see `Steps.create_variables`."""
+        """Creates variables that Keras creates late; see `Steps.create_variables`."""
         self.training.create_variables(data)
 
     def build_optimizer(self) -> None:
         """Creates the optimizer's variables; see `VariableCreator.build_optimizer`.
 
-        A step of the model's own builds those that it makes use of.
+        A model with its own `train_step` builds the optimizers that it uses.
         """
         if not overrides(self.model, "train_step"):
             self.pieces.creator.build_optimizer()
 
     def preprocess_batch(self, data: Any, training: bool) -> Any:
-        """Returns a whole batch as the loss sees it; see `LocalBatches`."""
+        """Returns a global batch as the loss sees it; see `LocalBatches`."""
         return self.pieces.batches.preprocess(data, training)
 
     def mark_copies_stale(self) -> None:
-        """Has copies renewed, as variables may have been changed from outside."""
+        """Marks copies as stale, as variables may have been changed from outside."""
         self.pieces.store.stale = True
 
     def broadcast_variables(self) -> None:
-        """Gives copies of the variables, on any host, the first host's values."""
+        """Copies the first host's values to the model's variables and their copies."""
         self.follow_first_host()
         self.pieces.store.broadcast()
 
     def follow_first_host(self) -> None:
-        """Gives the model the values of the first host's variables."""
+        """Assigns the values of the first host's variables to the model."""
         self.pieces.store.follow_first_host()
 
     def copies(self) -> list[tf.Variable]:
@@ -127,12 +132,12 @@ class Builder:
 
     @property
     def loss_placed(self) -> str | None:
-        """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
+        """The placement of the loss, "tower" or "gathered"; `None` before a step."""
         return self.context.facts.loss_placed
 
     @property
     def graph(self) -> tf.Graph | None:
-        """The graph that a step of `train_function` was last made in, if any."""
+        """The latest graph of a step of `train_function`, if any."""
         return self.context.facts.graph
 
     @property
@@ -144,8 +149,8 @@ class Builder:
     def xla(self) -> bool:
         """Whether XLA compiles towers and update.
 
-        `None`, the default, leaves the towers as they are, and has the update compiled
-        where that is known to pay; False leaves both.
+        `None`, the default, does not compile the towers, and compiles the update where
+        that is known to be faster; False compiles neither.
         """
         return self.context.xla
 

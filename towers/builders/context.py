@@ -1,4 +1,4 @@
-"""The context that all pieces of a builder share: model, plan, the user's wishes."""
+"""The context that all pieces of a builder share: model, plan and user options."""
 
 import contextlib
 import dataclasses
@@ -19,25 +19,26 @@ from towers.program import voice
 from towers.program.features import feature
 from towers.tower.preprocess import Preprocess
 
-# Of a batch, and of other dimensions, whose size is not known.
+# Assumed size of a batch, or of another dimension, whose size is not known.
 _FEW_ROWS = 8
 
 
 @dataclasses.dataclass
 class ModelFacts:
-    """Facts about a model that its steps have shown; forgotten when the model changes.
+    """Facts about a model that its steps have shown; dropped when the model changes.
 
     Attributes:
-        loss_placed: Where the examples of a batch meet in training: on each "tower", or
-            "gathered" at home; `None` before the first step.
-        asked_xla: Whether XLA is to compile towers and update; `None` for where that is
-            known to pay.
-        unseeded: Where a step of training draws random numbers without a seed, as
-            phrases.
-        unsaved: Variables that a step of training changes, and no attribute of the
-            model holds, such as a loss's own counter.
-        compiled: Whether XLA is known to compile the model: by training it once.
-        graph: The graph that a step of training was last made in, if any.
+        loss_placed: Where training computes the loss: on each "tower", or "gathered" at
+            home; `None` before the first step.
+        asked_xla: Whether XLA is to compile towers and update; `None` to compile where
+            that is known to be faster.
+        unseeded: Phrases that say where a training step draws random numbers without a
+            seed.
+        unsaved: Variables that a training step changes and no attribute of the model
+            holds, such as a loss's own counter.
+        compiled: Whether XLA is known to compile the model, as it has compiled a
+            training step.
+        graph: The latest graph of a training step, if any.
         kept_whole: The `id`s of variables that are not sharded, as a step assigns them
             itself.
     """
@@ -53,29 +54,29 @@ class ModelFacts:
 
 @dataclasses.dataclass
 class Context:
-    """The model, the plan and the user's wishes, which all pieces of a builder share.
+    """The model, the plan and the user's options, which all pieces of a builder share.
 
     Attributes:
         model: The user's model; its variables are the shared variables.
-        plan: Which towers compute, and where variables live.
-        loss_placement: Where examples meet: "auto" or "tower"; see `multi_gpu_model`.
-        strict: Whether to refuse variables whose gradients nobody can combine.
-        preprocess: What towers do to their rows before the model sees them, if
-            anything.
-        prefetch: Batches that are fetched and placed ahead of a call of one step.
-        guard: Stops a step of training that is not finite, if anything does.
-        shard_embeddings: How embedding tables are cut; see `tables.py`.
+        plan: Says which towers compute, and where variables live.
+        loss_placement: Where the loss is computed: "auto" or "tower"; see
+            `multi_gpu_model`.
+        strict: Whether to refuse variables whose gradients cannot be combined.
+        preprocess: Preprocessing that towers apply to their rows, if any.
+        prefetch: Number of batches to fetch and place ahead, with one step a call.
+        guard: Stops training steps that are not finite, with `check_numerics`.
         agreement: Keeps hosts at the same batch, if there are several: an `Agreement`.
-        timers: Measure what the time of the steps of training goes to.
+        shard_embeddings: How embedding tables are sharded; see `layers/tables.py`.
+        timers: Measure how the time of training steps is spent.
         callbacks_may_write: Whether a callback that may change variables runs between
             calls of training.
-        usual_rows: How many examples the first batch of training has; `None` if that is
-            not known yet.
-        is_elastic: Whether other hosts may come, and these leave.
-        why_hosts: Why these hosts train together, after others; empty for the first.
-        last_batch: Keeps batches, in case a stage fails: a `LastBatch`.
-        facts: What the model's steps have shown about it.
-        said: The lines that were said, or their keys.
+        usual_rows: Number of examples in the first batch of training; `None` if not
+            known yet.
+        is_elastic: Whether hosts may join and leave during the run.
+        why_hosts: Why the set of hosts has changed; empty for the first set.
+        last_batch: Keeps the last batch, to explain a stage that fails: a `LastBatch`.
+        facts: Facts about the model that its steps have shown.
+        said: The lines that were printed, or their keys.
     """
 
     model: keras.Model
@@ -121,10 +122,10 @@ class Context:
 
     @property
     def compiles_update(self) -> bool:
-        """Whether XLA compiles the update: where that is wished, or known to pay.
+        """Whether XLA compiles the update: if asked to, or where that is faster.
 
-        It makes one kernel of the dozen that each variable needs, which a GPU is slower
-        to start than to run; a CPU is not.
+        XLA fuses the dozen kernels that each variable needs into one. A GPU takes
+        longer to start these kernels than to run them; a CPU does not.
         """
         if self.facts.asked_xla is None:
             alone = self.plan.pipeline.alone
@@ -132,18 +133,22 @@ class Context:
         return self.xla
 
     def begin(self, step: str, data: Any) -> Any:
-        """Begins a step with a batch; returns the batch, for which the step waits.
+        """Begins a step, and returns its batch, on which the step then depends.
 
-        `step` is "train", "test" or "predict".
+        Args:
+            step: "train", "test" or "predict".
+            data: The batch.
         """
         if self.last_batch is None:
             return data
         return self.last_batch.keep(step, data)
 
     def say(self, lines: Sequence[str], key: Any = None) -> None:
-        """Says lines that have not been said before: each step finds the same.
+        """Prints lines that have not been printed before, as each trace finds the same.
 
-        Lines of one key are said once, whatever their words.
+        Args:
+            lines: The lines.
+            key: Lines with the same key are printed once, even if their text differs.
         """
         for line in lines:
             if (key or line) not in self.said:
@@ -151,31 +156,31 @@ class Context:
                 self.said.add(key or line)
 
     def step_function(self, step: str) -> Callable[[Any], Any]:
-        """Returns a step of the model, of a batch as `fit` gives it.
+        """Returns a step of the model as a function of a batch, as `fit` passes it.
 
-        It preprocesses the batch, and creates variables on the device of home.
+        The function preprocesses the batch, and creates variables at home.
         """
         model, preprocess = self.model, self.preprocess
 
         def function(data):
             measured = contextlib.nullcontext()
             if preprocess is not None:
-                given = keras.utils.unpack_x_y_sample_weight(data)
+                unpacked = keras.utils.unpack_x_y_sample_weight(data)
                 with tf.name_scope("preprocess"):
-                    data = preprocess(given, step == "train_step")
+                    data = preprocess(unpacked, step == "train_step")
                 data = keras.utils.pack_x_y_sample_weight(*data)
                 if not has_own_steps(model):
-                    # Keras's own metrics know targets as the user gives them.
-                    measured = measuring(model, *given[:2])
+                    # Keras's own metrics are to see the targets before preprocessing.
+                    measured = measuring(model, *unpacked[:2])
             with _creating_on(self.plan.home), measured:
                 return getattr(model, step)(data)
 
         return function
 
     def micro_batch_spec(self, data: Any) -> Any:
-        """Returns the specs of (x, y, sample_weight), as the loss sees a micro-batch.
+        """Returns the specs of (x, y, sample_weight) of a micro-batch at the loss.
 
-        All sizes are known.
+        All dimensions are static.
 
         Args:
             data: A batch, or its `tf.TypeSpec`s.
@@ -186,7 +191,7 @@ class Context:
         return sized(data, self.micro_batch_rows(data))
 
     def micro_batch_rows(self, data: Any) -> int:
-        """Returns how many examples a micro-batch has, or may have.
+        """Returns the number of examples in a micro-batch, or an assumed one.
 
         Args:
             data: A nest of batches, or of their `tf.TypeSpec`s.
@@ -196,7 +201,7 @@ class Context:
         return max(1, plan.sizes(int(total))[0])
 
     def execution(self, step: str) -> Execution:
-        """Returns how a step, such as "train_step", is executed."""
+        """Returns the execution options of a step, such as "train_step"."""
         xla = self.xla and (step == "train_step" or self.facts.compiled)
         return Execution(
             self.usual_rows,
@@ -207,7 +212,7 @@ class Context:
 
     @contextlib.contextmanager
     def agreeing_on(self, step: str, data: Any) -> Iterator[None]:
-        """Inside, all hosts compute a step of the same batch, if there are several."""
+        """Inside, all hosts run a step on the same batch, if there are several."""
         agreement, times = self.agreement, self.timers.hosts
         if agreement is None:
             yield
@@ -224,11 +229,11 @@ class Context:
 
 
 def sized(data: Any, rows: int | None) -> Any:
-    """Returns the specs of a batch of so many rows, of which no other size is unknown.
+    """Returns the specs of a batch with `rows` rows, and no other unknown dimension.
 
     Args:
         data: A nest of batches, or of their `tf.TypeSpec`s.
-        rows: The number of rows; `None` if that is unknown.
+        rows: The number of rows; `None` if unknown.
     """
 
     def local(spec):
@@ -242,14 +247,14 @@ def sized(data: Any, rows: int | None) -> Any:
 
 @contextlib.contextmanager
 def _creating_on(device: str) -> Iterator[None]:
-    """Inside, variables are created on a device, such as slots of an optimizer."""
+    """Inside, variables, such as optimizer slots, are created on a device."""
 
     def create(creator, **given):
         with tf.device(device):
             return creator(**given)
 
     with contextlib.ExitStack() as stack:
-        # Keras leaves the graph for it.
+        # Keras creates variables outside the graph, within an `init_scope`.
         with tf.init_scope():
             stack.enter_context(tf.variable_creator_scope(create))
         yield

@@ -1,14 +1,13 @@
-"""The guard: a step whose loss or gradient is not finite changes nothing, but raises.
+"""The guard stops a training step whose loss or gradient is not finite, and raises.
 
-In the graph that is one sum over the gradients that are about to be applied, and a
-branch on it. The branch looks at each number, as a sum of finite ones may overflow.
-Where gradients travel packed, each tower squares and adds those that it sends: that is
-one kernel a buffer, beside the reduction, and only scalars go to the host. Which tower,
-and what in it, is found out afterwards; see `numerics`.
+The graph has one sum over the gradients that are about to be applied, and a branch on
+it. As the sum of finite numbers may overflow, the branch checks each number. Where
+gradients are sent packed, each tower sums the squares of those that it sends: one
+kernel for each buffer, beside the reduction, and only scalars are sent to the host.
+`numerics` then searches for the tower, and the tensor in it, that caused the stop.
 
-It looks before home takes the gradients. A step may have several optimizers: what came
-before stays, such as the update of another one. Gradients that home computes by itself
-are not checked.
+The check runs before home applies the gradients. A step may have several optimizers:
+updates before the check stay. Gradients that home computes itself are not checked.
 """
 
 import collections
@@ -31,22 +30,22 @@ from towers.layers import sharded, variables
 from towers.partition.call import Gradients
 from towers.partition.trace import Trace
 
-# To start a sum over fewer numbers takes longer than to add them, so they are joined.
+# Smaller tensors are joined: starting a sum over one takes longer than computing it.
 _MANY = 2**16
 State = Sequence[tuple[tf.Variable, tf.Tensor]]
 
 
 class StoppedStep(Exception):
-    """A step of training that was stopped, as it is not finite; see `undo`.
+    """A training step was stopped, as its loss or gradient is not finite; see `undo`.
 
     Attributes:
-        step: Its number, counted from 1 by the optimizer.
-        data: Its batch; of towers that do not wait for one another, a local batch.
-        tower: Index of that tower, `None` if the batch is that of all.
-        skipped: How many were skipped just before it, their gradients being infinite at
-            a larger loss scale.
-        blamed: Indices of the towers whose gradients are not finite, if that is known.
-        state: What else the step may have changed: variables, each with its value from
+        step: Number of the step, counted from 1 by the optimizer.
+        data: Batch of the step; with asynchronous training, a local batch.
+        tower: Index of the tower of the local batch, `None` for a global batch.
+        skipped: Number of steps that were skipped just before, as their gradients were
+            infinite at a larger loss scale.
+        blamed: Indices of the towers whose gradients are not finite, if known.
+        state: Other variables that the step may have changed, each with its value from
             before.
     """
 
@@ -58,23 +57,23 @@ class StoppedStep(Exception):
         self.state: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def undo(self) -> None:
-        """Gives back what the step changed before it was stopped."""
+        """Restores the variables that the step changed before it was stopped."""
         for variable, value in self.state:
             variable.assign(value)
 
 
 class Guard:
-    """Stops the first step whose loss or gradient is not finite."""
+    """Stops the first training step whose loss or gradient is not finite."""
 
     def __init__(self) -> None:
         self._stopped: StoppedStep | None = None
         self._armed = True
-        # The last step that was skipped, and how often.
+        # The last step that was skipped, and the number of times.
         self._skipped = 0, 0
 
     @contextlib.contextmanager
     def disarmed(self) -> Iterator[None]:
-        """Inside, nothing is stopped: steps are only tried, and undone."""
+        """Inside, no step is stopped: the caller tries steps, and undoes them."""
         self._armed = False
         try:
             yield
@@ -83,7 +82,7 @@ class Guard:
 
     @contextlib.contextmanager
     def raises(self) -> Iterator[None]:
-        """Inside, a step that is stopped ends in a `StoppedStep`."""
+        """Inside, a stopped step raises `StoppedStep`."""
         self._stopped = None
         try:
             yield
@@ -104,23 +103,23 @@ class Guard:
         done: tf.Tensor | None = None,
         state: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
     ) -> Iterator[tf.Tensor]:
-        """Inside, nothing happens in a step that is stopped.
+        """Inside, no operation of a stopped step runs.
 
-        What computes the step raises a `tf.errors.OutOfRangeError` then. Yields a
-        boolean that is computed only if the step is not stopped.
+        A stopped step raises a `tf.errors.OutOfRangeError`. Yields a boolean that is
+        computed only if the step is not stopped.
 
         Args:
-            data: Returns the whole batch: a nest of tensors.
-            loss: Its loss, a scalar.
-            gradients: Its gradient for each trainable variable, scaled: lists of what
-                is on one device, which together have all.
-            optimizer: What is to apply them.
-            packed: How they have travelled, where that is what to look at.
-            of_towers: The gradients of each tower, of which those that are not finite
-                are named.
-            done: How many steps were done before this one. By default the optimizer
-                tells.
-            state: What else the step may change: variables, each with its value from
+            data: Returns the global batch: a nest of tensors.
+            loss: Loss of the batch, a scalar.
+            gradients: Scaled gradients of the trainable variables: a list for each
+                device, which together have all gradients.
+            optimizer: The optimizer that is to apply the gradients.
+            packed: The packed buffers of these gradients, to check in their place.
+            of_towers: The gradients of each tower, to name the towers whose gradients
+                are not finite.
+            done: Number of steps done before this one. By default, the optimizer's
+                iterations.
+            state: Other variables that the step may change, each with its value from
                 before.
         """
         buffered = {i for sent in packed for i in sent.places}
@@ -159,12 +158,12 @@ class Guard:
             yield checked
 
     def set_tower(self, tower: int) -> None:
-        """Sets the tower on which a step was stopped, unless it is known."""
+        """Sets the tower of a stopped step, unless it is set."""
         if self._stopped is not None and self._stopped.tower is None:
             self._stopped.tower = tower
 
     def _stop(self, skips, data, optimizer, done, blamed, state):
-        """Hands over what the graph knows of a step that is not finite."""
+        """Passes the tensors of a step that is not finite to `_catch`."""
         data, parts = data(), [*map(_joined, blamed)]
         fine = tf.stack([finite(part) if part else True for part in parts] or [True])
         some = tf.nest.map_structure(lambda tensor: tensor is not None, data)
@@ -172,21 +171,21 @@ class Guard:
         changed = [variable for variable, _ in state]
         catch = functools.partial(self._catch, optimizer, some, changed)
         with tf.device(HOST):
-            # Less than 0: the optimizer knows.
+            # Less than 0: `_catch` reads the optimizer's iterations.
             done = -1 if done is None else done
             values = [value for _, value in state]
-            given = [skips, done, fine, *values, *tensors]
-            goes_on = tf.py_function(catch, given, tf.bool)
+            inputs = [skips, done, fine, *values, *tensors]
+            goes_on = tf.py_function(catch, inputs, tf.bool)
             return tf.ensure_shape(goes_on, [])
 
     def _catch(self, optimizer, some, changed, skips, done, fine, *tensors):
-        """Keeps what the graph hands over, and stops the step, or lets it go on."""
+        """Records a step that is not finite, and stops it unless it may continue."""
         if not self._armed:
             return True
         if done < 0:
             done = 0 if optimizer is None else optimizer.iterations
         step = int(done) + 1
-        # A step that is skipped does not count.
+        # The optimizer does not count a skipped step.
         skipped = self._skipped[1] if self._skipped[0] == step else 0
         if skips:
             self._skipped = step, skipped + 1
@@ -197,12 +196,12 @@ class Guard:
             self._stopped = StoppedStep(step, data, skipped)
             self._stopped.blamed = tuple(map(int, np.flatnonzero(~fine.numpy())))
             self._stopped.state = [*zip(changed, values, strict=True)]
-        # The one error that TensorFlow takes for an end, and does not warn of.
+        # TensorFlow takes this error alone for the end of data, without a warning.
         raise StopIteration("A step is not finite.")
 
 
 def _joined(gradients):
-    """Joins gradients into fewer tensors, each where it is."""
+    """Packs small gradients into fewer tensors, on the device of each."""
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     small = collections.defaultdict(list)
     large = []
@@ -217,10 +216,10 @@ def _joined(gradients):
 
 
 def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tells whether the sum of all numbers is finite: one pass over each tensor.
+    """Returns whether the sum of all numbers is finite: one pass over each tensor.
 
-    If it is, each of them is; if not, it may be that only the sum overflows. The
-    tensors are of floating types, and are summed where they are.
+    If it is, each number is; if not, the sum alone may have overflowed. The tensors are
+    of floating types, and each is summed on its device.
     """
     wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
     sums = []
@@ -232,26 +231,26 @@ def sum_is_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def sums_are_finite(towers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tells whether the sum over the towers is finite for each number of a buffer.
+    """Returns whether the sum over towers is finite for each number of a buffer.
 
-    If it is said to be, it is: no sum is larger than the square root of their number
-    times all squares. If not, it may be that only these overflow.
+    If True, all sums are finite: no sum is larger than the square root of the number of
+    towers times all squares. If False, the squares alone may have overflowed.
     """
     dtype = towers[0].dtype
     halves = []
     for buffer in towers:
         with tf.device(buffer.device):
-            # This one reads once, and writes nothing but half of the sum of squares.
+            # `l2_loss` reads the buffer once and writes one number, half the squares.
             halves.append(tf.nn.l2_loss(_wide(buffer)))
     with tf.device(HOST):
         total = tf.add_n(halves)
         limit = float(dtype.max) * float(dtype.max) / (2 * len(towers))
-        # Neither infinity nor what is not a number is less than that.
+        # Both infinity and NaN compare as False.
         return total < min(limit, float(total.dtype.max))
 
 
 def finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Tells whether each number is finite: two passes over each tensor, where it is."""
+    """Returns whether each number is finite: two passes over each tensor."""
     of_tensors = []
     for tensor in tensors:
         with tf.device(tensor.device):
@@ -264,34 +263,33 @@ def _wide(tensor):
 
 
 def _may_overflow(optimizer):
-    """Tells whether gradients may be infinite as they are scaled: that is no fault."""
+    """Returns whether loss scaling may make gradients infinite, which is no fault."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tf.constant(False)
-    # It is halved at each such step; one that is not finite by itself remains so.
+    # The scale is halved at each such step; a faulty step remains not finite.
     return optimizer.scale_loss(tf.ones([])) > 1
 
 
-# A step of training as the guard looks at it, for `check_numerics`.
+# A training step as the guard sees it.
 #
-# What the guard asks for is of the model and of its batch: how many steps were done,
-# what the step may change before an optimizer does, which optimizer takes the
-# gradients.
+# The guard asks the model and its batch for three things: the number of steps done, the
+# variables that change before an optimizer applies gradients, and that optimizer.
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardedStep:
-    """A step of training, which stops before it uses a gradient that is not finite.
+    """A training step that stops before it uses a gradient that is not finite.
 
     Attributes:
-        guard: Stops it.
-        whole_batch: Returns the batch, also where this host is given some rows of it.
-        optimizer: The optimizer whose scale of the loss may make gradients infinite;
-            `None` if there is none.
-        own: Whether the model defines its steps. Then its loss is not known, and the
-            guard names the towers whose gradients are not finite; `numerics` finds out
-            what was wrong with Keras's own step.
-        done: How many steps were done before it; `None` if `optimizer` tells.
-        state: What to give back if it is stopped; see `Guard.before`.
+        guard: Stops the step.
+        whole_batch: Returns the global batch, also if this host reads only its rows.
+        optimizer: The optimizer whose loss scale may make gradients infinite; `None` if
+            there is none.
+        own: Whether the model defines its own steps. Then its loss is not known, and
+            the guard names the towers whose gradients are not finite; for Keras's own
+            step, `numerics` searches for the cause.
+        done: Number of steps done before; `None` to read the optimizer's iterations.
+        state: Variables to restore if the step is stopped; see `Guard.before`.
     """
 
     guard: Guard
@@ -303,13 +301,13 @@ class GuardedStep:
 
     @property
     def reads_losses(self) -> bool:
-        """Whether the guard looks at the losses, too."""
+        """Whether the guard checks the losses, too."""
         return not self.own
 
     def before(
         self, gradients: Gradients
     ) -> contextlib.AbstractContextManager[tf.Tensor]:
-        """Makes the context in which gradients are used; see `Guard.before`."""
+        """Returns the context in which gradients are used; see `Guard.before`."""
         losses = gradients.losses if self.reads_losses else ()
         losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
         return self.guard.before(
@@ -331,52 +329,63 @@ def guarded_step(
     done: tf.Tensor | None,
     state: State = (),
 ) -> GuardedStep | None:
-    """Returns a step of training as the guard looks at it; `None` without a guard.
+    """Returns a training step as the guard sees it; `None` without a guard.
 
     Args:
         guard: The guard, if there is one.
         model: The model that the step trains.
-        whole_batch: Returns the batch, also where this host is given some rows of it.
-        done: What `steps_before` has returned as the step began.
-        state: What `state_before` has returned then.
+        whole_batch: Returns the global batch, also if this host reads only its rows.
+        done: The result of `steps_before` at the start of the step.
+        state: The result of `state_before` at the start of the step.
     """
     if guard is None:
         return None
     own = has_own_steps(model)
     if own:
-        every = variables.optimizers(model).values()
+        optimizers_of_model = variables.optimizers(model).values()
         scaled = keras.optimizers.LossScaleOptimizer
-        optimizer = next((one for one in every if isinstance(one, scaled)), None)
+        optimizer = next(
+            (
+                optimizer_of_model
+                for optimizer_of_model in optimizers_of_model
+                if isinstance(optimizer_of_model, scaled)
+            ),
+            None,
+        )
     else:
         optimizer = model.optimizer
     return GuardedStep(guard, whole_batch, optimizer, own, done, state)
 
 
 def steps_before(guard: Guard | None, model: keras.Model) -> tf.Tensor | None:
-    """Returns how many steps were done, to be read as one begins.
+    """Returns the number of steps done; call it at the start of a step.
 
-    Optimizers take turns in it. `None` if there is no guard, or the guard asks the
-    model's optimizer.
+    It is the largest count of all optimizers, which may take turns. Returns `None`
+    without a guard, or if the guard reads the iterations of the model's optimizer.
     """
-    every = variables.optimizers(model).values()
-    if guard is None or not every or not has_own_steps(model):
+    optimizers_of_model = variables.optimizers(model).values()
+    if guard is None or not optimizers_of_model or not has_own_steps(model):
         return None
-    counts = [tf.cast(tf.identity(one.iterations), tf.int64) for one in every]
+    counts = [
+        tf.cast(tf.identity(optimizer.iterations), tf.int64)
+        for optimizer in optimizers_of_model
+    ]
     return tf.reduce_max(counts)
 
 
 def state_before(
     guard: Guard | None, model: keras.Model, trace: Trace | None = None
 ) -> State:
-    """Reads what a step of Keras's changes before the optimizer does.
+    """Reads the variables that Keras's own step changes before the optimizer does.
 
     Args:
         guard: The guard, if there is one.
         model: The model that the step trains.
-        trace: The step; without it, all that a step might change is read.
+        trace: The traced step; without it, all variables that a step might change are
+            read.
 
     Returns:
-        Variables, each with its value; none if nothing stops the step.
+        Variables, each with its value; empty if nothing can stop the step.
     """
     if guard is None or has_own_steps(model):
         return []
@@ -397,5 +406,5 @@ def state_before(
 
 
 def _values_of(every):
-    """TensorFlow's variables behind Keras's: of one that is cut, each shard."""
-    return [place for variable in every for place in sharded.places(variable)]
+    """Returns the TensorFlow variables of Keras variables: all shards of a cut one."""
+    return [value for variable in every for value in sharded.places(variable)]

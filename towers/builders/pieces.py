@@ -1,7 +1,7 @@
-"""The pieces of a builder: variables that Keras creates late, and batches.
+"""The pieces of a builder: creation of variables, and placement of batches.
 
-A tower cannot create a variable, so all of model, metrics and optimizer have to exist
-before one is traced.
+A tower cannot create a variable while it is traced. So the variables of model, metrics
+and optimizer, which Keras creates late, are created before.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _INDICES = tf.int32, tf.int64
 
 @dataclasses.dataclass
 class VariableCreator:
-    """Creates variables where the store has them, and divides layers among stages."""
+    """Creates variables where the store puts them, and divides layers among stages."""
 
     context: Context
     store: Store
@@ -41,14 +41,14 @@ class VariableCreator:
         Args:
             data: A batch, or its `tf.TypeSpec`s.
         """
-        # What is not known when the graph is built, it checks where the batch is cut.
+        # Sizes unknown at tracing are checked where the batch is cut.
         batch.check_rows(batch.specs(data))
         rows = batch.rows_given(data)
         with self._parts_placed(data):
             self._create(rows)
 
     def build_apart(self, data: Any, trains: bool = True) -> None:
-        """Creates the variables of layers and the optimizer, and cuts what is cut.
+        """Creates the variables of layers and the optimizer, and cuts them into parts.
 
         Args:
             data: A batch, or its `tf.TypeSpec`s.
@@ -62,20 +62,20 @@ class VariableCreator:
                 self.build_optimizer()
 
     def divide_layers(self, tower: Callable[[Pipeline], Sequence[Any]]) -> bool:
-        """Divides layers among stages by the time that each takes, once.
+        """Divides layers among stages by the measured time of each layer, once.
 
         Args:
             tower: Returns what a tower computes of a micro-batch of known size, for
                 a pipeline in which each layer is a stage.
 
         Returns:
-            Whether they may be on other stages now.
+            Whether layers may have moved to other stages.
         """
         context, plan = self.context, self.context.plan
         placement, model = plan.pipeline.placement, context.model
         if not placement.balanced or model.run_eagerly:
             return False
-        _ = placement.layers  # It says what does not fit.
+        _ = placement.layers  # Raises if the options do not fit the model.
         placement.balanced = False
         if is_deterministic():
             line = (
@@ -88,20 +88,20 @@ class VariableCreator:
         each_alone = LayerPlacement(model, layers=layers)
         begun_s, seconds = time.perf_counter(), None
         try:
-            # Not in an `init_scope`, where no tape records.
+            # Gradient tapes record nothing within an `init_scope`.
             towers = tower(Pipeline(len(layers), placement=each_alone))
             with tf.init_scope():
                 seconds = feature("stages.measure").seconds_of_parts(
                     towers, len(layers), plan.devices[0]
                 )
         except Exception as error:
-            # It is the user's model that is called.
+            # The user's model may raise any exception.
             line = (
                 f"The layers of model '{model.name}' are divided among stages by their "
                 f"weights, as they cannot be measured: {words.error_line(error)}"
             )
             context.say([line])
-        # All hosts divide them alike.
+        # All hosts have to divide the layers alike.
         if not all(plan.hosts.exchange(seconds is not None)):
             return False
         placement.balance(plan.hosts.broadcast_value(seconds))
@@ -114,20 +114,20 @@ class VariableCreator:
         return True
 
     def _create(self, rows):
-        """Creates the variables that Keras creates for a batch of such rows."""
+        """Creates the variables that Keras creates for a batch like `rows`."""
         model, home = self.context.model, self.context.plan.home
         if not model.run_eagerly:
-            # It would stop the tapes of layers that take gradients.
+            # An `init_scope` would stop the tapes of layers that compute gradients.
             lifted = contextlib.nullcontext if tf.executing_eagerly() else tf.init_scope
             with lifted(), tf.device(home):
                 eager.from_symbols(model, rows, self.context.preprocess)
         else:
-            # A run goes on in an epoch, of which metrics are to be restored.
+            # A resumed run continues within an epoch, whose metrics are restored.
             with eager.aside(model, builds=True), tf.init_scope(), tf.device(home):
                 eager.from_symbols(model, rows, self.context.preprocess)
 
     def build_optimizer(self) -> None:
-        """Creates the optimizer's variables, of a model that is built."""
+        """Creates the optimizer's variables; the model is built."""
         model = self.context.model
         home = self.context.plan.home
         if self.context.is_elastic:
@@ -144,7 +144,7 @@ class VariableCreator:
         Args:
             x: The inputs of a batch, or their `tf.TypeSpec`s.
         """
-        # A table may be larger than the device that is home.
+        # An embedding table may be larger than the memory of home.
         device = HOST if self.store.divides else self.context.plan.home
         model, preprocess = self.context.model, self.context.preprocess
         if model.built:
@@ -157,7 +157,7 @@ class VariableCreator:
 
     @contextlib.contextmanager
     def _parts_placed(self, data):
-        """Inside, parts lie where they are to, and slots are created beside them."""
+        """Inside, parts are on their devices, and slots are created beside them."""
         model, store = self.context.model, self.store
         if not store.divides:
             yield
@@ -172,10 +172,10 @@ class VariableCreator:
                 self.build_optimizer()
         if model.built:
             store.cut(data)
-        # Else it is built of ragged or sparse tensors, and then cut.
+        # Otherwise ragged or sparse inputs build the model, which is cut afterwards.
         with sharded.slots_like_variables():
             yield
-        store.cut(data)  # of what was built by now
+        store.cut(data)  # variables that were built inside
         with tf.init_scope():
             variables.move(model, self.context.plan.home_of)
 
@@ -184,17 +184,17 @@ def _specs(data):
     return tf.nest.flatten(batch.specs(data))
 
 
-# The batches on their way to the towers: cut and placed.
+# Batches: cut into local batches, and copied to the towers.
 
 
 @dataclasses.dataclass
 class LocalBatches:
-    """Makes one local batch for each tower of a global batch."""
+    """Cuts a global batch into one local batch for each tower."""
 
     context: Context
 
     def cut(self, data: Any) -> list[Any]:
-        """Cuts a batch, where it is: returns as many nests of tensors as towers."""
+        """Cuts a batch on its device; returns one nest of tensors for each tower."""
         batch.check_rows(data)
         data = tf.nest.map_structure(batch.as_tensor, data)
         bounds = self.context.plan.bounds(batch.batch_size(data))
@@ -206,10 +206,10 @@ class LocalBatches:
         return [batch.take(data, start, end) for start, end in bounds]
 
     def whole(self, data: Any) -> Any:
-        """Returns a whole batch, also where this host is given only some rows of it.
+        """Returns the global batch, also if this host reads only its rows.
 
         Args:
-            data: The batch, as it is given.
+            data: The batch, as this host reads it.
 
         Returns:
             (x, y, sample_weight).
@@ -222,24 +222,24 @@ class LocalBatches:
         return self.context.plan.gather(rows, batch.batch_size(data), "batch")
 
     def place(self, data: Any) -> list[Any]:
-        """Cuts a batch as `cut` does, and copies each part to its tower."""
+        """Cuts a batch, and copies each local batch to its tower."""
         return self.copy_each(self.cut(data))
 
     def copy_each(self, local_batches: Sequence[Any]) -> list[Any]:
-        """Copies each local batch to its tower's device."""
+        """Copies each local batch to the device of its tower."""
         return [*map(self.copy, self.context.plan.devices, local_batches)]
 
     def copy(self, device: str, local: Any) -> Any:
-        """Copies a local batch to a tower's device."""
+        """Copies a local batch to the device of a tower."""
         kept = () if self._sends_indices or not is_gpu(device) else _INDICES
         with tf.device(device), tf.name_scope("place"):
             return packing.copy(local, kept)
 
     @functools.cached_property
     def _sends_indices(self):
-        """Whether indices go to GPUs: those of tables at home would only come back.
+        """Whether to send indices to GPUs: tables at home need them at home.
 
-        It looks through all layers, and batches are placed in each step.
+        Cached, as it searches all layers, and batches are placed in each step.
         """
         context = self.context
         if is_gpu(context.plan.home) or context.model.run_eagerly:
@@ -247,11 +247,11 @@ class LocalBatches:
         return not substitutes.tables(context.model)
 
     def preprocess(self, data: Any, training: bool) -> Any:
-        """Returns a whole batch as the loss sees it, computed at home.
+        """Returns a global batch as the loss sees it, computed at home.
 
         Args:
             data: (x, y, sample_weight) of the batch.
-            training: Whether this is a part of training.
+            training: Whether the batch is used for training.
         """
         data, preprocess = self.whole(data), self.context.preprocess
         if preprocess is None:
@@ -261,17 +261,17 @@ class LocalBatches:
 
 
 class Pieces:
-    """The pieces that all ways to update variables have in common.
+    """The pieces that all ways to update variables share.
 
     Attributes:
-        context: What they share.
+        context: The state that the pieces share.
         store: Says where variables live, and updates them.
         batches: Cuts and places batches.
         creator: Creates variables.
     """
 
     def __init__(self, context: Context, store: Store):
-        """Puts them together; none knows anything of the model yet."""
+        """Composes the pieces; none knows the model's variables yet."""
         self.context, self.store = context, store
         self.batches = LocalBatches(context)
         self.creator = VariableCreator(context, store)

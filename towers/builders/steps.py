@@ -1,4 +1,4 @@
-"""The steps of a model on towers: Keras's, or those that it defines itself."""
+"""The steps of a model on towers: Keras's own, or steps that the model defines."""
 
 import contextlib
 import dataclasses
@@ -27,17 +27,18 @@ from towers.partition.partitioned import Partitioned, judge
 from towers.program.features import feature
 from towers.tower.errors import ModelError, explained_trace
 
-# Above it, the start gets too long if towers are copied into the step's graph: with a
-# ResNet-50 and 8 towers by a third, for steps that are 2% faster.
+# A larger model would take too long to start if towers were copied into the step's
+# graph: a ResNet-50 on 8 towers takes a third longer, for steps that are 2% faster.
 _MANY_LAYERS = 100
 
 
 @dataclasses.dataclass
 class Steps:
-    """The steps of a model, each traced as on one device, and cut.
+    """The steps of a model, each traced as on one device, and partitioned.
 
     Attributes:
-        pieces: Cut and place batches, create variables; the store says where they live.
+        pieces: Cut and place batches, and create variables; their store says where
+            variables live.
     """
 
     pieces: Pieces
@@ -61,10 +62,10 @@ class Steps:
         return self._run("predict_step", data)
 
     def _run(self, step, data, local_batches=None):
-        """Runs a step of the model on a global batch, and returns what it returns.
+        """Runs a step of the model on a global batch, and returns its results.
 
-        For the first batch of a kind, the step is traced and cut; every batch is placed
-        on the towers, and then the phases run (`PartitionedCall`).
+        Traces and partitions the step for the first batch of a kind. Each batch is
+        placed on the towers, where `PartitionedCall` runs the phases.
         """
         context, plan = self.pieces.context, self.pieces.context.plan
         model = context.model
@@ -95,19 +96,19 @@ class Steps:
         with context.agreeing_on(step, data):
             if partitioned.copied is not None:
                 self.pieces.store.follow_learning_rates()
-            whole = data if batch.part_of(data) is None else None
+            whole_batch = data if batch.part_of(data) is None else None
             size = batch.batch_size(data)
             execution = context.execution(step)
             return partitioned(
-                plan, local_batches, size, whole, execution, timers, guard
+                plan, local_batches, size, whole_batch, execution, timers, guard
             )
 
     def create_variables(self, data: Any) -> None:
-        """Has a step create what it creates late; `data` is a batch, or its specs."""
+        """Traces the step to create its variables; `data` is a batch or its specs."""
         self._create("train_step", data)
 
     def _create(self, step, data):
-        """Traces a step for the variables that it creates, and keeps what it traced."""
+        """Traces a step to create its variables, and keeps the trace."""
         context = self.pieces.context
         if step in self._created:
             return
@@ -120,34 +121,34 @@ class Steps:
         if step == "train_step":
             self._create_for_training(data)
         elif self._places_first:
-            # What is traced here reads variables where they stay.
+            # The trace reads variables on their final devices.
             with tf.init_scope():
                 self.pieces.creator.build_apart(data, trains=False)
                 variables.move(context.model, context.plan.home_of)
-        # Not in an `init_scope`, where no tape records.
+        # Gradient tapes record nothing within an `init_scope`.
         with tf.device(context.plan.home):
             partitioned = self._partition(step, _local_spec(data))
         if step == "train_step":
             with tf.init_scope():
                 describe_stages(self.pieces, partitioned, data)
-        # Only now, as a second try has to do what a first one could not.
+        # Set at the end: after an exception, a second call has to try again.
         self._created.add(step)
 
     def _create_for_training(self, data):
-        """Creates what has to be there before a step of training is traced."""
+        """Creates the variables that have to exist before a training step is traced."""
         context, creator = self.pieces.context, self.pieces.creator
         if not overrides(context.model, "train_step"):
-            # What Keras's step creates is known, and need not be traced for.
+            # The variables of Keras's step are known without a trace.
             creator.build_all(data)
         elif self._places_first:
-            # They are placed as they are created, which a graph cannot do.
+            # Variables are placed as they are created, which a graph cannot do.
             with tf.init_scope():
                 creator.build_apart(data)
-            # What was traced of a table that was whole refers to that.
+            # Earlier traces refer to tables that were whole then.
             self._partitioned.clear()
         else:
             if context.plan.pipeline.recompute != "none":
-                # A layer is known by what it is, and so before it is called.
+                # Traces recognize a layer that exists before it is called.
                 x, *_ = keras.utils.unpack_x_y_sample_weight(data)
                 creator.build_layers(x)
             return
@@ -156,7 +157,7 @@ class Steps:
             self.pieces.store.settle(data, divided)
 
     def _stages_of_tower(self, data, pipeline):
-        """Cuts what a tower computes of a micro-batch of known size into stages."""
+        """Cuts a tower's computation of a micro-batch of known size into stages."""
         context = self.pieces.context
         verdict = judge(
             self._reading_stand_ins(context.step_function("train_step")),
@@ -170,18 +171,18 @@ class Steps:
 
     @property
     def _places_first(self):
-        """Whether variables are placed before a step is traced."""
+        """Whether variables are moved to their devices before a step is traced."""
         several = self.pieces.context.plan.pipeline.stages > 1
         return several or self.pieces.store.divides
 
     def _partition(self, step, spec):
-        """Returns a step of the model, partitioned for batches of a kind."""
+        """Returns a step of the model, partitioned for batches like `spec`."""
         if (step, str(spec)) not in self._partitioned:
             context = self.pieces.context
             trains, pipeline = step == "train_step", context.plan.pipeline
             store = self.pieces.store
             if not trains:
-                # Nothing is kept for a gradient.
+                # Evaluation keeps no activations for gradients.
                 pipeline = dataclasses.replace(pipeline, recompute="none")
             with explained_trace(context.model):
                 verdict = judge(
@@ -199,7 +200,7 @@ class Steps:
                 return self._partition(step, spec)
             partitioned = Partitioned(verdict, self._towers_stay)
             if step == "train_step" and context.strict:
-                # Its variables are there now, if the step has built it.
+                # A step that builds the model has created its variables by now.
                 check_variables(context.model)
             self._partitioned[step, str(spec)] = partitioned
             lines = partitioned.lines(step_name(context, step))
@@ -207,11 +208,11 @@ class Steps:
         return self._partitioned[step, str(spec)]
 
     def _keep_whole(self, step, assigned):
-        """Puts parameters that a step assigns itself at home, as whole variables."""
+        """Moves parameters that a step assigns itself to home, as whole variables."""
         context, model = self.pieces.context, self.pieces.context.model
         chosen = [v for v in model.trainable_variables if sharded.of(v) in assigned]
         self.pieces.store.keep_whole(chosen)
-        # What was traced refers to the parts.
+        # Earlier traces refer to the parts.
         self._partitioned.clear()
         names = ", ".join(variable.path for variable in chosen)
         line = (
@@ -221,12 +222,12 @@ class Steps:
         context.say([line])
 
     def report(self, step: str, partitioned: Partitioned, lines: Sequence[str]) -> None:
-        """Notes and says what a step does otherwise than it would on one device.
+        """Notes, and prints, how a step on towers differs from one on one device.
 
         Args:
-            step: Its name.
-            partitioned: The step.
-            lines: What is to be said before all else.
+            step: Name of the step.
+            partitioned: The partitioned step.
+            lines: Lines to print first.
         """
         context = self.pieces.context
         stand_ins = self.pieces.store.stand_ins()
@@ -236,7 +237,7 @@ class Steps:
         report.say(lines)
 
     def _reading_stand_ins(self, function):
-        """Makes a function read stand-ins in place of variables in parts."""
+        """Wraps a function so that it reads stand-ins for variables in parts."""
 
         def reading(data):
             with sharded.standing_in(self.pieces.context.model.variables):
@@ -246,10 +247,10 @@ class Steps:
 
     @property
     def _towers_stay(self):
-        """Whether what towers compute stays a function in the step's graph."""
+        """Whether the towers' computation stays a function in the step's graph."""
         model, hosts = self.pieces.context.model, self.pieces.context.plan.hosts
         size = sum(math.prod(v.shape) * 4 for v in model.trainable_variables)
-        # The results of a function come all at once, no gradient before the last.
+        # A function returns all results at once: no gradient before the last one.
         return len(layers_of(model)) > _MANY_LAYERS and not hosts.overlaps(size)
 
 
@@ -257,7 +258,7 @@ def _local_spec(data):
     return batch.local_spec(batch.specs(batch.rows_given(data)), None)
 
 
-# Refuses models that towers cannot compute, by a `ModelError` in a sentence.
+# Refuses models that towers cannot compute, with a `ModelError`.
 
 
 def check_variables(model: keras.Model) -> None:
@@ -273,7 +274,7 @@ def check_variables(model: keras.Model) -> None:
 
 
 def refuse_stateful(model: keras.Model) -> None:
-    """Refuses layers that keep a state for each row of the batch: a `ModelError`."""
+    """Refuses layers that keep a state for each row of the batch."""
     for layer in layers_of(model):
         if getattr(layer, "stateful", False):
             raise ModelError(
@@ -283,11 +284,11 @@ def refuse_stateful(model: keras.Model) -> None:
 
 
 def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
-    """Refuses random numbers of TensorFlow's own state, on several hosts.
+    """Refuses random numbers from TensorFlow's own state, on several hosts.
 
     Args:
         model: The model.
-        phrases: They tell where a step draws such numbers; none if it does not.
+        phrases: Phrases that say where a step draws such numbers; empty if it does not.
     """
     if phrases:
         raise ModelError(
@@ -298,21 +299,21 @@ def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
 
 
 def is_synchronized(model: keras.Model) -> bool:
-    """Tells whether a layer normalizes by all rows of a batch."""
+    """Returns whether a layer normalizes over all rows of a global batch."""
     return any(getattr(layer, "synchronized", False) for layer in layers_of(model))
 
 
-# Says what a step on towers does otherwise than it would on one device.
+# Reports how a step on towers differs from one on one device.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Notes and says what is so of a partitioned step; each line is said once.
+    """Notes and prints facts about a partitioned step; each line is printed once.
 
     Attributes:
-        context: The builder's.
-        step: The name of the step, such as "train_step".
-        partitioned: The step.
+        context: The builder's context.
+        step: Name of the step, such as "train_step".
+        partitioned: The partitioned step.
         stand_ins: The `id`s of handles that stand in for variables of the model.
     """
 
@@ -322,14 +323,14 @@ class StepReport:
     stand_ins: Collection[int] = ()
 
     def note(self) -> None:
-        """Notes what is so of a step of training; see `ModelFacts`."""
+        """Notes facts about a training step; see `ModelFacts`."""
         gathered, facts = self.partitioned.placement.gathered, self.context.facts
         facts.loss_placed = "gathered" if gathered else "tower"
         facts.unseeded = self._unseeded_draws()
         facts.unsaved = self._unsaved_variables()
 
     def say(self, lines: Sequence[str]) -> None:
-        """Says some lines of the step, and what else is so of this one."""
+        """Prints some lines about the step, and then all others that apply to it."""
         context, step, partitioned = self.context, self.step, self.partitioned
         execution, trace = context.execution(step), partitioned.trace
         name = step_name(context, step)
@@ -359,16 +360,16 @@ class StepReport:
             context.say([line])
 
     def _unseeded_draws(self):
-        """Returns phrases: where random numbers are drawn of no state of the model."""
+        """Returns phrases that say where random numbers come from no model state."""
         if self.context.preprocess is not None:
-            # It may draw by `tf.random`.
+            # Preprocessing may draw with `tf.random`.
             return []
         names = sorted(variable.name for variable in self._unsaved_variables())
         of_keras = [f" by {name}" for name in names if "seed_generator" in name]
         return [*self.partitioned.stateful_draws, *of_keras]
 
     def _unsaved_variables(self):
-        """Returns the variables that the step changes, and nobody saves."""
+        """Returns the variables that the step changes and no checkpoint saves."""
         model, trace = self.context.model, self.partitioned.trace
         saved = {*self.stand_ins}
         for variable in variables.of(model):
@@ -380,12 +381,12 @@ class StepReport:
 
 
 def step_name(context: Context, step: str) -> str:
-    """Returns what a sentence calls a step of the model, at its begin."""
+    """Returns the name of a step of the model, for the start of a sentence."""
     return f"The {step} of model '{context.model.name}'"
 
 
 def words_of_draws(phrases: Sequence[str]) -> str:
-    """Says of a step where it draws random numbers without a seed, in phrases."""
+    """Returns a clause that says where a step draws random numbers without a seed."""
     return (
         f"draws random numbers without a seed{','.join(phrases)}, so that no run can "
         "repeat them; expected those of keras.random, with a keras.random.SeedGenerator"
@@ -393,12 +394,13 @@ def words_of_draws(phrases: Sequence[str]) -> str:
 
 
 def describe_stages(pieces: Pieces, partitioned: Partitioned, data: Any) -> None:
-    """Says once which layers are on which stage, and what memory they take.
+    """Prints once which layers are on which stage, and the memory they take.
 
     Args:
         pieces: The pieces of the builder.
-        partitioned: The step of training.
-        data: A batch, or its `tf.TypeSpec`s; if its size is not known, nothing is said.
+        partitioned: The partitioned training step.
+        data: A batch, or its `tf.TypeSpec`s; if its size is not known, nothing is
+            printed.
     """
     context, pipeline = pieces.context, pieces.context.plan.pipeline
     first, *_ = tf.nest.flatten(batch.specs(data))
@@ -410,13 +412,13 @@ def describe_stages(pieces: Pieces, partitioned: Partitioned, data: Any) -> None
     context.say(table.lines(pipeline, placement.kept, rows))
 
 
-# Steps that run eagerly: one device of each host computes a batch, op by op.
+# Eager steps: one device of each host computes the whole batch, operation by operation.
 
 
 def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
-    """Runs a step of a whole batch on the device of home, and returns its results.
+    """Runs a step on a whole batch on the home device, and returns its results.
 
-    Each host does so; all get the results of the first one.
+    Each host runs the step; all return the results of the first host.
     """
     context, plan = pieces.context, pieces.context.plan
     model, hosts = context.model, plan.hosts
@@ -427,7 +429,7 @@ def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
     if hosts.count > 1:
         line += f" Each of {hosts.count} hosts does so, and has the first's numbers."
     context.say([line])
-    # A tape knows whole variables only, as graphs before may have left none.
+    # Gradient tapes know whole variables only; earlier graphs may have cut them.
     tables.bring_home(model, plan.home_of)
     with context.agreeing_on(step, data):
         if batch.part_of(data) is not None:
@@ -436,14 +438,14 @@ def run_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
         with tf.device(plan.home):
             results = compute_eagerly(pieces, step, data)
     if hosts.count > 1:
-        # Other hosts may have drawn or rounded otherwise.
+        # Other hosts may have drawn other random numbers, or rounded differently.
         pieces.store.follow_first_host()
         results = _of_first_host(hosts, results)
     return results
 
 
 def compute_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
-    """Computes a step of a batch where it is called; the guard looks at gradients."""
+    """Computes a step on a batch, on the current device; the guard checks gradients."""
     context = pieces.context
     if step != "train_step" or context.guard is None:
         return context.step_function(step)(data)
@@ -464,7 +466,7 @@ def compute_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
 
     def apply(original, optimizer, grads, trainable_variables=None):
         observed = contextlib.nullcontext()
-        # A user's optimizer may call others.
+        # The user's optimizer may call other optimizers inside.
         if optimizer in variables.optimizers(model, only_built=False).values():
             gradients = [*grads]
             observed = guard.before(Gradients([gradients], gradients, losses=losses))
@@ -479,7 +481,7 @@ def compute_eagerly(pieces: Pieces, step: str, data: Any) -> Any:
 
 
 def _of_first_host(hosts: World, values: Any) -> Any:
-    """Returns the first host's values of a nest; strings stay those of each host."""
+    """Returns the first host's values of a nest; each host keeps its own strings."""
     flat = tf.nest.flatten(values, expand_composites=True)
     flat = [None if value is None else tf.convert_to_tensor(value) for value in flat]
     sent = [i for i, t in enumerate(flat) if t is not None and t.dtype != tf.string]

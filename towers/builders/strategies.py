@@ -1,8 +1,9 @@
-"""The ways to update variables: each is a store with the steps that all have.
+"""The ways to update variables: each combines a store with the common steps.
 
-A new way is a store (`stores/store.py`), a function here that names it, and an entry in
-`STRATEGIES`. Users ask for it by a value in `model/options.py`, whose `builder_options`
-are the function's arguments. The table of CONTRIBUTING.md has all places.
+A new way needs a store (`stores/store.py`), a function here that names it, and an entry
+in `STRATEGIES`. Users select it with a value in `model/options.py`, whose
+`builder_options` are the function's arguments. A table in CONTRIBUTING.md lists all
+places to change.
 """
 
 import functools
@@ -21,11 +22,11 @@ from towers.program.features import feature
 
 
 def parameter_server(context: Context) -> Builder:
-    """Variables at home, updated once a step.
+    """Keeps variables at home, and updates them once a step.
 
-    Each step, every tower gets the variables' values from home and computes its part of
-    the gradient; the parts are added on one device, and the optimizer is applied once.
-    The recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
+    In each step, every tower reads the variables from home and computes its part of the
+    gradient. The parts are added on one device, and the optimizer is applied once. The
+    recipe is that of the CIFAR-10 multi-GPU tutorial and of tf_cnn_benchmarks'
     `variable_update=parameter_server`.
     """
     return _with_store("parameter_server", context, lambda: Store(context))
@@ -36,21 +37,21 @@ def replicated(
     all_reduce_alg: str = "auto",
     shard_optimizer_state: bool = False,
 ) -> Builder:
-    """Every tower has a copy of the variables, and updates it.
+    """Gives every tower a copy of the variables, which the tower updates.
 
-    Each step, every tower computes its part of the gradient with its own copy; the
-    parts are added by all-reduce, packed; then every tower applies the same update. So
-    the copies stay equal, and only gradients travel. The recipe is that of Horovod
+    In each step, every tower computes its part of the gradient with its own copy. The
+    parts are packed and all-reduced, and every tower applies the same update. So the
+    copies stay equal, and only gradients are sent. The recipe is that of Horovod
     (Sergeev and Del Balso 2018) and of tf_cnn_benchmarks' `variable_update=replicated`.
 
     Args:
         context: Its plan has the first tower's device as home.
         all_reduce_alg: How gradients are added: a key of `reduce.ALGORITHMS`, or
             "auto".
-        shard_optimizer_state: Whether each tower updates a part of the parameters
-            instead, and has the optimizer's state of that part alone. Then gradients go
-            to those that update, and towers gather the parameters once in a step, as in
-            the second stage of ZeRO (Rajbhandari et al. 2020).
+        shard_optimizer_state: Whether each tower updates a shard of the parameters
+            instead, and holds the optimizer state of that shard alone. Then gradients
+            are sent to the towers that update them, and towers gather the parameters
+            once a step, as in the second stage of ZeRO (Rajbhandari et al. 2020).
     """
 
     def store():
@@ -62,16 +63,16 @@ def replicated(
 
 
 def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
-    """Every device keeps a part of each large variable, and updates it.
+    """Shards each large variable over the devices; each device updates its shard.
 
-    Each step, every tower gathers a parameter when an operation needs it, and lets go
-    of it afterwards; the parts of gradients are added where those of the parameters
-    are, and the optimizer is applied to them there. See `layers/parameters.py`. With
-    stages, towers gather the parameters of each stage once in a step.
+    In each step, every tower gathers a parameter when an operation needs it, and frees
+    it afterwards. The gradients of a shard are added on its device, where the optimizer
+    is applied. See `layers/parameters.py`. With stages, towers gather the parameters of
+    each stage once a step.
 
     Args:
         context: Its plan has the first tower's device as home.
-        min_bytes: How large variables are that are sharded.
+        min_bytes: Minimum size of a variable that is sharded.
     """
     by_use = context.plan.pipeline.stages == 1
     return _with_store(
@@ -82,12 +83,12 @@ def sharded(context: Context, min_bytes: int = parameters.MIN_BYTES) -> Builder:
 
 
 def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
-    """Each tower updates the variables at home by itself; see `asynchronous/`.
+    """Lets each tower update the variables at home by itself; see `asynchronous/`.
 
     Args:
-        context: What the pieces share.
-        max_staleness: How many updates other towers may make between a tower's reading
-            the variables and its update. Any by default.
+        context: The state that the pieces of the builder share.
+        max_staleness: Maximum number of updates that other towers may make between a
+            tower's read of the variables and its update. Unbounded by default.
     """
     return feature("builders.asynchronous.strategy").asynchronous(
         context, max_staleness
@@ -95,7 +96,7 @@ def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
 
 
 def _with_store(name: str, context: Context, store: Callable[[], Store]) -> Builder:
-    """Makes a builder of the steps that all synchronous ways have, with a store."""
+    """Makes a builder of the synchronous steps and a store."""
 
     def compose():
         steps = Steps(Pieces(context, store()))

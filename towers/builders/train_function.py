@@ -18,13 +18,13 @@ def train_function(
     """Makes the function that Keras's `fit` calls with an iterator over batches.
 
     Args:
-        pieces: Place batches, and give copies of variables their values.
+        pieces: Place batches, and hold the store.
         training: Creates variables and trains: `Steps`, or `AsynchronousTraining`.
-        scope: Makes the context that steps are traced and run in.
+        scope: Makes the context in which steps are traced and run.
 
     Returns:
-        A function that takes as many batches as the model has steps in a call, and
-        returns the logs of the last; see `loop.train_function`.
+        A function that trains on as many batches as the model has steps per execution,
+        and returns the logs of the last; see `loop.train_function`.
     """
     context, store = pieces.context, pieces.store
 
@@ -53,7 +53,7 @@ def train_function(
     def function(iterator):
         # Between two batches, callbacks do the same on all hosts.
         if store.stale and context.plan.hosts.count > 1:
-            # A host that has just arrived has to have what the others have.
+            # A host that has just joined needs the values of the others.
             loop.create_for(create, iterator)
             with scope():
                 follow()

@@ -1,1 +1,1 @@
-"""Cuts batches for the towers, sends values to them and adds up what they return."""
+"""Cuts batches for the towers, sends values to towers and adds their results."""

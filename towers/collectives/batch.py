@@ -1,11 +1,10 @@
-"""The local batches of a global batch, as integers and as tensors.
+"""Cuts a global batch into local batches, given as integers or tensors, and joins them.
 
-Knows how a batch is cut, and put together again. Which device gets which local batch,
-and what that weighs in the loss, is the builders' business.
+Builders decide which device gets which local batch, and its weight in the loss.
 
-Each host knows how many rows the whole batch has, and which are its own, whether it is
-given all or some (`HostPart`). So sizes, fractions and the end of the data need no
-message.
+Each host knows the number of rows of the global batch, and which rows are its own,
+whether it reads all rows or only some (`HostPart`). So sizes, fractions and the end of
+the data need no communication.
 """
 
 import collections
@@ -19,20 +18,20 @@ import tensorflow as tf
 
 from towers.program import words
 
-# The type of what says which part of a batch a tower has: no value has more digits.
+# The type of the fraction of a global batch that a tower has: the most precise one.
 FRACTION = tf.float64
 
 
 class HostPart(NamedTuple):
-    """The inputs of a host that is given only some rows of a global batch.
+    """The inputs of a host that reads only some rows of a global batch.
 
-    It stands in the place of x. Targets and weights beside it have the same rows.
+    It takes the place of x. Targets and weights beside it have the same rows.
 
     Attributes:
         x: The inputs, a nest of tensors.
-        first: Which row of the global batch the first one is: an int32 scalar.
-        total: Number of rows of the global batch, another.
-        mark: Tells the global batch from others, a number from 0 to 65520.
+        first: Index of the first row in the global batch: an int32 scalar.
+        total: Number of rows of the global batch: an int32 scalar.
+        mark: Identifies the global batch: a number from 0 to 65520.
     """
 
     x: Any
@@ -42,9 +41,10 @@ class HostPart(NamedTuple):
 
 
 def part_of(batch: Any) -> HostPart | None:
-    """Returns the inputs of a batch of which this host is given only some rows.
+    """Returns the inputs of a batch of which this host reads only some rows.
 
-    `None` if it is given the whole batch. `batch` is x, (x, y) or (x, y, weights).
+    Returns `None` if the host reads the whole batch. `batch` is x, (x, y) or
+    (x, y, weights).
     """
     x = batch
     if isinstance(batch, tuple | list) and batch and not isinstance(batch, HostPart):
@@ -53,7 +53,7 @@ def part_of(batch: Any) -> HostPart | None:
 
 
 def rows_given(batch: Any) -> Any:
-    """Returns a batch as it is given to this host, without what says which rows."""
+    """Returns the rows that this host reads, with x in place of any `HostPart`."""
     part = part_of(batch)
     if part is None:
         return batch
@@ -63,10 +63,10 @@ def rows_given(batch: Any) -> Any:
 def cut(total: int, split_ratios: Sequence[int]) -> list[int]:
     """Cuts `total` examples into one number for each tower.
 
-    What does not divide goes to the first towers, one example each. With even ratios,
-    sizes differ by at most one, and a batch smaller than the number of towers leaves
-    the last of them idle instead of overloading one; the first is idle in an empty
-    batch only.
+    The remainder goes to the first towers, one example each. With even ratios, sizes
+    differ by at most one, and a batch smaller than the number of towers leaves the last
+    towers idle instead of overloading one; the first tower is idle in an empty batch
+    only.
 
     >>> cut(11, (1, 1, 1, 1))
     [3, 3, 3, 2]
@@ -77,8 +77,7 @@ def cut(total: int, split_ratios: Sequence[int]) -> list[int]:
 
     Args:
         total: Number of examples, 0 or more.
-        split_ratios: How much each tower gets, relative to the others: positive
-            integers.
+        split_ratios: Share of each tower, relative to the others: positive integers.
 
     Returns:
         One size for each tower; they sum to `total`.
@@ -97,20 +96,20 @@ def cut(total: int, split_ratios: Sequence[int]) -> list[int]:
 def split_bounds(
     total: tf.Tensor | int, split_ratios: Sequence[int]
 ) -> list[tuple[Any, Any]]:
-    """Computes where each tower's local batch starts and ends; see `cut`.
+    """Computes the start and end of each tower's local batch; see `cut`.
 
     Returns one pair (start, end) for each tower, of the type of `total`: ints, or
     scalar integer tensors.
     """
-    whole = sum(split_ratios)
+    ratios = sum(split_ratios)
     if isinstance(total, int):
-        sizes = [total * ratio // whole for ratio in (0, *split_ratios)]
+        sizes = [total * ratio // ratios for ratio in (0, *split_ratios)]
         left = total - sum(sizes)
         starts = itertools.accumulate(sizes)
         edges = [edge + min(k, left) for k, edge in enumerate(starts)]
     else:
-        # The same for all towers at once: each operation takes time to trace.
-        sizes = total * tf.constant((0, *split_ratios), total.dtype) // whole
+        # Vectorized over the towers, as each operation takes time to trace.
+        sizes = total * tf.constant((0, *split_ratios), total.dtype) // ratios
         more = tf.constant([*range(len(split_ratios) + 1)], total.dtype)
         left = total - tf.reduce_sum(sizes)
         edges = tf.unstack(tf.cumsum(sizes) + tf.minimum(more, left))
@@ -118,11 +117,11 @@ def split_bounds(
 
 
 def batch_size(batch: Any) -> int | tf.Tensor:
-    """Returns the number of examples in a batch, also of those that others are given.
+    """Returns the number of examples in a global batch, also if a host reads only some.
 
     Args:
         batch: A nest of tensors whose first dimensions are the examples; `None`
-            entries and scalars are passed over.
+            entries and scalars are ignored.
 
     Returns:
         An int where the shape is known, a scalar int32 tensor where it is not.
@@ -133,12 +132,12 @@ def batch_size(batch: Any) -> int | tf.Tensor:
     if (part := part_of(batch)) is not None:
         total = tf.get_static_value(part.total)
         return part.total if total is None else int(total)
-    every = [t for t in tf.nest.flatten(batch) if t is not None]
-    tensors = [t for t in every if not _is_scalar(t)]
+    entries = [t for t in tf.nest.flatten(batch) if t is not None]
+    tensors = [t for t in entries if not _is_scalar(t)]
     if not tensors:
-        found = "with scalars only" if every else "without any tensor"
+        described = "with scalars only" if entries else "without any tensor"
         raise ValueError(
-            f"Received a batch {found}; expected inputs with one row an example."
+            f"Received a batch {described}; expected inputs with one row an example."
         )
     first = tensors[0]
     size = first.shape[0]
@@ -148,13 +147,13 @@ def batch_size(batch: Any) -> int | tf.Tensor:
         return tf.cast(first.nrows(), tf.int32)
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
-    # Where the tensor is: elsewhere it would have to go, to be looked at.
+    # On the device of the tensor: elsewhere it would be copied to read its shape.
     with tf.compat.v1.get_default_graph().colocate_with(first):
         return tf.shape(first)[0]
 
 
 def as_tensor(value: Any) -> Any:
-    """Makes a tensor of an array or a number of NumPy's; leaves all else as it is."""
+    """Converts a NumPy array or number to a tensor; returns other values unchanged."""
     is_numpy = isinstance(value, np.ndarray | np.generic)
     return tf.convert_to_tensor(value) if is_numpy else value
 
@@ -171,18 +170,19 @@ _AS_MANY = (
 def check_rows(batch: Any) -> None:
     """Checks that all tensors of a batch have the same number of rows.
 
-    Where a number is not known when the graph is built, the graph checks it.
+    The graph checks numbers that are not known when it is built.
 
     Args:
         batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
             `None` entries and scalars are ignored.
 
     Raises:
-        ValueError: If they differ; `tf.errors.InvalidArgumentError` from the graph.
+        ValueError: If the numbers differ; `tf.errors.InvalidArgumentError` from the
+            graph.
     """
     parts = _named(rows_given(batch))
     tensors = {name: t for name, t in parts if t is not None and not _is_scalar(t)}
-    # Of a spec, only what it says.
+    # A spec is checked if its number of rows is known.
     sizes = {
         name: batch_size(t)
         for name, t in tensors.items()
@@ -200,12 +200,12 @@ def check_rows(batch: Any) -> None:
     first, *others = sizes.items() or [(None, None)]
     for name, size in others:
         if not (isinstance(first[1], int) and isinstance(size, int)):
-            said = f"Received {name} and {first[0]} with different numbers of rows; "
-            tf.debugging.assert_equal(size, first[1], said + _AS_MANY)
+            message = f"Received {name} and {first[0]} with different numbers of rows; "
+            tf.debugging.assert_equal(size, first[1], message + _AS_MANY)
 
 
 def _named(batch):
-    """The tensors of a batch, with the names that a user knows them by."""
+    """Yields the tensors of a batch, with the names that a user knows."""
     parts = keras.tree.flatten_with_path(batch)
     # (x, y, sample_weight); a list is x.
     apart = isinstance(batch, tuple) and len(batch) <= len(_PARTS)
@@ -254,7 +254,7 @@ def _is_scalar(tensor):
 
 
 def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
-    """Puts the towers' outputs together again, in the order of the examples.
+    """Joins the towers' outputs, in the order of the examples.
 
     Args:
         local_batches: One nest of tensors for each tower, each with one row an example.
@@ -276,8 +276,8 @@ def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
             )
             return concat(0, list(parts))
         if any(None in part.shape[1:] for part in parts):
-            # An idle tower cannot know the other dimensions of what it did not
-            # compute, and concat insists on them.
+            # `concat` needs the other dimensions of all parts, which an idle tower
+            # does not know.
             inner = tf.shape(parts[0])[1:]
             parts = [
                 tf.reshape(part, tf.concat([[size], inner], axis=0))
@@ -289,7 +289,7 @@ def join(local_batches: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
 
 def specs(nest: Any) -> Any:
-    """Returns a nest of tensors or arrays as `tf.TypeSpec`s; these and `None` stay."""
+    """Converts a nest of tensors or arrays to `tf.TypeSpec`s; specs and `None` stay."""
 
     def spec(value):
         known = value is None or isinstance(value, tf.TypeSpec)
@@ -299,12 +299,12 @@ def specs(nest: Any) -> Any:
 
 
 def local_spec(batch: Any, rows: int | None) -> Any:
-    """Describes a local batch, for tracing.
+    """Returns the specs of a local batch, for tracing.
 
     Args:
         batch: A nest of tensors with one row an example, or of their `tf.TypeSpec`s;
             `None` and scalars stay.
-        rows: Number of rows, `None` where local batches differ.
+        rows: Number of rows, `None` if local batches differ.
 
     Returns:
         The same nest of `tf.TypeSpec`s.
@@ -335,15 +335,15 @@ def local_spec(batch: Any, rows: int | None) -> Any:
 def fractions(
     sizes: Sequence[int | tf.Tensor], total: int | tf.Tensor | None = None
 ) -> list[tf.Tensor]:
-    """Returns the part of the global batch that each local batch is.
+    """Returns the fraction of the global batch that each local batch has.
 
     Args:
-        sizes: The towers' numbers of examples.
-        total: That of the global batch; their sum by default.
+        sizes: The numbers of examples of the towers.
+        total: Number of examples of the global batch; the sum of `sizes` by default.
 
     Returns:
-        One scalar of type `FRACTION` for each tower; those of all towers sum to 1, or
-        to 0 if there is no row.
+        One scalar of type `FRACTION` for each tower; the fractions of all towers sum to
+        1, or to 0 if there is no row.
     """
     rows = tf.cast(tf.stack(sizes), FRACTION)
     total = tf.reduce_sum(rows) if total is None else tf.cast(total, FRACTION)
@@ -354,9 +354,9 @@ def nothing_like(tensor: tf.Tensor, none: tf.Tensor) -> tf.Tensor:
     """Returns zeros like a tensor, without rows where their number is not known.
 
     Args:
-        tensor: What the zeros stand in for.
-        none: A scalar that is 0 when this is computed. A constant would make the graph
-            believe that there are never any rows.
+        tensor: The tensor to be replaced.
+        none: A scalar that is 0 when computed. With a constant, shape inference would
+            conclude that there are never any rows.
     """
     if tensor.dtype == tf.variant:
         return tf.raw_ops.EmptyTensorList(

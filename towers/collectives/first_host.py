@@ -1,4 +1,4 @@
-"""Gives variables the values that the first host has."""
+"""Assigns the values of the first host to the variables of all hosts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from towers.layers.variables import digest
 
 
 def follow_first_host(hosts: World, variables: Sequence[Any]) -> None:
-    """Gives variables the first host's values; all hosts call it together.
+    """Assigns the first host's values to variables; all hosts call it together.
 
-    Values travel only where digests tell that they differ.
+    Values are sent only if digests show that they differ.
 
     Args:
         hosts: All hosts.
-        variables: Keras variables, or TensorFlow's, in the same order on each host.
+        variables: Variables of Keras or TensorFlow, in the same order on each host.
     """
     if not variables:
         return
@@ -31,6 +31,6 @@ def follow_first_host(hosts: World, variables: Sequence[Any]) -> None:
                 variable.assign(value)
             return tf.constant(True)
 
-        # All hosts see all digests, and so decide alike.
+        # All hosts see all digests, and so take the same branch.
         equal = tf.reduce_all(digests == digests[0])
         tf.cond(equal, lambda: tf.constant(True), follow)

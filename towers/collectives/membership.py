@@ -1,4 +1,4 @@
-"""This process's place among the hosts that it trains with at present."""
+"""Returns the group of hosts that this process trains with."""
 
 from towers.collectives.world import ALONE, World
 from towers.hosts import group
@@ -6,7 +6,7 @@ from towers.program.features import feature
 
 
 def this_host() -> World:
-    """Returns the hosts that train together, `ALONE` if this one trains by itself."""
+    """Returns the hosts that train together; `ALONE` if this host trains by itself."""
     membership = group.joined()
     if membership is None or membership.count == 1:
         return ALONE

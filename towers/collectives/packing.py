@@ -1,9 +1,8 @@
-"""Many tensors as a few flat buffers, one for each type, and back.
+"""Packs many tensors into a few flat buffers, one for each type, and unpacks them.
 
-What goes from one memory to another goes faster in one piece: a transfer or a sum of a
-buffer costs one start, however many variables are in it. Where buffers go is the
-caller's business; these functions run on the device that they are called on. What is
-taken out of a buffer shares its memory.
+One transfer, or one sum, of a buffer is faster than one for each tensor, as it starts
+once. Callers decide where buffers are sent; these functions run on the current device.
+Unpacked tensors share the memory of their buffer.
 """
 
 import collections
@@ -15,20 +14,20 @@ import tensorflow as tf
 
 from towers.devices.names import HOST, is_gpu
 
-# As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough for the
-# network, small enough to begin while the rest of the gradients are computed.
+# As in PyTorch's DistributedDataParallel (Li et al. 2020): large enough to use the
+# network, small enough to start while the remaining gradients are computed.
 BUCKET_BYTES = 25 * 2**20
-# The only type of whole numbers that TensorFlow splits for a GPU.
+# The only integer type that TensorFlow splits on a GPU.
 INTEGER = tf.int32
-# TensorFlow copies a slice of a tensor unless it begins and ends at such a place.
+# TensorFlow copies a slice of a tensor unless it begins and ends at such a multiple.
 _ALIGNED_BYTES = 64
 
 
 def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
-    """Copies tensors as they are, one by one.
+    """Copies the tensors of a nest to the current device, one by one.
 
     Args:
-        nest: A nest of dense, ragged or sparse tensors, of numbers, and of `None`.
+        nest: A nest of dense, ragged or sparse tensors of numbers, and of `None`.
         kept: Types that are not copied.
     """
 
@@ -41,21 +40,21 @@ def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
 
 
 def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
-    """Joins tensors into one flat buffer for each type.
+    """Packs tensors into one flat buffer for each type.
 
-    Each tensor begins at a multiple of 64 bytes, with zeros before it, but for int32.
+    Except for int32, each tensor begins at a multiple of 64 bytes, with zeros before.
 
     Args:
-        tensors: Tensors of any shapes and types. What is not dense, or neither of a
-            floating type nor in int32, or `None`, is passed over.
+        tensors: Tensors of any shapes and types. Skips `None` and all tensors that are
+            not dense, or neither floating nor int32.
 
     Returns:
-        Buffers of rank 1, in the order in which their types come first.
+        Buffers of rank 1, in the order in which their types first occur.
     """
     buffers = []
-    for places in _places(tensors):
+    for indices in _places(tensors):
         parts = []
-        for i in places:
+        for i in indices:
             parts.append(tf.reshape(tensors[i], [-1]))
             if missing := -tensors[i].shape.num_elements() % aligned(tensors[i].dtype):
                 parts.append(tf.zeros([missing], tensors[i].dtype))
@@ -64,53 +63,53 @@ def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def unpack(buffers: Sequence[tf.Tensor], like: Sequence[Any]) -> list[Any]:
-    """Takes apart what `pack` has joined.
+    """Unpacks buffers that `pack` has made.
 
     Args:
-        buffers: What `pack` returned, or sums of it.
-        like: What was packed, or tensors and specs of the same types and shapes, which
-            have to be known.
+        buffers: The result of `pack`, or a sum of such results.
+        like: The packed tensors, or tensors and specs of the same types and shapes;
+            shapes are static.
 
     Returns:
-        Tensors in the order of `like`, and what was passed over as it is there.
+        Tensors in the order of `like`; entries that `pack` skips are those of `like`.
     """
     tensors = list(like)
-    for buffer, places in zip(buffers, _places(like), strict=True):
+    for buffer, indices in zip(buffers, _places(like), strict=True):
         unit = aligned(buffer.dtype)
-        sizes = [like[i].shape.num_elements() for i in places]
+        sizes = [like[i].shape.num_elements() for i in indices]
         parts = tf.split(buffer, [size + -size % unit for size in sizes])
-        for i, part, size in zip(places, parts, sizes, strict=True):
+        for i, part, size in zip(indices, parts, sizes, strict=True):
             own = part[:size] if size % unit else part
             tensors[i] = tf.reshape(own, like[i].shape)
     return tensors
 
 
 def send(tensors: Sequence[Any], source: str, target: str) -> list[Any]:
-    """Moves tensors from one device to another, those that `pack` takes in one piece.
+    """Moves tensors from one device to another; packs those that `pack` takes.
 
-    A device "" is that of the scope. A GPU sends what it has in the host's memory from
-    there: whole numbers, such as seeds.
+    A device "" is the current device. Integers, such as seeds, are in host memory even
+    on a GPU, and are sent from there.
     """
-    whole = [getattr(tensor, "dtype", None) == INTEGER for tensor in tensors]
+    is_integer = [getattr(tensor, "dtype", None) == INTEGER for tensor in tensors]
     sent = [*tensors]
     for kind, device in (False, source), (True, HOST if is_gpu(source) else source):
-        places = [i for i, each in enumerate(whole) if each == kind]
+        indices = [i for i, integer in enumerate(is_integer) if integer == kind]
         with tf.device(device):
-            buffers = pack([tensors[i] for i in places])
+            buffers = pack([tensors[i] for i in indices])
         with tf.device(target):
-            received = unpack(buffers, [tensors[i] for i in places])
-        for i, value in zip(places, received, strict=True):
+            received = unpack(buffers, [tensors[i] for i in indices])
+        for i, value in zip(indices, received, strict=True):
             sent[i] = value
     return sent
 
 
 def fits(tensor: tf.Tensor) -> bool:
-    """Tells whether a tensor can be packed: its type and shape are such."""
+    """Returns whether a tensor can be packed, by its type and shape."""
     return _travels(tensor.dtype) and tensor.shape.is_fully_defined()
 
 
 def aligned(dtype: tf.DType) -> int:
-    """Returns how many numbers of a type are between two places where tensors begin."""
+    """Returns the alignment of tensors in a buffer, in elements of a type."""
     return 1 if dtype == INTEGER else _ALIGNED_BYTES // dtype.size
 
 
@@ -119,7 +118,7 @@ def _travels(dtype):
 
 
 def _places(tensors):
-    """For each type, where dense tensors of it are."""
+    """Returns, for each type, the indices of its dense tensors."""
     by_type = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.Tensor | tf.TensorSpec) and _travels(tensor.dtype):
@@ -133,41 +132,41 @@ def broadcast(
     devices: Sequence[str],
     copies: Sequence[Sequence[tf.Variable]],
 ) -> None:
-    """Gives each device's copies of variables the values that they have at home."""
+    """Assigns the values of variables at home to their copies on each device."""
     with tf.device(home):
         values = [tf.convert_to_tensor(original) for original in originals]
         buffers = pack(values)
-    for device, mine in zip(devices, copies, strict=False):
+    for device, copies_of_device in zip(devices, copies, strict=False):
         with tf.device(device):
             received = unpack(buffers, values)
-            for copy, value in zip(mine, received, strict=True):
+            for copy, value in zip(copies_of_device, received, strict=True):
                 copy.assign(value)
 
 
 def buckets(
     tensors: Sequence[tf.Tensor], wires: Sequence[np.dtype | None]
 ) -> Iterator[list[int]]:
-    """Yields the places of tensors of one type that are added in one buffer.
+    """Yields the indices of tensors of one type that are added in one buffer.
 
     The last gradients come first, as the backward pass computes them first.
     """
     by_type = collections.defaultdict(list)
     for i in reversed(range(len(tensors))):
         by_type[tensors[i].dtype, wires[i]].append(i)
-    for (dtype, _), every in by_type.items():
-        places, size = [], 0
-        for i in every:
-            places.append(i)
+    for (dtype, _), of_type in by_type.items():
+        indices, size = [], 0
+        for i in of_type:
+            indices.append(i)
             size += tensors[i].shape.num_elements() * dtype.size
             if size >= BUCKET_BYTES:
-                yield places
-                places, size = [], 0
-        if places:
-            yield places
+                yield indices
+                indices, size = [], 0
+        if indices:
+            yield indices
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a flat tensor of a type that NumPy adds, and that loses nothing."""
+    """Returns a flat tensor of a type that NumPy adds, without loss of precision."""
     flat = tf.reshape(tensor, [-1])
     if not flat.dtype.is_floating:
         return tf.cast(flat, tf.int64)

@@ -1,11 +1,11 @@
-"""K x N to N: the towers' parts become one set of gradients, one state.
+"""Adds the gradients of K towers, N each, into one set of N sums.
 
-Each tower takes the gradient of its part of the batch's loss (see `trace.py`), so
-reducing is nothing but adding: a mean of means is wrong where towers are unequal, and
-sums that are divided at the end overflow early in float16.
+Each tower computes the gradient of its part of the global batch's loss (see
+`towers/partition/trace.py`), so reduction only adds. A mean of means would be wrong for
+unequal towers, and dividing sums at the end overflows early in float16.
 
-`add` and `sum_gradients` run where they are called. `all_reduce` takes devices: it
-packs dense gradients into a buffer for each type, and one of `ALGORITHMS` adds these.
+`add` and `sum_gradients` run on the current device. `all_reduce` takes devices: it
+packs dense gradients into a buffer for each type, and one of `ALGORITHMS` adds them.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from towers.keras_adapter.runtime import nccl_sums
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
-# What is added at once on a device that has parts of its own to keep, too.
+# Bytes added at once on a device that also needs memory for its own gradients.
 _CHUNK_BYTES = 2**25
 
 
 class Packed(NamedTuple):
-    """Gradients as they have travelled.
+    """Gradients as they were sent, packed.
 
     Attributes:
-        places: Which of the N they are.
+        places: Indices of the gradients, out of N.
         parts: For each type, the towers' buffers.
-        sums: For each type, the sum of these, on the first device that has it.
+        sums: For each type, the sum of the buffers, on the first device that has it.
     """
 
     places: Sequence[int]
@@ -57,10 +57,10 @@ def sum_packed(
     merge: str,
     home: str,
 ) -> list[Gradient]:
-    """Adds the gradients of all towers, which travel packed, as do the sums.
+    """Adds the gradients of all towers; both gradients and sums are sent packed.
 
-    `merge` is the device that adds, and `home` that which is to have the sums; all else
-    is as for `all_reduce`.
+    `merge` is the device that adds, and `home` the device that receives the sums; the
+    other arguments are those of `all_reduce`.
     """
     return all_reduce(towers, sources, [merge, home], "device")[1]
 
@@ -71,14 +71,14 @@ def all_reduce(
     devices: Sequence[str],
     algorithm: str,
 ) -> list[list[Gradient]]:
-    """Adds the gradients of all towers, and gives each device the sums.
+    """Adds the gradients of all towers, and sends the sums to each device.
 
-    Dense gradients travel packed. Every device gets the same bits.
+    Dense gradients are sent packed. Every device receives the same bits.
 
     Args:
         towers: The gradients of each tower that has some; see `sum_gradients`.
-        sources: The devices that have them.
-        devices: The devices that are to have the sums.
+        sources: The device of each of these towers.
+        devices: The devices that receive the sums.
         algorithm: One of `ALGORITHMS`.
 
     Returns:
@@ -94,9 +94,9 @@ def all_reduce_packed(
     devices: Sequence[str],
     algorithm: str,
 ) -> tuple[list[list[Gradient]], Packed | None]:
-    """Returns what `all_reduce` does, and which gradients have travelled packed.
+    """Returns the result of `all_reduce`, and the gradients that were sent packed.
 
-    Nothing travels from a single tower to its own device.
+    A single tower sends nothing to its own device.
     """
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
@@ -121,7 +121,7 @@ def all_reduce_packed(
 
 
 def _packed(towers, sources, places):
-    """For each type, the towers' buffers of what each has at some places."""
+    """Returns, for each type, the towers' packed buffers of gradients at indices."""
     buffers = []
     for values, source in zip(towers, sources, strict=True):
         with tf.device(source):
@@ -147,7 +147,7 @@ def _on_cpu(parts, devices):
 
 
 def _on_device(parts, devices):
-    """Adds on the first device, chunk by chunk: it has room for few parts of others."""
+    """Adds on the first device in chunks, as its memory has room for few parts."""
     sizes = _chunks(parts[0], _CHUNK_BYTES // parts[0].dtype.size)
     sums = []
     for pieces in zip(*(_split(part, sizes) for part in parts), strict=True):
@@ -160,9 +160,9 @@ def _on_device(parts, devices):
 
 
 def _chunks(buffer, size):
-    """The sizes of the pieces of a buffer, each but the last of `size` numbers."""
-    whole, rest = divmod(buffer.shape.num_elements(), size)
-    return [size] * whole + [rest] * (rest > 0 or not whole)
+    """Returns the sizes of a buffer's chunks: `size` numbers, the last one fewer."""
+    full, rest = divmod(buffer.shape.num_elements(), size)
+    return [size] * full + [rest] * (rest > 0 or not full)
 
 
 def _split(part, sizes):
@@ -173,7 +173,7 @@ def _split(part, sizes):
 
 
 def _copy_after(before, piece):
-    # Where it is: it is sent only then.
+    # On the piece's own device, so that the piece is sent only then.
     with tf.device(piece.device), tf.control_dependencies([before]):
         return tf.identity(piece)
 
@@ -181,8 +181,8 @@ def _copy_after(before, piece):
 def _ring(parts, devices):
     """Reduce-scatter and all-gather: each device adds one chunk of the buffer.
 
-    Each sends and receives as much as in a ring of devices (Patarasuk and Yuan 2009),
-    straight instead of by way of the neighbours.
+    Each device sends and receives as much as in a ring (Patarasuk and Yuan 2009), but
+    directly instead of via its neighbours.
     """
     unit, count = packing.aligned(parts[0].dtype), len(devices)
     units = parts[0].shape.num_elements() // unit
@@ -200,7 +200,7 @@ def _ring(parts, devices):
 
 def _nccl(parts, devices):
     if len(parts) < len(devices):
-        # All have to take part; a small batch is rare.
+        # NCCL needs all devices to take part; batches this small are rare.
         return _on_device(parts, devices)
     wide, kind = [], parts[0].dtype
     for part, device in zip(parts, devices, strict=True):
@@ -213,18 +213,18 @@ def _nccl(parts, devices):
     return sums
 
 
-# How packed gradients are added. Each takes `parts`, the towers' flat buffers of one
-# type, which lie on their devices, and `devices`, which are to have the sum. There may
-# be fewer parts than devices, as towers without rows send none. It returns a sum on
-# each device, of the type of the parts, with the same bits on all. What has 16 bits is
-# added in float32, as by `add`. NCCL's op is TensorFlow's, and takes GPUs only.
+# The algorithms that add packed gradients. Each takes `parts`, the towers' flat buffers
+# of one type on their devices, and `devices`, which receive the sum. There may be fewer
+# parts than devices, as towers without rows send none. Returns a sum on each device, of
+# the type of the parts and with the same bits. Types of 16 bits are added in float32,
+# as by `add`. NCCL's op is TensorFlow's, and takes GPUs only.
 ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
 
 
 def check_all_reduce(
     algorithm: str, variable_update: str, towers: Sequence[str]
 ) -> None:
-    """Checks that towers can add gradients that way; see `multi_gpu_model`."""
+    """Checks that towers support the algorithm; see `multi_gpu_model`."""
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"Received all_reduce_alg='{algorithm}'; expected one of "
@@ -241,7 +241,7 @@ def check_all_reduce(
 
 
 def check_nccl(towers: Sequence[str], argument: str) -> None:
-    """Checks that NCCL can add the gradients of towers; `argument` has asked for it."""
+    """Checks that NCCL can add the towers' gradients; `argument` names the option."""
     if not nccl_fits(towers):
         raise ValueError(
             f"Received {argument}='nccl' for towers on {', '.join(towers)}; NCCL "
@@ -250,7 +250,7 @@ def check_nccl(towers: Sequence[str], argument: str) -> None:
 
 
 def algorithm_for(name: str, home: str) -> str:
-    """Returns a key of `ALGORITHMS`: "auto" takes the first GPU, or else the CPU."""
+    """Returns a key of `ALGORITHMS`; "auto" adds on the first GPU, or else the CPU."""
     if name != "auto":
         return name
     return "device" if is_gpu(home) else "cpu"
@@ -266,12 +266,12 @@ def add(gradients: Sequence[Gradient]) -> Gradient:
     if any(sparse) and not all(sparse):
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     elif all(sparse):
-        # Adding sparse gradients is joining them: rows that several towers touched
-        # appear several times, as within one batch. Indices of two types, from ids of
-        # two types, become int64.
+        # Sparse gradients are added by concatenation: rows that several towers touched
+        # appear several times, as within one batch. Indices of different types, from
+        # ids of different types, become int64.
         indices = [g.indices for g in gradients]
-        if len({each.dtype for each in indices}) > 1:
-            indices = [tf.cast(each, tf.int64) for each in indices]
+        if len({index.dtype for index in indices}) > 1:
+            indices = [tf.cast(index, tf.int64) for index in indices]
         return tf.IndexedSlices(
             values=tf.concat([g.values for g in gradients], axis=0),
             indices=tf.concat(indices, axis=0),
@@ -284,8 +284,8 @@ def add(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def part_of_mean(mean: tf.Tensor, fraction: tf.Tensor) -> tf.Tensor:
-    """Returns what a local batch's mean adds to that of the whole batch.
+    """Returns the contribution of a local batch's mean to the global batch's mean.
 
-    That is zero for a tower without rows, which has no mean.
+    The contribution of a tower without rows, which has no mean, is zero.
     """
     return tf.math.multiply_no_nan(mean, tf.cast(fraction, mean.dtype))

@@ -1,8 +1,8 @@
-"""The hosts that train together, as all that computes sees them: the protocol `World`.
+"""The protocol `World`: the group of hosts that train together, and its collectives.
 
-A host is a process with towers of its own. All hosts build the same graphs, so they
-meet in the same sums, one after another. `Alone` is one host, which makes no operation.
-Those that are connected are `towers.cluster.hosts.Cluster`, a feature.
+A host is a process with its own towers. All hosts build the same graphs, so they run
+the same collectives in the same order. `Alone` is a single host, whose collectives add
+no operations. Connected hosts are `towers.cluster.hosts.Cluster`, a feature.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from towers.devices.names import HOST
 
 T = TypeVar("T")
 
-# The types in which gradients may travel.
+# The types to which gradients may be compressed on the network.
 COMPRESSIONS = {
     "none": None,
     "fp16": np.dtype(tf.float16.as_numpy_dtype),
@@ -24,15 +24,15 @@ COMPRESSIONS = {
 
 
 class World(Protocol):
-    """All hosts. Each of them calls the same methods in the same order.
+    """A group of hosts. Each of them calls the same methods in the same order.
 
-    A `purpose` says in a word what tensors are, and is the same on all hosts.
+    A `purpose` names the tensors in a word, and is the same on all hosts.
 
     Attributes:
         count: Number of hosts.
-        index: Which of them this one is.
-        names: What to call each in sentences.
-        communicator: Their connection; hosts that meet again have another one.
+        index: Index of this host.
+        names: Names of the hosts, for messages.
+        communicator: The connection of the hosts; a new group has a new one.
     """
 
     count: int
@@ -41,14 +41,14 @@ class World(Protocol):
     communicator: Any
 
     def compressing(self, compression: str) -> "World":
-        """Returns the same hosts, that compress what `all_reduce` may compress.
+        """Returns the same hosts, with compression of tensors that allow it.
 
         Args:
             compression: A key of `COMPRESSIONS`.
         """
 
     def overlaps(self, size: int) -> bool:
-        """Tells whether sums of so many bytes begin before all bytes are computed."""
+        """Returns whether sums of `size` bytes begin before all are computed."""
 
     def all_reduce(
         self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
@@ -56,37 +56,37 @@ class World(Protocol):
         """Adds a nest of tensors over all hosts.
 
         Args:
-            tensors: Tensors, `tf.IndexedSlices` or `None`. All but the rows of slices
-                have the same shapes on all hosts.
-            purpose: What they are.
-            compressible: Which of the tensors may travel rounded, if of floats of at
-                most 32 bits.
+            tensors: Tensors, `tf.IndexedSlices` or `None`. Shapes are the same on all
+                hosts, except for the number of rows of slices.
+            purpose: Name of the tensors.
+            compressible: Those of the tensors that may be rounded, if of floating types
+                of at most 32 bits.
         """
 
     def reduce_scatter(
         self, parts: Sequence[Sequence[tf.Tensor]], purpose: str
     ) -> list[tf.Tensor]:
-        """Adds tensors over all hosts, each for one host alone.
+        """Adds tensors over all hosts, and returns to each host its own sums.
 
-        They may travel rounded, as the hosts compress. Numbers of 16 bits are added in
+        Tensors may be rounded, if the hosts compress. Types of 16 bits are added in
         float32.
 
         Args:
-            parts: For each host, dense tensors of floats, of which it is to have the
-                sums. All are of known shapes, the same on all hosts.
-            purpose: What they are.
+            parts: For each host, the dense floating tensors whose sums it receives. All
+                shapes are static, and the same on all hosts.
+            purpose: Name of the tensors.
 
         Returns:
             The sums of this host.
         """
 
     def all_gather(self, tensors: T, total: Any, purpose: str) -> T:
-        """Puts together the rows that the hosts have of a nest of tensors.
+        """Concatenates the rows of all hosts, for a nest of tensors.
 
         Args:
             tensors: Dense tensors of numbers; `None` and scalars stay.
             total: Number of rows of all hosts.
-            purpose: What they are.
+            purpose: Name of the tensors.
 
         Raises:
             ValueError: A tensor is of another kind.
@@ -98,26 +98,26 @@ class World(Protocol):
         like: Sequence[Sequence[tf.TensorSpec]],
         purpose: str,
     ) -> list[list[tf.Tensor]]:
-        """Gives all hosts what each of them has of tensors, to the bit.
+        """Gathers the tensors of all hosts on each host, bit for bit.
 
         Args:
-            mine: What this one has.
-            like: For each host, the known shapes and the types of what it has.
-            purpose: What they are.
+            mine: The tensors of this host.
+            like: For each host, the specs of its tensors; shapes are static.
+            purpose: Name of the tensors.
 
         Returns:
-            For each host, what it has.
+            For each host, its tensors.
         """
 
     def stack(self, tensor: tf.Tensor, purpose: str) -> tf.Tensor:
-        """Stacks what each host has of a tensor: the first axis is the hosts'."""
+        """Stacks the tensors of all hosts along a new first axis."""
 
     def broadcast(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
-        """Returns what the first host has of tensors, to the bit.
+        """Returns the first host's tensors, bit for bit.
 
         Args:
-            tensors: Dense tensors of known shapes.
-            purpose: What they are.
+            tensors: Dense tensors of static shapes.
+            purpose: Name of the tensors.
         """
 
     def meet(
@@ -128,12 +128,12 @@ class World(Protocol):
     ) -> list[tf.Tensor]:
         """Calls a function of arrays at this place in the order of collectives.
 
-        It may call `all_to_all`.
+        The function may call `all_to_all`.
 
         Args:
             function: Returns arrays.
-            inputs: What it is called with.
-            types: Those of what it returns.
+            inputs: The arguments of the function.
+            types: The types of the arrays that it returns.
         """
 
     def all_to_all(
@@ -142,35 +142,36 @@ class World(Protocol):
         purpose: str,
         sizes: Sequence[Sequence[int]] | None = None,
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Sends each host arrays of its own, of any sizes, within `meet`.
+        """Sends different arrays, of any sizes, to each host; called within `meet`.
 
         Args:
-            arrays: For each host, flat arrays: as many for each, on all hosts, and of
-                the same types.
-            purpose: What they are.
-            sizes: Of what each host sends this one, if all hosts know that. Else they
-                tell one another first.
+            arrays: For each host, flat arrays: all hosts send the same number of
+                arrays, of the same types.
+            purpose: Name of the arrays.
+            sizes: Sizes of the arrays that each host sends this one, if all hosts know
+                them. Otherwise hosts exchange sizes first.
 
         Returns:
-            For each host, what it has sent this one.
+            For each host, the arrays that it has sent this host.
         """
 
     def send_files(self, folder: str | None, to: str) -> str | None:
-        """Copies a folder of the first host's into a folder of each other host's.
+        """Copies a folder of the first host to all other hosts.
 
         Args:
-            folder: The first host's; `None` for nothing. Others need not say it.
-            to: Where each other host puts it, under the same name.
+            folder: The folder on the first host; `None` for nothing. Other hosts may
+                pass anything.
+            to: The folder in which other hosts put the copy, under the same name.
 
         Returns:
-            Where it lies on this host.
+            The path on this host.
         """
 
     def broadcast_value(self, value: T) -> T:
-        """Returns what the first host has: anything that JSON can hold."""
+        """Returns the first host's value, which JSON can represent."""
 
     def exchange(self, value: T) -> list[T]:
-        """Returns what each host has: anything that JSON can hold."""
+        """Returns the values of all hosts, which JSON can represent."""
 
 
 class Alone:
@@ -179,27 +180,27 @@ class Alone:
     count, index, names, communicator = 1, 0, ("this host",), None
 
     def compressing(self, compression: str) -> World:
-        """See `World`."""
+        """Returns this host; see `World`."""
         return self
 
     def overlaps(self, size: int) -> bool:
-        """See `World`."""
+        """Returns False: there is nothing to send; see `World`."""
         return False
 
     def all_reduce(
         self, tensors: T, purpose: str, compressible: Sequence[tf.Tensor] = ()
     ) -> T:
-        """See `World`."""
+        """Returns the tensors unchanged; see `World`."""
         return tensors
 
     def reduce_scatter(
         self, parts: Sequence[Sequence[tf.Tensor]], purpose: str
     ) -> list[tf.Tensor]:
-        """See `World`."""
+        """Returns this host's tensors; see `World`."""
         return [*parts[0]]
 
     def all_gather(self, tensors: T, total: Any, purpose: str) -> T:
-        """See `World`."""
+        """Returns the tensors unchanged; see `World`."""
         return tensors
 
     def gather_parts(
@@ -208,15 +209,15 @@ class Alone:
         like: Sequence[Sequence[tf.TensorSpec]],
         purpose: str,
     ) -> list[list[tf.Tensor]]:
-        """See `World`."""
+        """Returns the tensors of this host alone; see `World`."""
         return [[*mine]]
 
     def stack(self, tensor: tf.Tensor, purpose: str) -> tf.Tensor:
-        """See `World`."""
+        """Adds an axis of size 1; see `World`."""
         return tensor[tf.newaxis]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
-        """See `World`."""
+        """Returns the tensors unchanged; see `World`."""
         return list(tensors)
 
     def meet(
@@ -225,7 +226,7 @@ class Alone:
         inputs: Sequence[tf.Tensor],
         types: Sequence[tf.DType],
     ) -> list[tf.Tensor]:
-        """See `World`."""
+        """Calls the function on the host's arrays; see `World`."""
         with tf.device(HOST):
             return list(tf.numpy_function(function, inputs, list(types)))
 
@@ -235,19 +236,19 @@ class Alone:
         purpose: str,
         sizes: Sequence[Sequence[int]] | None = None,
     ) -> Sequence[Sequence[np.ndarray]]:
-        """See `World`."""
+        """Returns the arrays unchanged; see `World`."""
         return arrays
 
     def send_files(self, folder: str | None, to: str) -> str | None:
-        """See `World`."""
+        """Returns the folder; see `World`."""
         return folder
 
     def broadcast_value(self, value: T) -> T:
-        """See `World`."""
+        """Returns the value; see `World`."""
         return value
 
     def exchange(self, value: T) -> list[T]:
-        """See `World`."""
+        """Returns the value in a list; see `World`."""
         return [value]
 
 

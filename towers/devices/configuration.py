@@ -1,8 +1,8 @@
 """Sets up the devices of this process, before TensorFlow initialises.
 
-`configure` decides which GPUs are visible, how TensorFlow takes their memory, and what
-stands in for GPUs on a machine without any. Call it before anything runs on TensorFlow;
-it leaves TensorFlow uninitialised.
+`configure` decides which GPUs are visible, how TensorFlow allocates their memory, and
+which logical CPUs replace GPUs on a machine without any. Call it before anything runs
+on TensorFlow; it leaves TensorFlow uninitialised.
 """
 
 import dataclasses
@@ -57,9 +57,9 @@ class Devices:
 
     def with_towers(self, names: Sequence[str]) -> "Devices":
         """Returns a copy with towers on the named devices, which must be set up."""
-        every = self.every
-        physical = dict(zip(every.towers, every.physical, strict=False))
-        others = [name for name in every.towers if name not in names]
+        all_devices = self.every
+        physical = dict(zip(all_devices.towers, all_devices.physical, strict=False))
+        others = [name for name in all_devices.towers if name not in names]
         return dataclasses.replace(
             self,
             towers=tuple(names),
@@ -100,16 +100,16 @@ def configure(
         gpu_split: Number of logical GPUs, and so towers, on each GPU. More than 1 needs
             a memory limit. Logical CPUs are multiplied in the same way.
         local_parameter_device: Device of the variables: "cpu", or "gpu" for the first
-            tower's device, even if that is a logical CPU. None: the first tower's GPU,
-            or the CPU if no tower is on a GPU.
+            tower's device, even if it is a logical CPU. None: the first tower's GPU, or
+            the CPU if no tower is on a GPU.
         soft_placement: Whether an operation may run on another device if its own has no
             kernel for it.
         log_device_placement: Whether TensorFlow logs the device of every operation.
-        hosts: "auto" to train together with the other processes that a launcher has
-            started, if it has started others: `towers.launch`, Slurm, Ray Train, or
-            what sets TF_CONFIG. It waits for them. None: this process trains alone.
+        hosts: "auto" to train together with the other processes, if any, of a launcher:
+            `towers.launch`, Slurm, Ray Train, or another that sets TF_CONFIG. Waits for
+            these processes. None: this process trains alone.
         max_gpus: Number of GPUs to set up, which `TowerModel.resize` may use later. By
-            default those that training begins with.
+            default the number that training begins with.
         gpu_memory_fraction: The part of each GPU's memory that this process may take,
             above 0 and at most 1, divided among the logical GPUs of `gpu_split`. It
             takes this memory at once.
@@ -139,16 +139,16 @@ def configure(
     chosen = _choose(len(gpus), [gpus.index(gpu) for gpu in visible], wish)
     if chosen:
         _set_up_gpus(gpus, chosen, wish)
-        every, physical = _name_gpus(gpus, chosen, gpu_split)
+        names, physical = _name_gpus(gpus, chosen, gpu_split)
         memory, first = _memory_in_words(wish), wish.begins_with or len(chosen)
         threads_note = set_up()
     else:
         hosts_here = joined.count_here if joined else 1
         count = (wish.most or 1) * gpu_split
-        every, threads_note = _set_up_cpus(count, hosts_here)
+        names, threads_note = _set_up_cpus(count, hosts_here)
         physical, memory, first = (), Devices.memory, wish.begins_with or 1
     first *= gpu_split
-    towers, others = every[:first], every[first:]
+    towers, others = names[:first], names[first:]
     stand_in = "" if chosen else _stand_in_note(len(towers), wish)
     note = " ".join(filter(None, [stand_in, threads_note]))
     tf.config.set_soft_device_placement(soft_placement)
@@ -197,8 +197,8 @@ def _choose(count: int, visible: Sequence[int], wish: DeviceWish) -> tuple[int, 
                 f"{absent[0]}; TensorFlow finds {count}, so choose from "
                 f"{', '.join(map(str, range(count)))}."
             )
-        asked = [int(index) for index in gpu_indices]
-        visible = [*asked, *(index for index in visible if index not in asked)]
+        requested = [int(index) for index in gpu_indices]
+        visible = [*requested, *(index for index in visible if index not in requested)]
     if visible and wish.most is not None and wish.most > len(visible):
         name = "num_gpus" if wish.max_gpus is None else "max_gpus"
         raise ValueError(
@@ -351,33 +351,33 @@ def _stand_in_note(count: int, wish: DeviceWish) -> str:
     return note
 
 
-# How many threads TensorFlow computes with.
+# The number of threads that TensorFlow computes with.
 #
-# Logical CPUs divide the cores. Otherwise each operation of each tower spreads over
-# all, and towers wait for one another.
+# Logical CPUs divide the cores. Otherwise each operation of each tower would use all
+# cores, and towers would wait for one another.
 
 
 def set_up(parts: int = 1) -> str:
-    """Has TensorFlow make no more threads than this process may use CPUs.
+    """Limits TensorFlow's threads to the number of CPUs that this process may use.
 
-    TensorFlow makes one for each CPU that the process may run on, also where a
-    container's quota gives it less: the kernel then stops all of them at once, until
-    the next tenth of a second. Threads that the user has chosen stay.
+    TensorFlow starts a thread for each CPU that the process may run on, even if a
+    container's quota is smaller: the kernel then stops all threads at once, until the
+    next tenth of a second. Numbers of threads that the user has set stay.
 
     Args:
         parts: Number of towers on the CPUs of this machine. Each gets its part of them.
-            Otherwise each operation of each tower would spread over all cores, and
-            towers that run side by side would wait for one another there: a step of a
-            small network then takes half as long again (BENCHMARKS.md).
+            Otherwise each operation of each tower would use all cores, and towers that
+            run in parallel would wait for one another there: a step of a small network
+            then takes half as long again (BENCHMARKS.md).
 
     Returns:
-        A sentence if a quota has made a difference, else nothing.
+        A sentence if a quota has made a difference, otherwise an empty string.
     """
     cpus, threading = limits.processors(), tf.config.threading
     inter_op = cpus.count if cpus.limited else 0
     intra_op = max(1, cpus.count // parts) if parts > 1 else inter_op
-    # 0 is TensorFlow's word for all CPUs that the process may run on.
-    ours = [
+    # In TensorFlow, 0 means all CPUs that the process may run on.
+    changes = [
         wanted and before in (0, wanted) and variable not in os.environ
         for wanted, before, variable in (
             (
@@ -393,19 +393,19 @@ def set_up(parts: int = 1) -> str:
         )
     ]
     try:
-        if ours[0]:
+        if changes[0]:
             threading.set_intra_op_parallelism_threads(intra_op)
-        if ours[1]:
+        if changes[1]:
             threading.set_inter_op_parallelism_threads(inter_op)
     except RuntimeError:
-        ours = []  # once TensorFlow is initialised, its threads stay
-    return cpus.note("Threads" if any(ours) else "Threads of the input")
+        changes = []  # Once TensorFlow is initialised, its threads stay.
+    return cpus.note("Threads" if any(changes) else "Threads of the input")
 
 
 def inter_op() -> int:
-    """Returns how many operations TensorFlow runs at once on the CPUs."""
-    found = tf.config.threading.get_inter_op_parallelism_threads()
-    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    if found == 0 and asked.isdecimal():
-        found = int(asked)
-    return found or limits.processors().count
+    """Returns the number of operations that TensorFlow runs at once on the CPUs."""
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    from_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if threads == 0 and from_environment.isdecimal():
+        threads = int(from_environment)
+    return threads or limits.processors().count

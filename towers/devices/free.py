@@ -1,8 +1,8 @@
 """Chooses GPUs that no process uses.
 
-Two programs that start at once would take the same GPU. So a program that chooses locks
-a file of this user until TensorFlow has its devices: from then on, the driver lists its
-process.
+Two programs that start at once would choose the same GPU. So a program holds a lock
+file of this user from its choice until TensorFlow has initialised its devices: from
+then on, the driver lists the process.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
         TensorFlow's indices.
 
     Raises:
-        ValueError: Too few are free, or the driver does not tell who uses them.
+        ValueError: Too few GPUs are free, or the driver does not list their processes.
     """
     driver = driver or nvml.Driver()
     cards = [
@@ -88,9 +88,9 @@ def _unknown(index: int, driver: nvml.Driver) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """A context in which no other program of this user chooses free GPUs.
+    """Inside, no other program of this user chooses free GPUs.
 
-    Initialise TensorFlow's devices in it: then the driver lists this process.
+    Initialise TensorFlow's devices inside: then the driver lists this process.
     """
     folder = machine.usual_folder()
     os.makedirs(folder, mode=0o700, exist_ok=True)

@@ -25,7 +25,7 @@ def table(
     """Describes the towers in plain text of at most 100 columns.
 
     Args:
-        devices: What `configure` returned.
+        devices: The result of `configure`.
         per_tower_batch: Each tower's local batch, in examples.
         hosts: With several hosts, the `rows` of each host, by its name.
         stages: The number of devices of each tower.
@@ -37,20 +37,20 @@ def table(
     Raises:
         ValueError: The number of local batches is not the number of towers.
     """
-    every = rows(devices, per_tower_batch, stages)
+    table_rows = rows(devices, per_tower_batch, stages)
     if hosts:
-        every = [
+        table_rows = [
             {"tower": "", "host": str(k), **row}
             for k, host_rows in enumerate(hosts.values())
             for row in host_rows
         ]
-        for device, row in enumerate(every):
+        for device, row in enumerate(table_rows):
             row["tower"] = str(device // stages)
-    lines = _aligned(every)
+    lines = _aligned(table_rows)
     if hosts:
         lines += _wrapped(f"{words.count(len(hosts), 'host')}: {', '.join(hosts)}.")
     if per_tower_batch is not None:
-        total = sum(int(row["local batch"]) for row in every[::stages])
+        total = sum(int(row["local batch"]) for row in table_rows[::stages])
         size = words.count(total, "example")
         lines += _wrapped(f"Each step takes {size}: the sum of the local batches.")
     home = f"{devices.home}, {_home_in_words(devices)}"

@@ -16,7 +16,7 @@ def short(device: str) -> str:
 
 
 def is_gpu(device: str) -> bool:
-    """Tells whether a device string, such as "/device:GPU:0", names a GPU.
+    """Returns whether a device string, such as "/device:GPU:0", names a GPU.
 
     TensorFlow's full names, such as "/job:localhost/replica:0/task:0/device:GPU:0",
     work, too.
@@ -25,7 +25,7 @@ def is_gpu(device: str) -> bool:
 
 
 def nccl_fits(towers: Sequence[str]) -> bool:
-    """Tells whether each of several towers has a whole GPU of its own."""
+    """Returns whether each of several towers has a whole GPU of its own."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
     return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))

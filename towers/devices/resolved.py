@@ -1,4 +1,4 @@
-"""Turns what a user writes for devices into the strings of those that exist."""
+"""Resolves the user's device arguments to the strings of existing devices."""
 
 import re
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def resolve(
     ('/device:CPU:0',)
 
     Args:
-        gpus: None for all; how many, counted from the first; or a list of indices
-            and of strings such as "/gpu:0", "GPU:0" or "/device:GPU:0".
+        gpus: None for all; a count, from the first; or a list of indices and of strings
+            such as "/gpu:0", "GPU:0" or "/device:GPU:0".
         argument: The name of the argument, for errors about an item of a list.
 
     Returns:
@@ -67,8 +67,8 @@ def _canonical(text: str) -> str | None:
 def _logical_devices() -> list[str]:
     """Lists this process's CPUs and GPUs.
 
-    In a cluster, the names carry a job, and the list has the other hosts' devices, too:
-    without the job these are duplicates, dropped here.
+    In a cluster, the names contain a job, and the list includes the devices of other
+    hosts: without the job these are duplicates, dropped here.
     """
     names = (d.name.rpartition("/")[2] for d in tf.config.list_logical_devices())
     return [d for d in dict.fromkeys(f"/{name}" for name in names) if _canonical(d)]

@@ -74,7 +74,7 @@ class DeviceWish:
 
     @property
     def grows(self) -> bool:
-        """True if TensorFlow takes a GPU's memory as needed."""
+        """Whether TensorFlow takes a GPU's memory as needed."""
         return not self.limit and self.allow_growth is not False
 
     @property
@@ -102,7 +102,7 @@ class DeviceWish:
 
 
 def is_int(value: object) -> bool:
-    """Tells whether a value is a whole number; `True` is not one."""
+    """Returns whether a value is a whole number; `True` is not one."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

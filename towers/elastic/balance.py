@@ -14,8 +14,8 @@ import tensorflow as tf
 from towers.devices.names import is_gpu
 from towers.elastic.generations import Wish
 from towers.keras_adapter.runtime import device_memory_limits
+from towers.model import remembered
 from towers.model.tower_model import TowerModel
-from towers.model.update import remembered
 from towers.monitoring.bottleneck import uneven
 from towers.monitoring.step_time import Split
 from towers.plan import Tower

@@ -1,1 +1,1 @@
-"""Which hosts train together: values and questions, without what connects them."""
+"""The group of hosts that train together, without the code that connects hosts."""

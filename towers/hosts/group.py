@@ -1,8 +1,8 @@
-"""The hosts that this process trains with, as far as all else asks about them.
+"""The group of hosts that this process trains with.
 
-`towers.cluster` connects hosts. It is a feature, which is imported where a launcher has
-started this process as one of several. What it connects is `current` here, so that
-whoever asks imports no socket.
+`towers.cluster` connects hosts. It is a feature, and is imported only if a launcher has
+started this process as one of several. It sets `current` here, so that other modules
+can ask about the hosts without importing any networking code.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ JOIN_SECONDS = 600.0
 
 
 class HostFailedError(RuntimeError):
-    """Another host of those that train together has failed; this one cannot go on."""
+    """Another host has failed, so that this host cannot continue."""
 
 
 class HostsDifferError(ValueError):
-    """Hosts that train together were not given the same."""
+    """Hosts that train together differ in their arguments, data or collectives."""
 
 
 class SignalReceived(Exception):
-    """A host has received a signal to stop, for which all stop at the same batch.
+    """A host has received a signal to stop; all hosts stop at the same batch.
 
     Attributes:
-        number: That of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int):
@@ -39,24 +39,24 @@ class SignalReceived(Exception):
 
 
 class HostsChange(Exception):
-    """Hosts come or go, for which all stop at the same batch."""
+    """Hosts join or leave the group; all hosts stop at the same batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPlace:
-    """What a process knows of its place before it has met the others.
+    """The rank and addresses of a process that has not met other hosts yet.
 
     Attributes:
-        rank: Its number among the hosts, from 0.
-        count: How many hosts there are.
-        coordinator: Where the first host listens for the others, as "host:port".
-        token: What all hosts know and strangers do not; `None` if anybody may join.
-        join_seconds: How long to wait for the others.
-        interface: The network interface or address for what hosts send one another;
-            `None` for the one that reaches the coordinator.
-        addresses: Of each host, "host:port" where it listens for the others, if that
-            is known before they meet, as by TF_CONFIG.
-        generation: How often all hosts have started anew.
+        rank: Rank of this host, from 0.
+        count: Number of hosts.
+        coordinator: Address at which the first host listens, as "host:port".
+        token: Secret that all hosts share; `None` if any process may join.
+        join_seconds: Maximum time to wait for other hosts.
+        interface: Network interface or address for traffic between hosts; `None` for
+            the one that reaches the coordinator.
+        addresses: Address "host:port" at which each host listens, if known before hosts
+            meet, as from TF_CONFIG.
+        generation: Number of times that all hosts have restarted.
     """
 
     rank: int
@@ -71,16 +71,16 @@ class ProcessPlace:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticPlace:
-    """What a process knows that is to train with hosts which come and go.
+    """The settings of a process that joins a group of elastic hosts.
 
     Attributes:
-        coordinator: Where the coordinator listens, as "host:port".
-        token: What all hosts know and strangers do not.
-        slot: What the launcher calls this process; hosts begin in this order.
-        join_seconds: How long to try to reach the coordinator.
-        interface: As of `ProcessPlace`.
-        restarted: Whether others have begun before this process was started, as where
-            it takes the place of one that has failed.
+        coordinator: Address at which the coordinator listens, as "host:port".
+        token: Secret that all hosts share.
+        slot: The launcher's number of this process; ranks follow this order at first.
+        join_seconds: Maximum time to try to reach the coordinator.
+        interface: See `ProcessPlace`.
+        restarted: Whether the run began before this process was started, for example
+            because this process replaces one that has failed.
     """
 
     coordinator: str
@@ -93,16 +93,17 @@ class ElasticPlace:
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """What all hosts know once they have met.
+    """The group of hosts, once they have met.
 
     Attributes:
-        rank: The number of this host among the hosts, from 0.
-        addresses: Of each host, "host:port" where it listens for the others.
-        names: What to call each in sentences, such as "host 1 (nodeB, pid 4711)".
-        generation: How often all hosts have started anew, or other hosts have met.
-        token: As of `ProcessPlace`.
-        elastic: Whether a host that loses others may leave them and go on with those
-            that remain, instead of to end.
+        rank: Rank of this host, from 0.
+        addresses: Address "host:port" at which each host listens.
+        names: Name of each host in messages, such as "host 1 (nodeB, pid 4711)".
+        generation: Number of times that all hosts have restarted, or that the group has
+            changed.
+        token: See `ProcessPlace`.
+        elastic: Whether a host that loses others may continue with the remaining hosts
+            instead of ending.
     """
 
     rank: int
@@ -114,26 +115,26 @@ class Membership:
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.addresses)
 
     @property
     def processes(self) -> frozenset[str]:
-        """The names of its hosts without their ranks, which change."""
+        """The names of the hosts without their ranks, which may change."""
         named = (f"host {rank} " for rank in range(len(self.names)))
         return frozenset(map(str.removeprefix, self.names, named))
 
     @property
     def count_here(self) -> int:
-        """How many of them are on this machine, by their addresses."""
+        """Number of hosts on this machine, by their addresses."""
         machines = [address.rpartition(":")[0] for address in self.addresses]
         return machines.count(machines[self.rank])
 
 
-# Set for a process that is to train with hosts that come and go.
+# Set for a process that joins a group of elastic hosts.
 ELASTIC = "TOWERS_ELASTIC"
-# One of them is set where a launcher has started several processes, or may have;
-# `cluster/environment.py` reads them. Slurm's second is there without srun, too.
+# A launcher of several processes sets at least one of these; `cluster/environment.py`
+# reads them. Slurm also sets SLURM_NTASKS without srun.
 STARTED = (
     *(ELASTIC, "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT", "TOWERS_COORDINATOR"),
     *("TOWERS_GENERATION", "TF_CONFIG", "SLURM_STEP_ID", "SLURM_NTASKS"),
@@ -141,12 +142,12 @@ STARTED = (
 
 
 class Joined(NamedTuple):
-    """Hosts that are connected.
+    """Connected hosts.
 
     Attributes:
-        membership: Which hosts.
-        heartbeat: Knows which of them has failed, a `Heartbeat`.
-        communicator: Their collectives, a `Communicator`.
+        membership: The group of hosts.
+        heartbeat: Detects hosts that fail: a `Heartbeat`.
+        communicator: The collectives of the hosts: a `Communicator`.
     """
 
     membership: Membership
@@ -155,20 +156,20 @@ class Joined(NamedTuple):
 
 
 current: Joined | None = None
-"""The hosts that this process has joined; whoever connects them sets it."""
+"""The hosts that this process has joined; set by `towers.cluster`."""
 _member: Any = None
-# How many `together` this process is in, one inside the other.
+# The nesting depth of `together` in this process.
 _depth = 0
 _meanwhile: Callable[[], str] | None = None
 
 
 def is_started(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether a launcher may have started this process as one of several.
+    """Returns whether a launcher may have started this process as one of several.
 
     Args:
         environ: The environment.
     """
-    # Ray Train answers its workers instead.
+    # Workers of Ray Train get their ranks from it, not from the environment.
     return any(map(environ.get, STARTED)) or "ray.train" in sys.modules
 
 
@@ -178,15 +179,15 @@ def join_as_started(
     """Meets the hosts that this process was started with, and joins them.
 
     Args:
-        hosts: "auto", for what the environment says.
+        hosts: "auto", to read the environment.
         environ: The environment.
 
     Returns:
-        Which hosts there are; `None` if this process was started alone.
+        The group of hosts; `None` if this process was started alone.
 
     Raises:
-        ValueError: `hosts` is something else, or the environment contradicts itself.
-        HostsMissingError: Not all hosts have come.
+        ValueError: `hosts` has another value, or the environment contradicts itself.
+        HostsMissingError: Some hosts have not joined in time.
     """
     if hosts != "auto":
         raise ValueError(
@@ -196,23 +197,23 @@ def join_as_started(
     if (already := joined()) is not None:
         return already
     if not is_started(environ) or member(environ) is not None:
-        return None  # until it trains
+        return None  # An elastic host joins when it trains.
     return feature("cluster.process_group").join_as_started(environ)
 
 
 def restarted() -> bool:
-    """Tells whether this process goes on with a run that its launcher began before.
+    """Returns whether this process resumes a run that its launcher began before.
 
-    It then leaves alone what is there of the run.
+    A resumed process keeps the existing files of the run.
     """
     return is_started() and feature("cluster.environment").restarted()
 
 
 def member(environ: Mapping[str, str] = os.environ) -> Any:
-    """Returns what connects this process to the coordinator of elastic hosts.
+    """Returns the connection of this process to the coordinator of elastic hosts.
 
-    It is the same `Member` at each call; `None` if this process was not started as such
-    a host.
+    All calls return the same `Member`; `None` if this process was not started as an
+    elastic host.
 
     Args:
         environ: The environment.
@@ -227,12 +228,12 @@ def member(environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def change() -> str | None:
-    """Returns why the present generation of elastic hosts is to end, if it is."""
+    """Returns why the current generation of elastic hosts is to end; `None` if not."""
     return None if _member is None or current is None else _member.change
 
 
 def joined() -> Membership | None:
-    """Returns what this process knows of its hosts; `None` if it trains alone."""
+    """Returns the group that this process has joined; `None` if it trains alone."""
     return None if (now := current) is None else now.membership
 
 
@@ -243,29 +244,32 @@ def communicator() -> Any:
 
 
 def collective() -> str | None:
-    """Returns the collective that this host is in, by its purpose, if it is in one."""
+    """Returns the purpose of the collective that this host is in, if any."""
     doing = None if (now := current) is None else now.communicator.links.doing
     return doing and doing[0]
 
 
 def does_meanwhile(say: Callable[[], str] | None) -> None:
-    """Registers what describes this host outside of collectives."""
+    """Registers a function that describes this host outside of collectives."""
     global _meanwhile
     _meanwhile = say
 
 
 def describe(links: Any) -> list[str | None]:
-    """Says in which collective of some links this host is, and what it does else."""
+    """Describes this host: its collective on some links, if any, and its activity."""
     doing, say = links.doing, _meanwhile
     return [doing and doing[0], say() if say else "is in no collective"]
 
 
 def ask_all(seconds: float) -> dict[str, tuple[str | None, str] | None]:
-    """Asks all hosts what they do.
+    """Asks all hosts for their current activity.
+
+    Args:
+        seconds: Maximum time to wait for answers.
 
     Returns:
-        By the name of each, in which collective it is, if in any, and what it does
-        else, as in "computes"; `None` if it does not answer within so many seconds.
+        Maps the name of each host to its collective, if any, and its activity, such as
+        "computes"; or to `None` if the host does not answer in time.
     """
     if (now := current) is None:
         return {}
@@ -277,7 +281,7 @@ def ask_all(seconds: float) -> dict[str, tuple[str | None, str] | None]:
 
 
 def is_broken() -> bool:
-    """Tells whether the hosts that this process has joined cannot go on together."""
+    """Returns whether the joined hosts can no longer train together."""
     if (now := current) is None:
         return False
     return (
@@ -286,13 +290,13 @@ def is_broken() -> bool:
 
 
 def failure() -> str | None:
-    """Returns what has failed among the hosts, as a sentence, if anything has."""
+    """Returns a sentence on the failure of a host, if one has failed."""
     return None if (now := current) is None else now.heartbeat.failure
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Inside, hosts meet: what ends one of them ends all.
+    """Inside, hosts use collectives: an error that ends one host ends all.
 
     Raises:
         HostFailedError: Another host has failed.
@@ -313,7 +317,7 @@ def together() -> Iterator[None]:
 
 
 def is_together() -> bool:
-    """Tells whether this process is inside of `together`."""
+    """Returns whether this process is inside `together`."""
     return _depth > 0
 
 
@@ -326,7 +330,7 @@ def _leave(error):
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside, an error of a collective tells which host has failed, and why.
+    """Inside, an error of a collective names the host that failed, and why.
 
     Raises:
         HostFailedError: Another host has failed.
@@ -341,7 +345,7 @@ def explained() -> Iterator[None]:
 
 
 def _cause(error):
-    """What has ended a collective, in the place of what TensorFlow makes of it."""
+    """Returns the cause of a collective's error, instead of TensorFlow's error."""
     if (now := current) is None or isinstance(error, HostFailedError):
         return error
     broken = now.communicator.links.broken

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-# Each iterator may hold whole buffers of batches; if more are left, training waits.
+# Each iterator may hold full buffers of batches; if more are left, training waits.
 _MOST_FREED, _MOST_LEFT, _MOMENT_S = 4, 4, 0.1
 _known: weakref.WeakSet[tf.data.Iterator] = weakref.WeakSet()
 # Tensors that discarded iterators leave behind, perhaps during a garbage collection.

@@ -83,23 +83,23 @@ FUNCTION_CALL = Target(type(tf.function(lambda: None)), "__call__")
 
 @contextlib.contextmanager
 def made_in(graph: tf.Graph) -> Iterator[list[tf.Operation]]:
-    """A context that yields a list, and adds the operations made in the context."""
-    before, made = len(graph.get_operations()), []
+    """Yields a list, to which the operations made in the context are added."""
+    before, created = len(graph.get_operations()), []
     try:
-        yield made
+        yield created
     finally:
-        made.extend(graph.get_operations()[before:])
+        created.extend(graph.get_operations()[before:])
 
 
 def is_stateful(operation: tf.Operation) -> bool:
-    """Tells whether running an operation twice may differ from running it once."""
+    """Checks whether running an operation twice may differ from running it once."""
     return operation._is_stateful
 
 
 def is_vectorized() -> bool:
-    """Tells whether the caller runs in the body of `tf.vectorized_map`.
+    """Checks whether the caller runs in the body of `tf.vectorized_map`.
 
-    TensorFlow replaces operations of the body by ones for all elements at once, so
+    TensorFlow replaces operations of the body by batched ones for all elements, so
     their shapes must be the same for each element.
     """
     graph = tf.compat.v1.get_default_graph()
@@ -112,7 +112,7 @@ def is_vectorized() -> bool:
 
 
 def calls_functions(operation: tf.Operation) -> bool:
-    """Tells whether an operation runs functions, such as a branch or a loop."""
+    """Checks whether an operation calls functions, such as a branch or a loop."""
     return any(True for _ in _called([operation.node_def]))
 
 
@@ -128,7 +128,7 @@ def nodes_of(operation: tf.Operation) -> Iterator[NodeDef]:
 
 
 def is_compiled(function: Any) -> bool:
-    """Tells whether a function of `tf.function` asks for XLA."""
+    """Checks whether a function of `tf.function` asks for XLA."""
     return bool(function._jit_compile)
 
 
@@ -163,13 +163,13 @@ def run_independently(operations: Iterable[tf.Operation]) -> None:
 
 @contextlib.contextmanager
 def without_auto_control_deps(handles: Collection[tf.Tensor] = ()) -> Iterator[None]:
-    """A context in which calls that draw random numbers, or check, wait for no other.
+    """Keeps calls with random numbers or checks in the context from waiting.
 
     TensorFlow would make towers wait for one another, in the order of the calls.
 
     Args:
         handles: The handles of variables that the calls read. An operation that changes
-            one of them later waits for all calls, even if it needs no gradient, as a
+            one of them later waits for all calls, even if it needs no gradient, such as
             weight decay.
     """
     if tf.executing_eagerly():
@@ -178,12 +178,12 @@ def without_auto_control_deps(handles: Collection[tf.Tensor] = ()) -> Iterator[N
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
-    made = [op for op in graph.get_operations()[before:] if is_stateful(op)]
-    run_independently(made)
-    with tf.control_dependencies(made):
+    created = [op for op in graph.get_operations()[before:] if is_stateful(op)]
+    run_independently(created)
+    with tf.control_dependencies(created):
         for handle in handles:
             with tf.device(handle.device):
-                # To TensorFlow, this is the read that a change has to wait for.
+                # For TensorFlow, this is the read that a change has to wait for.
                 tf.raw_ops.VariableShape(input=handle)
 
 
@@ -201,7 +201,7 @@ def may_change(operation: tf.Operation) -> list[tf.Tensor]:
 
 
 def written(operation: tf.Operation) -> list[int]:
-    """Returns the indices of inputs that are handles of variables it may change."""
+    """Returns the indices of the inputs that are handles of variables it may change."""
     if not any(tensor.dtype == tf.resource for tensor in operation.inputs):
         return []
     _, changed = auto_control_deps_utils.get_read_write_resource_inputs(operation)
@@ -215,7 +215,7 @@ def runs_anyway(graph: tf.Graph) -> dict[str, bool]:
         graph: The graph of a traced function.
 
     Returns:
-        For the name of each, whether it does more than read a variable.
+        For the name of each operation, whether it does more than read a variable.
     """
     reads = auto_control_deps_utils.RESOURCE_READ_OPS
     return {op.name: op.type not in reads for op in graph.control_outputs}
@@ -261,23 +261,25 @@ def function_graph(
             if tensor.dtype == tf.resource:
                 handle_data_util.copy_handle_data(tensor, inside)
             graph.inputs.append(inside)
-        # Imported nodes take these in place of the traced inputs.
-        taken = [names[argument.name] for argument in definition.signature.input_arg]
-        made = [
+        # Imported nodes take these tensors in place of the traced inputs.
+        arguments = [
+            names[argument.name] for argument in definition.signature.input_arg
+        ]
+        results = [
             names[definition.ret[argument.name]]
             for argument in definition.signature.output_arg
         ]
-        fed = dict(zip(taken, graph.inputs, strict=True))
-        graph.outputs = tf.graph_util.import_graph_def(nodes, fed, made, name="")
+        fed = dict(zip(arguments, graph.inputs, strict=True))
+        graph.outputs = tf.graph_util.import_graph_def(nodes, fed, results, name="")
     return graph
 
 
 def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor | tf.Operation]:
-    """Returns the tensors or operations to wait for until some tensors are there.
+    """Returns the tensors or operations to wait for until some tensors are available.
 
     This is the call of a `PartFunction`, if TensorFlow does not order its calls, or
     else the tensor: an operation that waits for another function's call may run before
-    the tensor is there, as TensorFlow copies the function into the caller's graph.
+    the tensor is available, as TensorFlow inlines the function into the caller's graph.
     """
     waits = [t.op if _calls_part(t.op) else t for t in tensors]
     return [*{id(source): source for source in waits}.values()]
@@ -290,7 +292,7 @@ def _calls_part(operation):
 
 
 def has_tangents(tensors: Iterable[tf.Tensor]) -> bool:
-    """Tells whether a `tf.autodiff.ForwardAccumulator` follows one of some tensors."""
+    """Checks whether a `tf.autodiff.ForwardAccumulator` tracks one of some tensors."""
     return bool(forwardprop_util.pack_tangents([*tensors]).tangents)
 
 
@@ -323,7 +325,7 @@ def gradient_module(node: NodeDef) -> str:
 
 
 def add_copy(part: GraphDef, operation: tf.Operation, inputs: Iterable[str]) -> NodeDef:
-    """Adds an operation to a part of a graph, free to run beside any other.
+    """Adds a copy of an operation, without colocation, to a part of a graph.
 
     Args:
         part: The part.
@@ -362,7 +364,7 @@ def add_call(
 
 
 def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
-    """Gives a part of a graph the functions that it calls, so that it can be copied.
+    """Adds the functions that a part of a graph calls, so that the part can be copied.
 
     TensorFlow would drop the functions with the graph.
     """
@@ -382,10 +384,10 @@ def keep_functions(part: GraphDef, graph: tf.Graph) -> None:
 
 
 def is_placed(part: GraphDef) -> bool:
-    """Tells whether an operation of a graph, or of its functions, names its device.
+    """Checks whether an operation of a graph, or of its functions, names its device.
 
     A function runs on its caller's device. A function that also runs on other devices
-    must be inlined: if an operation in it fails, TensorFlow may crash, or wait for ever
+    must be inlined: if an operation in it fails, TensorFlow may crash, or wait forever
     (tensorflow#62523).
     """
     functions = (function.node_def for function in part.library.function)
@@ -407,14 +409,14 @@ def traced(
     xla: bool = False,
     stays: bool = False,
 ) -> Callable[..., Any]:
-    """Traces a function, whose operations are on no device but the caller's.
+    """Traces a function whose operations run on the caller's device.
 
     Args:
         function: The function.
         specs: The specs of its inputs.
-        xla: Whether XLA compiles it, again for each device and each size.
-        stays: Whether it stays a function where it is called. Otherwise TensorFlow
-            copies its operations into the caller's graph.
+        xla: Whether XLA compiles the function, again for each device and each size.
+        stays: Whether calls stay function calls. Otherwise TensorFlow inlines the
+            function into the caller's graph.
     """
     options = {"experimental_attributes": {"_noinline": True}} if stays else {}
     with tf.device(None):
@@ -427,8 +429,8 @@ def traced(
 class PartFunction:
     """A function of a part of a graph, which the graph being built may call.
 
-    TensorFlow gets its definition as it is. A trace would make each of its operations
-    again in Python, which takes about as long as the first time.
+    TensorFlow gets the definition of the function directly. A trace would create each
+    operation again in Python, which takes about as long as the first time.
     """
 
     def __init__(
@@ -446,13 +448,13 @@ class PartFunction:
         Args:
             part: The part, with the functions that it calls.
             feeds: The names of the inputs, and their types.
-            makes: The results: tensors of its operations, as another graph has them.
-            written: The names in `feeds` of handles that it may write to.
+            makes: The results: tensors of another graph with the same operations.
+            written: The names in `feeds` of handles that the function may write to.
             runs: See `runs_anyway`; may contain operations that are not in the part.
             gated: The names in `feeds` that wait for a boolean scalar, which is then
                 the first input; `None` for a function without such a gate.
-            stays: Whether it stays a function where it is called. Otherwise TensorFlow
-                copies its operations into the caller's graph.
+            stays: Whether calls stay function calls. Otherwise TensorFlow inlines the
+                function into the caller's graph.
         """
         self._makes = makes
         self._types = [tensor.dtype.as_datatype_enum for tensor in makes]
@@ -468,7 +470,7 @@ class PartFunction:
         definition.attr["_noinline"].b = stays
         if gated is not None:
             signature.input_arg.add(name=_GATE, type=tf.bool.as_datatype_enum)
-            # TensorFlow drops a wait for the argument itself.
+            # TensorFlow drops a control dependency on the argument itself.
             _add_identity(definition, f"{_GATE}_copy", _GATE, tf.bool)
         names = {}
         for name, dtype in feeds:
@@ -476,8 +478,7 @@ class PartFunction:
             signature.input_arg.add(name=argument, type=dtype.as_datatype_enum)
             if gated is not None and name in gated:
                 # An operation that takes only a variable would not wait for the call's
-                # control inputs, as TensorFlow copies the function into the caller's
-                # graph.
+                # control inputs, as TensorFlow inlines the function.
                 waits = [f"^{_GATE}_copy"]
                 copy = f"{argument}_copy"
                 names[name] = _add_identity(definition, copy, argument, dtype, waits)
@@ -493,8 +494,8 @@ class PartFunction:
                 signature.control_output.append(node.name)
                 definition.control_ret[node.name] = node.name
                 acts |= runs[node.name]
-        # As in traced functions, the results are there when all operations with an
-        # effect have run.
+        # As in traced functions, the results are available when all operations with a
+        # side effect have run.
         if acts:
             ran = definition.node_def.add(name=f"{_DONE}_ran", op="NoOp")
             ran.input.extend(f"^{name}" for name in signature.control_output)
@@ -508,22 +509,22 @@ class PartFunction:
             signature.control_output.append(_DONE)
             definition.control_ret[_DONE] = _DONE
         for i, tensor in enumerate(makes):
-            name, made = f"{_DONE}_{i}", names[tensor.name]
+            name, value = f"{_DONE}_{i}", names[tensor.name]
             if acts:
                 waits = [f"^{_DONE}_ran"]
-                made = _add_identity(
-                    *(definition, f"{name}_copy", made, tensor.dtype, waits)
+                value = _add_identity(
+                    *(definition, f"{name}_copy", value, tensor.dtype, waits)
                 )
             signature.output_arg.add(name=name, type=self._types[i])
-            definition.ret[name] = made
+            definition.ret[name] = value
         known = context.context()
         known.add_function_def(definition)
         called = [
             atomic_function.AtomicFunction(function.signature.name, known, None)
             for function in part.library.function
         ]
-        # TensorFlow drops the function with this object, and with the graphs that call
-        # it.
+        # TensorFlow drops the function with this object and with the graphs that call
+        # the function.
         self._function = atomic_function.AtomicFunction(
             signature.name, known, None, called
         )
@@ -547,10 +548,10 @@ class PartFunction:
             *(self._function.name, values, self._is_stateful, self._types),
             known.function_call_options.as_attrs()["config_proto"],
         )
-        # Lets other readers of these variables run without waiting.
+        # The attribute lets other readers of these variables run without waiting.
         ops.set_int_list_attr(call, _READ_ONLY, self._only_reads)
-        for made, like in zip(call.outputs, self._makes, strict=True):
-            made.set_shape(like.shape)
+        for output, like in zip(call.outputs, self._makes, strict=True):
+            output.set_shape(like.shape)
         return [*call.outputs]
 
 
@@ -570,20 +571,20 @@ def _add_identity(definition, name, value, dtype, waits=()):
 def _outputs(node):
     """Yields the names of a node's results in a graph, and in a function."""
     names = []
-    for made in operation_definition(node.op).output_arg:
+    for result in operation_definition(node.op).output_arg:
         count = 1
-        if made.number_attr:
-            count = node.attr[made.number_attr].i
-        elif made.type_list_attr:
-            count = len(node.attr[made.type_list_attr].list.type)
-        names += [f"{node.name}:{made.name}:{i}" for i in range(count)]
+        if result.number_attr:
+            count = node.attr[result.number_attr].i
+        elif result.type_list_attr:
+            count = len(node.attr[result.type_list_attr].list.type)
+        names += [f"{node.name}:{result.name}:{i}" for i in range(count)]
     return ((f"{node.name}:{i}", name) for i, name in enumerate(names))
 
 
 def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
     """Yields the names of known operations that an operation has to wait for.
 
-    `known` holds names. Unknown operations on the way are followed.
+    `known` holds names. Waits of unknown operations on the way are followed.
     """
     waiting, seen = [*operation.control_inputs], set()
     while waiting:
@@ -594,6 +595,6 @@ def before(operation: tf.Operation, known: Container[str]) -> Iterator[str]:
         if earlier.name in known:
             yield earlier.name
         else:
-            # For example, results of a check, which no operation takes.
+            # An example are results of a check, which no operation takes.
             waiting += earlier.control_inputs
             waiting += [tensor.op for tensor in earlier.inputs]

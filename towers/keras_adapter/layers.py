@@ -35,10 +35,10 @@ EMBEDDING_CALL = Target(keras.layers.Embedding, "call", unless_replaced=True)
 def layers_of(
     layer: keras.layers.Layer, *, include_self: bool = True, recursive: bool = True
 ) -> list[keras.layers.Layer]:
-    """Returns a layer or model and all layers inside it, each once.
+    """Returns a layer or model and all layers inside it, without duplicates.
 
-    With `include_self`, the layer itself comes first; `recursive` includes parts of
-    parts.
+    With `include_self`, the layer itself comes first; `recursive` includes sublayers of
+    sublayers.
     """
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 
@@ -57,7 +57,7 @@ def layer_of(model: keras.Model, operation: str) -> str | None:
 
 
 def has_training_argument(layer: keras.layers.Layer) -> bool:
-    """Tells whether the `call` of a layer or model accepts `training`."""
+    """Checks whether the `call` of a layer or model accepts `training`."""
     return layer._call_has_training_arg
 
 
@@ -69,7 +69,7 @@ def call_model(model: keras.Model, x: Any, training: bool) -> Any:
 
 
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Returns the variables that a layer holds itself, without those of its parts."""
+    """Returns the variables that a layer holds itself, without its sublayers'."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
@@ -79,7 +79,7 @@ def own_non_trainable_variables(layer: keras.layers.Layer) -> list[keras.Variabl
 
 
 def own_metrics(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
-    """Returns the metrics that a layer holds itself, without those of its parts."""
+    """Returns the metrics that a layer holds itself, without its sublayers'."""
     return list(layer._metrics)
 
 
@@ -89,12 +89,12 @@ def own_seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGene
 
 
 def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
-    """Returns the variable that a built Embedding looks its rows up in."""
+    """Returns the variable in which a built Embedding looks up its rows."""
     return layer._embeddings
 
 
 def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
-    """Tells whether a layer uses batch renormalization, which came with Keras 3.14."""
+    """Checks whether a layer uses batch renormalization, which came with Keras 3.14."""
     return getattr(layer, "renorm", False)
 
 
@@ -123,5 +123,5 @@ def stateless_scope_here() -> keras.StatelessScope | None:
 
 
 def is_keras_own(thing: Any) -> bool:
-    """Tells whether Keras itself defines a class or function."""
+    """Checks whether Keras itself defines a class or function."""
     return (getattr(thing, "__module__", None) or "").startswith("keras.src.")

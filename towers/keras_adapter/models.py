@@ -1,4 +1,4 @@
-"""Keras models: what `compile` leaves in them, and what `fit` tells callbacks."""
+"""Keras models: their compiled parts, steps and callbacks."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ _STEPS = "train_step", "test_step", "predict_step"
 
 
 def overrides(model: keras.Model, method: str) -> bool:
-    """Tells whether a model, or its class, replaces a method of `keras.Model`'s."""
+    """Checks whether a model, or its class, replaces a method of `keras.Model`."""
     bound = getattr(model, method)
     if isinstance(bound, _Prepared):
         bound = bound.method
@@ -29,24 +29,24 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def has_own_steps(model: keras.Model) -> bool:
-    """Tells whether a model defines a step itself."""
+    """Checks whether a model defines a step itself."""
     return any(overrides(model, step) for step in _STEPS)
 
 
 def compile_config(model: keras.Model) -> Any:
-    """Returns an object that each `compile` makes anew; `None` before the first."""
+    """Returns an object that each `compile` creates anew; `None` before the first."""
     return getattr(model, "_compile_config", None)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Returns what `compile` was given last, by name; nothing before the first."""
+    """Returns the arguments of the last `compile`, by name; empty before the first."""
     return getattr(compile_config(model), "config", {})
 
 
 def already(model: keras.Model, name: str) -> list[Any]:
-    """Returns a list that is a property of a model; empty if it is too early for it.
+    """Returns a list property of a model; empty if it cannot be computed yet.
 
-    A property of the user's may name what `compile` or `build` makes.
+    A user's property may refer to attributes that `compile` or `build` creates.
     """
     try:
         return list(getattr(model, name))
@@ -57,14 +57,14 @@ def already(model: keras.Model, name: str) -> list[Any]:
 
 
 def before_training(model: keras.Model, prepare: Callable[[], None]) -> None:
-    """Has Keras call a function before it trains a model by its own loop.
+    """Makes Keras call a function before it trains a model by its own loop.
 
     Args:
         model: A model, whose instance gets a `make_train_function` of its own.
-        prepare: Replaces what was given for this model before.
+        prepare: The function; replaces an earlier one for this model.
     """
     method = types.MethodType(type(model).make_train_function, model)
-    # Not by assigning an attribute, which Keras would track.
+    # Keras would track an assigned attribute.
     vars(model)["make_train_function"] = _Prepared(prepare, method)
 
 
@@ -112,7 +112,7 @@ def compute_loss(
 
 @contextlib.contextmanager
 def measuring(model: keras.Model, inputs: Any, targets: Any) -> Iterator[None]:
-    """Inside, a model's metrics are computed of other inputs and targets."""
+    """Makes a model's metrics take other inputs and targets within the context."""
     compute_metrics = model.compute_metrics
     own = vars(model).get("compute_metrics")
 
@@ -120,7 +120,7 @@ def measuring(model: keras.Model, inputs: Any, targets: Any) -> Iterator[None]:
         del x, y
         return compute_metrics(inputs, targets, y_pred, sample_weight)
 
-    # Not by the model's `__setattr__`, which looks for layers.
+    # The model's `__setattr__` would look for layers.
     vars(model)["compute_metrics"] = measure
     try:
         yield
@@ -133,8 +133,9 @@ def measuring(model: keras.Model, inputs: Any, targets: Any) -> Iterator[None]:
 def symbolic_build(model: keras.Model, data: Any) -> None:
     """Creates the variables of layers, losses, metrics and optimizer.
 
-    The data are a batch as `train_step` gets it, of `keras.KerasTensor`s, and of the
-    `tf.TypeSpec`s of ragged and sparse tensors: Keras would take these for dense ones.
+    `data` is a batch as for `train_step`, of `keras.KerasTensor`s, and of
+    `tf.TypeSpec`s of ragged and sparse tensors: Keras would take symbols of these for
+    dense ones.
     """
     parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss]
     built = all(part is None or part.built for part in parts)
@@ -144,7 +145,7 @@ def symbolic_build(model: keras.Model, data: Any) -> None:
 
 
 def _call_and_measure(model, data):
-    """Calls all that Keras builds, as it does itself, but with what is ragged so."""
+    """Calls the parts that Keras builds, as Keras does, with ragged placeholders."""
     data = tf.nest.map_structure(_placeholder, data)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False)
@@ -166,10 +167,10 @@ def _placeholder(symbol):
 
 @contextlib.contextmanager
 def compute_loss_replaced(model: keras.Model, by: Callable[..., Any]) -> Iterator[None]:
-    """Inside, Keras's own steps and `symbolic_build` call another `compute_loss`.
+    """Makes Keras's own steps and `symbolic_build` call another `compute_loss`.
 
-    It is called with `(x, y, y_pred, sample_weight, training)`. Other models keep
-    theirs.
+    `by` is called with `(x, y, y_pred, sample_weight, training)`. Other models keep
+    their own method.
     """
 
     def dispatch(original, called, *args, **kwargs):
@@ -183,18 +184,18 @@ def compute_loss_replaced(model: keras.Model, by: Callable[..., Any]) -> Iterato
 
 @contextlib.contextmanager
 def compiled_loss_as_built(model: keras.Model) -> Iterator[None]:
-    """Inside, Keras does not build the compiled losses."""
+    """Keeps Keras from building the compiled losses within the context."""
     losses = [model._compile_loss] if model._compile_loss is not None else []
     with swapped(losses, "built", [True] * len(losses)):
         yield
 
 
 def batches_done(model: keras.Model, batch: int) -> int:
-    """Returns how many batches of an epoch are done when Keras says that some are.
+    """Returns how many batches of an epoch are done when Keras reports a batch.
 
-    Keras 3.10 names the first of a call's `steps_per_execution` batches, as it does in
-    `on_train_batch_begin`; later versions name the last one. The last call of an epoch
-    may have fewer batches, which no version says.
+    Keras 3.10 reports the first of a call's `steps_per_execution` batches, as it does
+    in `on_train_batch_begin`; later versions report the last one. The last call of an
+    epoch may have fewer batches, which no version reports.
     """
     return batch + (model.steps_per_execution if _TELLS_FIRST else 1)
 
@@ -202,8 +203,8 @@ def batches_done(model: keras.Model, batch: int) -> int:
 def called_callback(frame: types.FrameType) -> keras.callbacks.Callback | None:
     """Returns the callback that a `CallbackList` calls in a frame.
 
-    It is `None` in other frames, and where Keras waits for the values that callbacks
-    are given.
+    Returns `None` for other frames, and while Keras waits for the values that it passes
+    to callbacks.
     """
     if frame.f_globals.get("__name__") != keras.callbacks.CallbackList.__module__:
         return None
@@ -211,5 +212,5 @@ def called_callback(frame: types.FrameType) -> keras.callbacks.Callback | None:
 
 
 def builds_graph(frame: types.FrameType) -> bool:
-    """Tells whether TensorFlow traces a function, or Keras a layer, in a frame."""
+    """Checks whether TensorFlow traces a function, or Keras a layer, in a frame."""
     return frame.f_code.co_name in ("func_graph_from_py_func", "compute_output_spec")

@@ -24,7 +24,7 @@ ADAGRAD_UPDATE_STEP = Target(
 ADAM_UPDATE_STEP = Target(keras.optimizers.Adam, "update_step", unless_replaced=True)
 """`Adam.update_step(gradient, variable, learning_rate)`, which is `AdamW`'s, too."""
 
-# Older versions lack it: nothing is an instance of no class.
+# Older versions lack the class; no object is an instance of an empty tuple.
 _MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
 
 APPLY = tuple(
@@ -58,7 +58,7 @@ Keras's optimizers create each slot of a variable by it.
 GLOBAL_NORM = Target(base_optimizer, "global_norm", unless_replaced=True)
 """`global_norm(gradients)`, of which `_clip_gradients` makes use."""
 
-# Each number of a variable is updated by itself, whatever the others are.
+# Optimizers that update each element of a variable independently.
 _ELEMENTWISE = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW),
     *(keras.optimizers.Adamax, keras.optimizers.RMSprop, keras.optimizers.Adagrad),
@@ -84,13 +84,13 @@ def iterations_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable
 def learning_rate_variable(optimizer: Any) -> Any:
     """Returns the variable that holds an optimizer's learning rate, or its schedule.
 
-    It is that of the innermost optimizer, where others wrap it.
+    If optimizers are nested, the innermost one has the learning rate.
     """
     return innermost(optimizer)._learning_rate
 
 
 def innermost(optimizer: Any) -> Any:
-    """Returns the optimizer that others wrap, such as one that scales the loss."""
+    """Returns the optimizer inside wrappers, such as one that scales the loss."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
@@ -99,7 +99,7 @@ def innermost(optimizer: Any) -> Any:
 def accumulator(
     optimizer: keras.optimizers.Adagrad, variable: keras.Variable
 ) -> keras.Variable:
-    """Returns what Adagrad has added up of the squares of a variable's gradients."""
+    """Returns Adagrad's sum of squares of a variable's gradients."""
     return optimizer._accumulators[slot_index(optimizer, variable)]
 
 
@@ -112,14 +112,14 @@ def moments(
 
 
 def slot_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
-    """Returns the place of a variable in an optimizer's lists, such as `momentums`."""
+    """Returns the index of a variable in an optimizer's lists, such as `momentums`."""
     return optimizer._get_variable_index(variable)
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tells whether an optimizer is known to update each number by itself.
+    """Checks whether an optimizer is known to be elementwise.
 
-    It is one of Keras's, or a subclass that updates as that does.
+    This holds for some of Keras's optimizers, and for subclasses with the same update.
     """
     steps = "update_step", "_backend_update_step", "_backend_apply_gradients"
     return any(
@@ -133,22 +133,30 @@ def slots_of(
     variable: keras.Variable,
     of_any_shape: bool = False,
 ) -> list[keras.Variable]:
-    """Returns the variables of an optimizer that are shaped like one of a model's.
+    """Returns an optimizer's slots with the shape of a variable.
 
-    With `of_any_shape`, these are all that it has for that variable. There are none
-    before it is built.
+    With `of_any_shape`, the result has all slots of the variable. There are none before
+    the optimizer is built.
     """
     for leaf in updating(optimizer):
         for i, known in enumerate(leaf._trainable_variables):
             if known is variable:
-                found = [values[i] for values in _slot_lists(leaf)]
-                found = [each for each in found if isinstance(each, keras.Variable)]
-                return [s for s in found if of_any_shape or s.shape == variable.shape]
+                slots_of_variable = [values[i] for values in _slot_lists(leaf)]
+                slots_of_variable = [
+                    slot
+                    for slot in slots_of_variable
+                    if isinstance(slot, keras.Variable)
+                ]
+                return [
+                    s
+                    for s in slots_of_variable
+                    if of_any_shape or s.shape == variable.shape
+                ]
     return []
 
 
 def _slot_lists(optimizer):
-    """Yields the lists that have something for each of the optimizer's variables."""
+    """Yields the lists that have an item for each of the optimizer's variables."""
     count = len(optimizer._trainable_variables)
     for name, values in vars(optimizer).items():
         known = name in ("_trainable_variables", "_variables")
@@ -163,12 +171,14 @@ def gradients_clipped(
     variables: Sequence[keras.Variable],
     norm: tf.Tensor | None = None,
 ) -> Iterator[Sequence[Any]]:
-    """Inside, an optimizer clips no norms; yields gradients whose norms are clipped.
+    """Clips gradients by norm; the optimizer itself does not, within the context.
 
-    `norm` is that of all gradients, for an optimizer with a `global_clipnorm`.
+    Yields the clipped gradients.
 
-    The gradients of a variable that is there several times are clipped together. Sparse
-    ones stay sparse, with the numbers that Keras gets, which makes them dense.
+    `norm` is the norm of all gradients, for an optimizer with a `global_clipnorm`.
+
+    The gradients of a variable that occurs several times are clipped together. Sparse
+    gradients stay sparse, with the same numbers as in Keras, which makes them dense.
     """
     before = optimizer.clipnorm, optimizer.global_clipnorm
     if optimizer.global_clipnorm:
@@ -176,13 +186,13 @@ def gradients_clipped(
         gradients, _ = tf.clip_by_global_norm(gradients, limit, use_norm=norm)
         gradients = [*map(_each_row_once, gradients)]
     elif optimizer.clipnorm:
-        gradients, places = list(gradients), {}
+        gradients, indices = list(gradients), {}
         for i, variable in enumerate(variables):
-            places.setdefault(id(variable), []).append(i)
-        for together in places.values():
-            mine = [gradients[i] for i in together]
-            mine, _ = tf.clip_by_global_norm(mine, optimizer.clipnorm)
-            for i, gradient in zip(together, mine, strict=True):
+            indices.setdefault(id(variable), []).append(i)
+        for positions in indices.values():
+            clipped = [gradients[i] for i in positions]
+            clipped, _ = tf.clip_by_global_norm(clipped, optimizer.clipnorm)
+            for i, gradient in zip(positions, clipped, strict=True):
                 gradients[i] = gradient
     optimizer.clipnorm = optimizer.global_clipnorm = None
     try:
@@ -195,8 +205,8 @@ def _each_row_once(gradient):
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     with tf.device(gradient.values.device):
-        rows, places = tf.unique(gradient.indices)
-        values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+        rows, segments = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(gradient.values, segments, tf.size(rows))
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
@@ -204,23 +214,23 @@ def _each_row_once(gradient):
 def only_for(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> Iterator[None]:
-    """Inside, an optimizer keeps averages, and accumulates gradients, of these alone.
+    """Restricts averages and accumulated gradients to some variables in the context.
 
-    Keras does so for all variables that the optimizer was built with.
+    Keras updates these for all variables that the optimizer was built with.
     """
     wanted = {id(variable) for variable in variables}
     own = optimizer._trainable_variables
-    mine = [i for i, variable in enumerate(own) if id(variable) in wanted]
-    masked = {"_trainable_variables": [own[i] for i in mine]}
+    indices = [i for i, variable in enumerate(own) if id(variable) in wanted]
+    masked = {"_trainable_variables": [own[i] for i in indices]}
     if optimizer.use_ema:
         averages = optimizer._model_variables_moving_average
-        masked["_model_variables_moving_average"] = [averages[i] for i in mine]
+        masked["_model_variables_moving_average"] = [averages[i] for i in indices]
     if optimizer.gradient_accumulation_steps:
         masked["_accumulated_gradients"] = [
-            each if i in mine else None
-            for i, each in enumerate(optimizer._accumulated_gradients)
+            accumulated_gradient if i in indices else None
+            for i, accumulated_gradient in enumerate(optimizer._accumulated_gradients)
         ]
-    # Not by assigning attributes, which Keras would track.
+    # Keras would track assigned attributes.
     attributes = vars(optimizer)
     before = {name: attributes[name] for name in masked}
     attributes.update(masked)
@@ -231,7 +241,7 @@ def only_for(
 
 
 def updating(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that update variables, which others may wrap."""
+    """Returns the optimizers that update variables, inside any wrappers."""
     optimizer = innermost(optimizer)
     if isinstance(optimizer, _MULTI_OPTIMIZER):
         return [*optimizer.optimizers]
@@ -241,7 +251,7 @@ def updating(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 def updating_one(
     optimizer: Any, variable: keras.Variable
 ) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that updates a variable, of which it need not know yet."""
+    """Returns the optimizer for a variable, even if not built with the variable."""
     optimizer = innermost(optimizer)
     if isinstance(optimizer, _MULTI_OPTIMIZER):
         return optimizer._optimizer_map(variable)
@@ -254,33 +264,29 @@ def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
 
 
 def slots(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable]]:
-    """Returns what an optimizer keeps for each of its `known_variables`, of any shape.
-
-    It is in lists, one for each kind of slot, in the order of the variables; `None`
-    stands for a variable without one.
-    """
+    """Returns an optimizer's slots, of any shape, for each of its `known_variables`."""
     return [
-        [each for each in of_one if isinstance(each, keras.Variable)]
+        [slot for slot in of_one if isinstance(slot, keras.Variable)]
         for of_one in zip(*_slot_lists(optimizer), strict=True)
     ] or [[] for _ in optimizer._trainable_variables]
 
 
 def all_variables(optimizer: Any) -> list[keras.Variable]:
-    """Returns an optimizer's variables, and those that it has but does not list.
+    """Returns an optimizer's variables, including those that it does not list.
 
-    Such as the product that Nadam keeps, if another optimizer builds it.
+    An example is Nadam's product of momentums, if another optimizer builds Nadam.
     """
-    found = {id(variable): variable for variable in optimizer.variables}
-    for each in (optimizer, *updating(optimizer)):
-        own = [v for v in vars(each).values() if isinstance(v, keras.Variable)]
-        found |= {id(variable): variable for variable in own}
-    return [*found.values()]
+    by_id = {id(variable): variable for variable in optimizer.variables}
+    for leaf in (optimizer, *updating(optimizer)):
+        own = [v for v in vars(leaf).values() if isinstance(v, keras.Variable)]
+        by_id |= {id(variable): variable for variable in own}
+    return [*by_id.values()]
 
 
 def scalars(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns what an optimizer has for all variables together and changes by itself.
+    """Returns the variables that an optimizer shares among all model variables.
 
-    These are not its count of steps and its learning rate.
+    The step count and the learning rate are excluded.
     """
     known = {id(slot) for of_one in slots(optimizer) for slot in of_one}
     known.add(id(iterations_variable(optimizer)))
@@ -296,7 +302,7 @@ def add_slot_here(
 ) -> keras.Variable:
     """Creates a slot as `ADD_SLOT` does, on the device of the scope.
 
-    Keras creates it where the variable is.
+    Keras creates slots on the device of the variable.
     """
     return BaseOptimizer.add_variable_from_reference(
         optimizer, reference, name=name, initializer=initializer
@@ -306,9 +312,9 @@ def add_slot_here(
 def accumulated(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> tuple[keras.Variable | None, int]:
-    """Returns where an optimizer accumulates a variable's gradients, and over how many.
+    """Returns a variable's accumulated gradients, and the number of accumulated steps.
 
-    `None`, and 1, if it does not.
+    Returns `None`, and 1, if the optimizer does not accumulate gradients.
     """
     steps = optimizer.gradient_accumulation_steps
     if not steps:
@@ -327,7 +333,7 @@ def average(
 
 
 def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
-    """Returns which methods of Keras's optimizers a class of the user's replaces."""
+    """Returns the methods of Keras's optimizers that a user's class replaces."""
     return sorted(
         name
         for cls in type(optimizer).__mro__
@@ -339,9 +345,9 @@ def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
 
 @contextlib.contextmanager
 def taking(optimizer: Any, count: int) -> Iterator[None]:
-    """Inside, an optimizer takes `count` gradients, of which a variable has several.
+    """Lets an optimizer take `count` gradients, some for the same variable.
 
-    A `MultiOptimizer` counts whether each variable has one.
+    A `MultiOptimizer` checks the number of gradients.
     """
     optimizer = innermost(optimizer)
     if not isinstance(optimizer, _MULTI_OPTIMIZER):

@@ -18,14 +18,14 @@ class Target:
 
     While any patch is active, the owner holds a dispatcher. The dispatcher calls the
     patch of the calling thread, else the patch for all threads, else the original
-    function. So threads may enter and leave in any order.
+    function. Threads may therefore enter and leave in any order.
     """
 
     def __init__(self, owner: Any, name: str, *, unless_replaced: bool = False):
         """Takes the function to patch, which the class or module itself defines.
 
-        With `unless_replaced`, a function that somebody else has put there is not
-        patched. Otherwise the patch gets it as the original.
+        With `unless_replaced`, a function that other code has put there is not patched.
+        Otherwise the patch gets that function as the original.
         """
         self._owner, self._name = owner, name
         self._own = vars(owner)[name] if unless_replaced else None
@@ -57,8 +57,8 @@ class Target:
             if all_threads:
                 at = self._of_all.index(by)
                 self._of_all = self._of_all[:at] + self._of_all[at + 1 :]
-            # If somebody else has replaced the dispatcher meanwhile, their function
-            # stays around the dispatcher, which then only passes calls on.
+            # If other code has replaced the dispatcher meanwhile, that function stays
+            # around the dispatcher, which then only forwards calls.
             if self._inside == 0 and vars(self._owner)[self._name] is self._dispatcher:
                 setattr(self._owner, self._name, self._before)
 
@@ -77,11 +77,11 @@ class Target:
 def patched(
     target: Target, by: Callable[..., Any], *, all_threads: bool = False
 ) -> Iterator[None]:
-    """A context in which calls of a function go to another function.
+    """Redirects calls of a function to another function within the context.
 
-    Patches nest: a call goes to the thread's innermost patch. It gets the function that
-    it replaces, which may be the next patch, and then the arguments. With
-    `all_threads`, calls of other threads go to it, too.
+    Patches nest: a call goes to the thread's innermost patch. The patch gets the
+    function that it replaces, which may be the next patch, and then the arguments. With
+    `all_threads`, calls of other threads go to the patch, too.
     """
     target.enter(by, all_threads)
     try:
@@ -96,7 +96,7 @@ _swapping = threading.RLock()
 
 @contextlib.contextmanager
 def swapped(objects: Sequence[Any], name: str, values: Sequence[Any]) -> Iterator[None]:
-    """A context in which an attribute of some objects has other values, one for each.
+    """Gives an attribute of some objects other values, one each, within the context.
 
     All threads see the values. A second thread that swaps values waits until the first
     thread has restored them.

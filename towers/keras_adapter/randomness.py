@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
-# Keras has a public function for it since 3.13.
+# Keras has a public function for the shared generator since 3.13.
 _SHARED = "global_seed_generator"
 
 
@@ -56,14 +56,14 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restores the states of generators that `random_states` returned."""
     if "keras" in states:
-        # To create one, Keras draws a number from Python's generator.
+        # To create the generator, Keras draws a number from Python's generator.
         shared = shared_generator(create=True)
         shared.state.assign(states["keras"])
     if "tensorflow" in states:
         algorithm, state = states["tensorflow"]
         if shared_tf_generator() is None:
-            made = tf.random.Generator.from_state(state, algorithm)
-            tf.random.set_global_generator(made)
+            generator = tf.random.Generator.from_state(state, algorithm)
+            tf.random.set_global_generator(generator)
         shared_tf_generator().reset(state)
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
@@ -73,7 +73,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context that restores the states of random generators on leaving."""
+    """Restores the states of random generators after the context."""
     states = random_states()
     try:
         yield

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def is_deterministic() -> bool:
-    """Tells whether `tf.config.experimental.enable_op_determinism` was called."""
+    """Checks whether `tf.config.experimental.enable_op_determinism` was called."""
     return config.is_op_determinism_enabled()
 
 

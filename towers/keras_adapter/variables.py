@@ -33,7 +33,7 @@ def put_behind(variable: keras.Variable, value: tf.Variable) -> None:
 def swapped_values(
     variables: Sequence[keras.Variable], values: Sequence[tf.Variable]
 ) -> Iterator[None]:
-    """A context in which Keras variables use other `tf.Variable`s, of any shape."""
+    """Makes Keras variables use other `tf.Variable`s, of any shape, in the context."""
     shapes = [tuple(value.shape) for value in values]
     with swapped(variables, "_value", values), swapped(variables, "_shape", shapes):
         yield
@@ -41,7 +41,7 @@ def swapped_values(
 
 @contextlib.contextmanager
 def places_kept(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """A context that restores the `tf.Variable`s of Keras variables on leaving."""
+    """Restores the `tf.Variable`s of Keras variables after the context."""
     values = [variable._value for variable in variables]
     try:
         yield
@@ -51,18 +51,18 @@ def places_kept(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def take_identity(new: tf.Variable, old: tf.Variable) -> None:
-    """Gives a `tf.Variable` the identity by which an optimizer knows another one."""
+    """Gives a `tf.Variable` the key by which an optimizer identifies another one."""
     new._unique_id = old._unique_id
 
 
 def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.Variable:
-    """Makes a variable on a device that an optimizer takes for another variable.
+    """Creates a variable on a device that an optimizer takes for another variable.
 
     Args:
-        value: Its initial value, or a function that returns it.
+        value: The initial value, or a function that returns it.
         device: The device.
         like: A `tf.Variable`, or a `ShardedVariable`.
-        shape: Its shape, if it is not the value's.
+        shape: The shape, if it is not that of the value.
     """
     name = like.name.partition(":")[0]
     with tf.init_scope(), tf.device(device):
@@ -74,9 +74,9 @@ def variable_like(value: Any, device: str, like: Any, shape: Any = None) -> tf.V
 
 
 def without_value(like: Any, device: str) -> tf.Variable:
-    """Makes a variable with the shape of another one, and without a value.
+    """Creates a variable with the shape of another one, and without a value.
 
-    It takes no memory: a graph may be traced with it.
+    The variable takes no memory: a graph may be traced with it.
 
     Args:
         like: A `tf.Variable`, or a `ShardedVariable`.
@@ -119,15 +119,15 @@ def _put_zeros(variable, shape):
 
 
 def bytes_of(variable: keras.Variable | tf.Variable) -> int:
-    """Returns how many bytes a variable takes."""
+    """Returns the size of a variable in bytes."""
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 @contextlib.contextmanager
 def read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """A context in which reads of `tf.Variable`s give their values at its start.
+    """Makes reads of `tf.Variable`s return their values at the start of the context.
 
-    TensorFlow does so itself for a variable with a `caching_device`. Do not assign the
+    TensorFlow does the same for a variable with a `caching_device`. Do not assign the
     variables meanwhile.
     """
     values = [tf.convert_to_tensor(variable) for variable in variables]

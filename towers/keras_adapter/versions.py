@@ -39,6 +39,6 @@ def notes() -> list[str]:
 
 
 def warn() -> None:
-    """Warns of packages that are newer than tested, once."""
+    """Warns once of packages that are newer than tested."""
     for text in notes():
         warnings.warn(text, stacklevel=3)

@@ -1,1 +1,1 @@
-"""Keras layers that towers compute in another way than Keras."""
+"""Keras layers and variables that towers handle differently from Keras."""

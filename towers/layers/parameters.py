@@ -1,14 +1,14 @@
-"""Parameters in parts: each device keeps, and updates, a part of every large variable.
+"""Sharded parameters: each device keeps, and updates, a shard of every large variable.
 
-The part is as large on each device, and so are its gradient and its optimizer slots.
-Towers gather the whole value from all devices: for each use, forward and backward, and
-let go of it afterwards, as stage 3 of ZeRO (Rajbhandari et al. 2020) and PyTorch's FSDP
-(Zhao et al. 2023) do; or once in a step, as ZeRO's second stage does.
+The shards are equally large on each device, and so are their gradients and optimizer
+slots. Towers gather the full value from all devices: for each use, forward and
+backward, and free it afterwards, as stage 3 of ZeRO (Rajbhandari et al. 2020) and
+PyTorch's FSDP (Zhao et al. 2023) do; or once a step, as stage 2 of ZeRO does.
 
 A step is traced with stand-ins for these parameters (`sharded.standing_in`), so that
-the trace is that of one device. `partition/gathers.py` gathers values in place of what
-the stand-ins have. The gradients of all towers are added where a part lives, and the
-user's optimizer updates the part there (`sharded.apply`).
+the trace is that of one device. `partition/gathers.py` gathers values in place of reads
+of the stand-ins. The gradients of all towers are reduced on the device of the shard,
+where the user's optimizer updates the shard (`sharded.apply`).
 """
 
 import functools
@@ -34,10 +34,11 @@ MIN_BYTES = 2**14
 
 
 class ShardedParameter(ShardedVariable):
-    """A trainable variable in parts, which towers gather when they need all of it.
+    """A trainable variable in shards, which towers gather to use the full value.
 
     Attributes:
-        gathered_by_use: Whether a tower gathers it for each use, not once in a step.
+        gathered_by_use: Whether a tower gathers the value for each use, not once a
+            step.
     """
 
     stands_in = True
@@ -45,7 +46,7 @@ class ShardedParameter(ShardedVariable):
 
     @functools.cached_property
     def stand_in(self) -> tf.Variable:
-        """The variable that a step is traced with: it has the shape, and no value."""
+        """The variable that a step is traced with; it has the shape, but no value."""
         return without_value(self, HOST)
 
 
@@ -59,10 +60,10 @@ def of(variables: Sequence[keras.Variable]) -> list[ShardedParameter]:
 
 
 def choose(variables: Sequence[keras.Variable], min_bytes: int) -> list[keras.Variable]:
-    """Returns those of some trainable variables that are to be sharded.
+    """Selects the trainable variables to shard.
 
-    Those with fewer than `min_bytes` bytes are left out, and so are those with a
-    constraint, which takes the whole value, and those that gradients overwrite.
+    Excluded are variables with fewer than `min_bytes` bytes, variables with a
+    constraint, which takes the full value, and variables that gradients overwrite.
     """
     return [
         variable
@@ -74,23 +75,23 @@ def choose(variables: Sequence[keras.Variable], min_bytes: int) -> list[keras.Va
 
 
 def axis_of(variable: keras.Variable) -> int | None:
-    """Returns how a variable is cut; see `ShardedVariable`.
+    """Returns the axis along which a variable is sharded; see `ShardedVariable`.
 
-    A matrix is cut into rows, as an optimizer may get a gradient of some rows only. All
-    else is cut into ranges of the flattened value.
+    A matrix is sharded by rows, as an optimizer may get a gradient of some rows only.
+    All other variables are sharded into ranges of the flattened value.
     """
     return 0 if len(variable.shape) == 2 else None
 
 
 def sizes(variable: keras.Variable, count: int) -> list[int]:
-    """Returns how many rows, or numbers, each of `count` parts of a variable has.
+    """Returns the number of rows, or elements, of each of `count` shards of a variable.
 
-    The first ones have one more, if they are not as large. None is empty, so there may
-    be fewer of them.
+    If the sizes differ, the first shards have one more. No shard is empty, so there may
+    be fewer than `count`.
     """
-    whole = variable.shape[0] if axis_of(variable) == 0 else math.prod(variable.shape)
-    count = min(count, whole)
-    return [whole // count + (k < whole % count) for k in range(count)]
+    size = variable.shape[0] if axis_of(variable) == 0 else math.prod(variable.shape)
+    count = min(count, size)
+    return [size // count + (k < size % count) for k in range(count)]
 
 
 def cut(
@@ -98,7 +99,7 @@ def cut(
     devices: Sequence[str],
     optimizer: keras.optimizers.Optimizer | None,
 ) -> None:
-    """Divides variables, and the slots that they have, evenly among devices."""
+    """Shards variables, and their slots, evenly over devices."""
     for variable in variables:
         axis, count = axis_of(variable), len(sizes(variable, len(devices)))
         _put(variable, devices[:count], axis)
@@ -111,19 +112,19 @@ def distribute(
     devices: Sequence[str],
     optimizer: keras.optimizers.Optimizer | None,
 ) -> None:
-    """Puts each variable, with its slots, on one device, which has the whole value.
+    """Puts each variable, with its slots, in full on one of the devices.
 
-    Optimizers that look at whole variables, such as Muon, need that.
+    Optimizers that operate on full variables, such as Muon, need this.
     """
     for variable, k in least_loaded(variables, len(devices)):
         _put(variable, [devices[k]], whole_axis(variable))
-        # The shape of a slot may be another one.
+        # A slot may have a shape of its own.
         for slot in optimizers.slots_of(optimizer, variable, True) if optimizer else ():
             _cut(slot, [devices[k]], whole_axis(slot))
 
 
 def whole_axis(variable: keras.Variable) -> int | None:
-    """Returns the axis of a single shard that is a whole variable."""
+    """Returns the axis of a single shard that holds a full variable."""
     return 0 if len(variable.shape) else None
 
 
@@ -132,7 +133,7 @@ def least_loaded(
 ) -> list[tuple[keras.Variable, int]]:
     """Returns variables, the largest first, each with one of `count` owners.
 
-    Each goes to the owner that has the fewest bytes so far (Graham 1969).
+    Each variable goes to the owner with the fewest bytes so far (Graham 1969).
     """
     loads, owned = [0] * count, []
     for variable in sorted(variables, key=bytes_of, reverse=True):
@@ -143,7 +144,7 @@ def least_loaded(
 
 
 def _put(variable, devices, axis):
-    """Has a variable be a parameter with a shard on each device, if it is not."""
+    """Makes a variable a sharded parameter on the devices, if it is not yet."""
     _cut(variable, devices, axis)
     parts = value_behind(variable)
     if type(parts) is not ShardedParameter:
@@ -151,7 +152,7 @@ def _put(variable, devices, axis):
 
 
 def _cut(variable, devices, axis):
-    """Cuts a variable, or a slot, into a shard for each device, if it is not."""
+    """Shards a variable or a slot over the devices, if it is not sharded alike."""
     if not lies_there(sharded.of(variable), devices, axis):
         sharded.cut(variable, devices, axis)
 
@@ -159,7 +160,7 @@ def _cut(variable, devices, axis):
 def lies_there(
     parts: ShardedVariable | None, devices: Sequence[str], axis: int | None
 ) -> bool:
-    """Tells whether a variable is cut along an axis, with a shard on each device."""
+    """Checks whether a variable is sharded along an axis, over the given devices."""
     return (
         parts is not None
         and parts.axis == axis

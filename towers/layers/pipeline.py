@@ -1,7 +1,7 @@
-"""The stages of a tower: which layers run on which of its devices, and in which order.
+"""The stages of a tower: the device of each layer, and the schedule.
 
 A stage is a part of a model that has a device of its own. A layer that is called twice
-stays on its stage. A layer without weights that nobody places goes with its inputs.
+stays on its stage. An unplaced layer without weights runs on the stage of its inputs.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from towers.keras_adapter.optimizers import slots_of
 from towers.layers import sharded
 from towers.program import words
 
-# Finds variables of a model that is built.
+# Returns variables of a built model.
 OfModel = Callable[[keras.Model], Iterable[keras.Variable]]
 SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("none", "stage", "layer")
@@ -29,14 +29,14 @@ def _none(model: keras.Model) -> Iterable[keras.Variable]:
 
 
 class LayerPlacement:
-    """Which layers are on which stage: as asked, or balanced.
+    """The stage of each layer, as requested or balanced.
 
     Attributes:
         model: The model.
         stages: Number of stages.
-        balanced: Whether layers are yet to be divided by the time that they take.
-        kept: The bytes of activations that each stage keeps, at most; `None` until it
-            was said which layers are on which stage.
+        balanced: Whether layers are still to be divided by their measured times.
+        kept: The most bytes of activations that each stage keeps; `None` until the
+            stages have been reported.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class LayerPlacement:
 
         Args:
             model: See the attributes.
-            stages: The same.
+            stages: See the attributes.
             asked: Stages by regular expressions for names of layers, or "auto".
-            layers: The stage of each layer, by its `id`, if that is known.
-            apart: Finds variables that lie on the devices of all stages: tables.
+            layers: The stage of each layer, by its `id`, if known.
+            apart: Returns variables on the devices of all stages, such as tables.
         """
         self.model, self.stages = model, stages
         self.balanced = asked == "auto" and stages > 1
@@ -63,10 +63,10 @@ class LayerPlacement:
 
     @property
     def layers(self) -> Mapping[int, int]:
-        """The stage of each layer that is placed, by its `id`; the model is built.
+        """The stage of each placed layer, by its `id`; the model is built.
 
         Raises:
-            ValueError: What was asked does not fit the model.
+            ValueError: The requested placement does not fit the model.
         """
         if self._layers is None:
             if self._asked == "auto":
@@ -76,11 +76,11 @@ class LayerPlacement:
         return self._layers
 
     def balance(self, seconds: Sequence[float]) -> None:
-        """Divides the layers anew, by how long each of those with weights takes."""
+        """Divides the layers again, by the time that each layer with weights takes."""
         self._layers = balanced(self.model, self.stages, seconds, self._apart)
 
     def keeps_all(self) -> None:
-        """Has all variables lie where their layers are, after all."""
+        """Makes all variables stay with their layers, including those of `apart`."""
         if self._apart is not _none and self._asked == "auto":
             self._layers = None
         self._apart = _none
@@ -93,12 +93,13 @@ class Pipeline:
     Attributes:
         stages: Number of devices of a tower.
         micro_batches: Parts of a tower's batch that go through the stages.
-        schedule: "gpipe": all parts forward, then all backward (Huang et al. 2019).
-            "1f1b": a part goes backward as soon as it can, so a stage holds the
-            activations of few parts (PipeDream-Flush, Narayanan et al. 2021).
-        recompute: What is computed again for the gradient, instead of being kept: see
+        schedule: "gpipe": all micro-batches forward, then all backward (Huang et al.
+            2019). "1f1b": a micro-batch goes backward as soon as it can, so a stage
+            holds the activations of few micro-batches (PipeDream-Flush, Narayanan et
+            al. 2021).
+        recompute: The activations that are recomputed for the gradient: see
             `RECOMPUTE`.
-        placement: Which layers are on which stage.
+        placement: The stage of each layer.
     """
 
     stages: int = 1
@@ -114,7 +115,7 @@ class Pipeline:
 
     @property
     def layers(self) -> Mapping[int, int]:
-        """The stage of each layer that is placed; see `LayerPlacement.layers`."""
+        """The stage of each placed layer; see `LayerPlacement.layers`."""
         if self.stages == 1 and self.recompute != "layer":
             return {}
         return self.placement.layers
@@ -125,16 +126,17 @@ class Pipeline:
         return self.placement.model
 
     def of_one_stage(self) -> "Pipeline":
-        """Returns what one stage knows of it: its micro-batches."""
+        """Returns the pipeline of one stage, which has its micro-batches only."""
         return Pipeline(micro_batches=self.micro_batches)
 
     @property
     def stage_of(self) -> Callable[[keras.Variable], int]:
-        """What tells the stage of a variable of the model, its optimizer or metrics.
+        """A function that returns the stage of a variable.
 
         A weight is on the stage of its layer, and an optimizer's slot on that of its
-        weight. What belongs to no layer, such as a metric's, is on the last stage. It
-        knows the variables that there are now; for many of them, get it once.
+        weight. All other variables, such as a metric's, are on the last stage. The
+        function knows the variables that exist now; to look up many variables, get it
+        once.
         """
         last = self.stages - 1
         if self.stages == 1 or not self.model.built:
@@ -151,7 +153,7 @@ class Pipeline:
     def parts(self) -> dict[int, int]:
         """The part of each placed layer, by its `id`; see `stages/phases.py`.
 
-        It is the layer's stage. Where layers are computed again one by one, each layer
+        The part is the layer's stage. If layers are recomputed one by one, each layer
         is a part.
         """
         if self.recompute != "layer":
@@ -171,11 +173,11 @@ class Pipeline:
         """The part of each weight of the model, by the `id` of its handle."""
         parts = self._of_weights(self.parts)
         return {
-            id(place.handle): parts[id(weight)]
+            id(variable.handle): parts[id(weight)]
             for layer in placeable(self.model)
             for weight in layer.weights
             if id(weight) in parts
-            for place in sharded.places(weight)
+            for variable in sharded.places(weight)
         }
 
     def _of_weights(self, of_layers):
@@ -191,7 +193,7 @@ ONE_STAGE = Pipeline()
 
 
 def placeable(model: keras.Model | None) -> Iterator[keras.layers.Layer]:
-    """Yields the layers that may be placed: the model's, and those of models in it."""
+    """Yields the layers that may be placed: the model's, and those of nested models."""
     for layer in getattr(model, "layers", ()):
         if isinstance(layer, keras.layers.InputLayer):
             continue
@@ -209,23 +211,23 @@ def placed(
     Args:
         model: A built model.
         placement: Stages by regular expressions for names of layers; the first that
-            matches a whole name counts.
+            matches a full name counts.
         stages: Number of stages.
 
     Raises:
         ValueError: A layer with weights has no stage, a stage has no layer, or an
             expression is wrong.
     """
-    found, unmatched = {}, []
+    stage_of, unmatched = {}, []
     for pattern, stage in placement.items():
         check_place(pattern, stage, stages)
     layers = [*placeable(model)]
     for layer in layers:
-        # One that is not built has no path.
+        # A layer that is not built has no path.
         names = (layer.name, getattr(layer, "path", None) or layer.name)
         for pattern, stage in placement.items():
             if any(re.fullmatch(pattern, name) for name in names):
-                found[id(layer)] = stage
+                stage_of[id(layer)] = stage
                 break
         else:
             if layer.weights:
@@ -236,17 +238,17 @@ def placed(
             "expected one for each layer that has weights, so add them."
         )
     for stage in range(stages):
-        if stage not in found.values():
+        if stage not in stage_of.values():
             raise ValueError(
                 f"Received a placement that puts no layer on stage {stage} of "
                 f"{stages}; expected one at least, of "
                 f"{_listed([layer.name for layer in layers])}."
             )
-    return found
+    return stage_of
 
 
 def weighted(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns what is divided among stages: the layers with weights, in order."""
+    """Returns the layers to divide among stages: those with weights, in order."""
     return [layer for layer in placeable(model) if layer.weights]
 
 
@@ -258,16 +260,15 @@ def balanced(
 ) -> dict[int, int]:
     """Divides layers, in their order, among stages.
 
-    No stage has more weights than in the division into the most equal parts, and 5%.
-    Among these divisions, the slowest stage is as fast as can be.
+    No stage has more than 1.05 times the weights of the largest stage in the most equal
+    division. Among these divisions, the slowest stage is as fast as possible.
 
     Args:
         model: A built model.
         stages: Number of stages.
-        seconds: What each of the `weighted` layers takes; by default in proportion to
+        seconds: The time of each of the `weighted` layers; by default in proportion to
             its weights.
-        apart: Finds variables that lie on the devices of all stages, and so count for
-            none.
+        apart: Returns variables on the devices of all stages, which do not count.
 
     Returns:
         The stage of each `weighted` layer, by its `id`.
@@ -303,22 +304,22 @@ def best_cut(
     sizes: Sequence[float] = (),
     most: float = math.inf,
 ) -> list[int]:
-    """Cuts a list so that the largest sum of a piece is as small as can be.
+    """Cuts a list so that the largest sum of a piece is as small as possible.
 
-    Among cuts of which that is true, it takes the one whose pieces are most equal: with
-    the smallest sum of squares.
+    Among the optimal cuts, it returns the one with the most equal pieces: with the
+    smallest sum of squares.
 
     >>> best_cut([5, 1, 1, 1, 4], 2)
     [2, 5]
 
     Args:
-        costs: Numbers from 0, at least as many as there are stages.
+        costs: Nonnegative numbers, at least as many as stages.
         stages: Number of pieces, none of them empty.
         sizes: Other numbers, as many.
-        most: The most that those of a piece may add up to.
+        most: The largest sum of the sizes of a piece.
 
     Returns:
-        Where each piece ends.
+        The end of each piece.
     """
     before = [0, *itertools.accumulate(costs)]
     sized = [0, *itertools.accumulate(sizes or [0] * len(costs))]
@@ -330,15 +331,15 @@ def best_cut(
     largest, _ = _least(cost, max, len(costs), stages)
 
     def square(start, end):
-        found = cost(start, end)
-        return found**2 if found <= largest else math.inf
+        piece_cost = cost(start, end)
+        return piece_cost**2 if piece_cost <= largest else math.inf
 
     return _least(square, operator.add, len(costs), stages)[1]
 
 
 def _least(cost, combine, count, stages):
-    """The least that costs of pieces combine to, and where these pieces end."""
-    # For each number of items, the best so far.
+    """Returns the least combined cost of pieces, and the ends of these pieces."""
+    # The best cut of the first items, for each number of items.
     best = [(cost(0, end), [end]) for end in range(count + 1)]
     for pieces in range(2, stages + 1):
         best = [

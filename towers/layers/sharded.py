@@ -1,29 +1,29 @@
-"""Sharded variables: one variable to Keras, in parts on several devices.
+"""Sharded variables: one variable to Keras, in shards on several devices.
 
-A `ShardedVariable` stands behind a `keras.Variable` in the place of its `tf.Variable`:
-`cut` puts it there, also behind the slots that an optimizer has for the variable.
-Whoever reads it gets the whole value, in the host's memory; whoever assigns it has each
-shard get its part. So files and checkpoints are as always. The name and the idea are
-those of TensorFlow's `ShardedVariable`, which Keras does not take.
+A `ShardedVariable` stands behind a `keras.Variable` in place of its `tf.Variable`:
+`cut` puts it there, and behind the optimizer slots of the variable. A read returns the
+full value, in host memory; an assignment gives each shard its part. Files and
+checkpoints are therefore the same as without shards. The name and the idea are those of
+TensorFlow's `ShardedVariable`, which Keras does not accept.
 
-The optimizer is the user's own, and is applied to shards (`apply`): each is a variable
-of its own to it, with a gradient of its own. While a device's shards are updated, they
-stand behind the `keras.Variable`s, as do those of their slots. So each operation runs
-where the shard lies. That is right for optimizers that look at each number by itself,
-which `why_not_cut` checks, and for norms of gradients, which are those of all shards.
+The user's own optimizer is applied to shards (`apply`): each shard is a variable with a
+gradient of its own. While a device's shards are updated, they stand behind the
+`keras.Variable`s, as do those of their slots. Each operation therefore runs on the
+device of the shard. This is correct for elementwise optimizers, which `why_not_cut`
+checks, and for norms of gradients, which are computed over all shards.
 
     cut(table, ["/device:CPU:0", "/device:CPU:1"], axis=0)
     with slots_like_variables():
         optimizer.build(variables)           # slots are created in shards
-    gradients = [first, second, of_bias]     # of each of `targets([table, bias])`
+    gradients = [first, second, of_bias]     # one for each of `targets([table, bias])`
     apply(optimizer, gradients, [table, bias])
 
-New `tf.Variable`s stand behind the `keras.Variable`s after `cut`: what was traced
-before refers to the old ones.
+New `tf.Variable`s stand behind the `keras.Variable`s after `cut`: earlier traces refer
+to the old ones.
 
-To a tape, a table in shards is its shards: rows go straight to the device that has
-them. Where the user is handed a gradient, it is joined, and cut again for the optimizer
-(`gradient`).
+A tape differentiates with respect to the shards of a table: the gradient's rows go
+straight to their device. A gradient that the user sees is joined, and split again for
+the optimizer (`gradient`).
 """
 
 import collections
@@ -51,24 +51,24 @@ from towers.keras_adapter.variables import (
     variable_like,
 )
 
-# The scope of what puts a whole value together in a graph.
+# The name scope of operations that join the full value of shards in a graph.
 WHOLE_SCOPE = "whole_of_shards"
 
 
 class ShardedVariable:
-    """What stands behind a `keras.Variable`: its value in shards, on several devices.
+    """A value in shards on several devices, behind a `keras.Variable`.
 
     Attributes:
         shards: A `tf.Variable` for each device, in order.
-        shape: That of the whole value.
-        axis: How it is cut: 0 into rows, 1 into columns, `None` into ranges of the
+        shape: The shape of the full value.
+        axis: The sharded axis: 0 for rows, 1 for columns, `None` for ranges of the
             flattened value, each a shard of rank 1.
-        ends: Where each shard ends on that axis, or in the flattened value.
-        elsewhere: Whether other hosts update shards of it, too, whose gradients
-            something stands in for here; see `sharded.targets`.
-        across_hosts: Whether several hosts have shards of it; it is a `SpreadVariable`.
+        ends: The end of each shard on the axis, or in the flattened value.
+        elsewhere: Whether other hosts update shards, too, whose gradients have a
+            substitute here; see `sharded.targets`.
+        across_hosts: Whether several hosts have shards, as in a `SpreadVariable`.
         stands_in: Whether a step is traced with a `stand_in` in its place.
-        updated_once: Whether each host of several applies the optimizer once in a step,
+        updated_once: Whether each of several hosts applies the optimizer once a step,
             not once for each of its copies of other variables.
     """
 
@@ -83,7 +83,7 @@ class ShardedVariable:
         self.ends = tuple(itertools.accumulate(sizes))
         first = self.shards[0]
         self.dtype, self.name, self.trainable = first.dtype, first.name, first.trainable
-        # An optimizer knows the variable, and each shard, by the same.
+        # The optimizer identifies the variable and each shard by the same key.
         take_identity(self, first)
 
     @property
@@ -93,7 +93,7 @@ class ShardedVariable:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each shard begins; see `ends`."""
+        """The start of each shard; see `ends`."""
         return (0, *self.ends[:-1])
 
     @property
@@ -103,15 +103,15 @@ class ShardedVariable:
 
     @property
     def _shared_name(self) -> str:
-        # TensorFlow's checkpoints ask for it, and Keras for that of what is behind.
+        # TensorFlow's checkpoints ask for this name, and Keras for that of its value.
         return self.name.partition(":")[0]
 
     def split(self, value: Any) -> list[Any]:
-        """Cuts a whole value, or a gradient, into those of the shards, where it is.
+        """Splits a full value, or a gradient, by shards, on its own device.
 
         Args:
-            value: An array, a tensor, or `tf.IndexedSlices`, of which each shard's have
-                rows as the shard counts them, or flat numbers.
+            value: An array, a tensor, or `tf.IndexedSlices`. The slices of a shard have
+                row indices, or flat indices, relative to the shard.
         """
         if isinstance(value, tf.IndexedSlices):
             return self._split_rows(value)
@@ -122,156 +122,173 @@ class ShardedVariable:
         return [value[(*columns, slice(start, end))] for start, end in bounds]
 
     def _split_rows(self, gradient):
-        # Duplicates stay apart, as optimizers square each by itself.
-        values, places = gradient.values, gradient.indices
+        # Duplicate indices are kept, as optimizers square each row by itself.
+        values, indices = gradient.values, gradient.indices
         if self.axis is None:
             row = math.prod(self.shape[1:])
-            places = places[:, tf.newaxis] * row + tf.range(row, dtype=places.dtype)
-            values, places = tf.reshape(values, [-1]), tf.reshape(places, [-1])
+            indices = indices[:, tf.newaxis] * row + tf.range(row, dtype=indices.dtype)
+            values, indices = tf.reshape(values, [-1]), tf.reshape(indices, [-1])
         if self.axis == 1:
             return [
-                _slices(part, places, shard)
+                _slices(part, indices, shard)
                 for part, shard in zip(self.split(values), self.shards, strict=True)
             ]
-        owners, count = self.owners(places), len(self.shards)
+        owners, count = self.owners(indices), len(self.shards)
         values = tf.dynamic_partition(values, owners, count)
-        places = tf.dynamic_partition(places, owners, count)
+        indices = tf.dynamic_partition(indices, owners, count)
         return [
-            _slices(*mine, shard)
-            for *mine, shard in zip(
+            _slices(*part_of_shard, shard)
+            for *part_of_shard, shard in zip(
                 values,
-                (each - start for each, start in zip(places, self.starts, strict=True)),
+                (
+                    owned - start
+                    for owned, start in zip(indices, self.starts, strict=True)
+                ),
                 self.shards,
                 strict=True,
             )
         ]
 
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
-        """Makes a gradient of the whole value of the shards', where it is called.
+        """Joins gradients of the shards to a gradient of the full value.
 
         Args:
-            parts: What `gradients_of` returns of a gradient, or of several that were
-                added.
+            parts: The result of `gradients_of` for a gradient, or the sum of several
+                such results.
         """
         if self.axis is None or not isinstance(parts[0], tf.IndexedSlices):
-            whole = tf.concat([*map(tf.convert_to_tensor, parts)], self.axis or 0)
-            return whole if self.axis is not None else tf.reshape(whole, self.shape)
+            joined = tf.concat([*map(tf.convert_to_tensor, parts)], self.axis or 0)
+            return joined if self.axis is not None else tf.reshape(joined, self.shape)
         values = tf.concat([part.values for part in parts], self.axis)
-        places = parts[0].indices
+        indices = parts[0].indices
         if self.axis == 0:
             starts = zip(parts, self.starts, strict=True)
-            places = tf.concat([part.indices + start for part, start in starts], 0)
-        shape = tf.constant(self.shape.as_list(), places.dtype)
-        return tf.IndexedSlices(values, places, shape)
+            indices = tf.concat([part.indices + start for part, start in starts], 0)
+        shape = tf.constant(self.shape.as_list(), indices.dtype)
+        return tf.IndexedSlices(values, indices, shape)
 
     def gradients_of(self, gradient: Any) -> list[Any]:
-        """Makes of a gradient of the whole value one for each of `sharded.targets`."""
+        """Splits a gradient of the full value for each of `sharded.targets`."""
         return self.split(gradient)
 
     def alike(self, shards: Sequence[tf.Variable], like: Any) -> "ShardedVariable":
-        """Returns a variable that is cut as this one is, and updated with it.
+        """Returns a variable that is sharded and updated as this one is.
 
         Args:
-            shards: Its shards: one for each of `updated`.
-            like: A variable that has its name and type.
+            shards: The shards of the result: one for each of `updated`.
+            like: A variable that has the name and type of the result.
         """
         del like
         return ShardedVariable(shards, self.shape, self.axis)
 
     def look_up(self, ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Looks up rows where the shards lie.
+        """Looks up rows on the devices of the shards.
 
         Args:
-            ids: A vector of numbers of rows, from 0.
+            ids: A vector of row indices, from 0.
 
         Returns:
-            For each shard, the rows that it has, or its columns of all rows, and their
-            numbers as it counts them. `join` puts them together.
+            For each shard, its rows, or its columns of all rows, and the row indices
+            relative to the shard. `join` joins the rows.
         """
-        each = [ids] * len(self.shards)
+        ids_of_shards = [ids] * len(self.shards)
         if self.axis == 0 and len(self.shards) > 1:
-            each = tf.dynamic_partition(ids, self.owners(ids), len(self.shards))
-        found = []
-        for shard, mine, start in zip(self.shards, each, self.starts, strict=True):
+            ids_of_shards = tf.dynamic_partition(
+                ids, self.owners(ids), len(self.shards)
+            )
+        results = []
+        for shard, local_ids, start in zip(
+            self.shards, ids_of_shards, self.starts, strict=True
+        ):
             with tf.device(shard.device):
-                mine = mine - start if self.axis == 0 and start else tf.identity(mine)
-                found.append((tf.gather(shard, mine), mine))
-        return found
+                local_ids = (
+                    local_ids - start
+                    if self.axis == 0 and start
+                    else tf.identity(local_ids)
+                )
+                results.append((tf.gather(shard, local_ids), local_ids))
+        return results
 
     def join(self, ids: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Puts rows that were looked up in the order of their ids, where it is called.
+        """Joins looked-up rows in the order of their ids, on the current device.
 
         Args:
-            ids: What `look_up` was given.
-            rows: What it has found.
+            ids: The argument of `look_up`.
+            rows: The rows that `look_up` returned.
         """
         if len(rows) == 1:
             return rows[0]
         if self.axis == 1:
             return tf.concat(rows, axis=1)
-        places = tf.range(tf.size(ids))
+        positions = tf.range(tf.size(ids))
         return tf.dynamic_stitch(
-            tf.dynamic_partition(places, self.owners(ids), len(self.shards)), rows
+            tf.dynamic_partition(positions, self.owners(ids), len(self.shards)), rows
         )
 
     def look_up_alike(self, ids: tf.Tensor) -> tf.Tensor:
-        """Looks up rows, where no shape may depend on the ids.
+        """Looks up rows without shapes that depend on the ids.
 
-        So each shard looks up a row for each id, and that of the owner is taken.
+        Each shard looks up one row for each id, and the owner's row is selected.
 
         Args:
-            ids: A vector of numbers of rows, from 0.
+            ids: A vector of row indices, from 0.
         """
         owners, last, rows = self.owners(ids), len(self.shards) - 1, None
         for i, (shard, start, end) in enumerate(
             zip(self.shards, self.starts, self.ends, strict=True)
         ):
             with tf.device(shard.device):
-                own = ids - start
-                # An id that no shard has is still an error.
-                own = tf.maximum(own, 0) if i > 0 else own
-                own = tf.minimum(own, end - start - 1) if i < last else own
-                found = tf.gather(shard, own)
-            rows = found if i == 0 else tf.where((owners == i)[:, None], found, rows)
+                local_ids = ids - start
+                # An id out of range must remain an error.
+                local_ids = tf.maximum(local_ids, 0) if i > 0 else local_ids
+                local_ids = (
+                    tf.minimum(local_ids, end - start - 1) if i < last else local_ids
+                )
+                shard_rows = tf.gather(shard, local_ids)
+            rows = (
+                shard_rows
+                if i == 0
+                else tf.where((owners == i)[:, None], shard_rows, rows)
+            )
         return rows
 
     def owners(self, rows: tf.Tensor) -> tf.Tensor:
-        """Tells, in int32, which shard has each row."""
+        """Returns, in int32, the index of the shard that owns each row."""
         beyond = [tf.cast(rows >= end, tf.int32) for end in self.ends[:-1]]
         return functools.reduce(tf.add, beyond or [tf.zeros_like(rows, tf.int32)])
 
     def assign(self, value: Any, **_: Any) -> None:
-        """Gives each shard its part of a whole value."""
+        """Assigns each shard its part of a full value."""
         _change(self, "assign", value)
 
     def assign_add(self, value: Any) -> None:
-        """Adds to each shard its part of a value, which may be cut alike."""
+        """Adds a value, which may be sharded alike, to the shards."""
         self.assign(_whole(self) + _whole(value))
 
     def assign_sub(self, value: Any) -> None:
-        """Takes from each shard its part of a value."""
+        """Subtracts a value, which may be sharded alike, from the shards."""
         self.assign(_whole(self) - _whole(value))
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole value."""
-        whole = np.concatenate([each.numpy() for each in self.shards], self.axis or 0)
-        return whole.reshape(self.shape)
+        """Returns the full value."""
+        value = np.concatenate([shard.numpy() for shard in self.shards], self.axis or 0)
+        return value.reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy().astype(dtype or self.dtype.as_numpy_dtype, copy=False)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        # The whole value may not fit where it is wanted.
+        # The full value may not fit on the device that reads it.
         with tf.device(HOST), tf.name_scope(WHOLE_SCOPE):
-            whole = self.joined([*map(tf.convert_to_tensor, self.shards)])
-            return tf.cast(whole, dtype or self.dtype)
+            value = self.joined([*map(tf.convert_to_tensor, self.shards)])
+            return tf.cast(value, dtype or self.dtype)
 
     def joined(self, values: Sequence[Any]) -> tf.Tensor:
-        """Puts the values of all shards together, where it is called."""
-        whole = values[0]
+        """Joins the values of all shards, on the current device."""
+        joined = values[0]
         if len(values) > 1:
-            whole = tf.concat([*values], axis=self.axis or 0)
-        return tf.reshape(whole, self.shape) if self.axis is None else whole
+            joined = tf.concat([*values], axis=self.axis or 0)
+        return tf.reshape(joined, self.shape) if self.axis is None else joined
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": tf.convert_to_tensor(self)}
@@ -286,7 +303,7 @@ def _slices(values, places, shard):
 
 
 def _change(variable, name, value):
-    """Changes each shard by its part of a whole value, where it lies."""
+    """Calls a method of each shard with its part of a full value, on its device."""
     with tf.device(HOST):
         parts = variable.split(value)
     for shard, part in zip(variable.shards, parts, strict=True):
@@ -294,7 +311,7 @@ def _change(variable, name, value):
             getattr(shard, name)(part)
 
 
-# By which Keras changes rows.
+# Methods by which Keras changes rows.
 for _name in ("scatter_add", "scatter_sub", "scatter_update"):
     setattr(ShardedVariable, _name, functools.partialmethod(_change, _name))
 
@@ -306,13 +323,13 @@ def _operator(name):
     return of_value
 
 
-# Keras's own have `value` compute these.
+# Operators that Keras's own variables compute from `value`.
 for _name in ("__getitem__", "__neg__", "__abs__", "__mul__", "__add__", "__sub__"):
     setattr(ShardedVariable, _name, _operator(_name))
 
 
 def _whole(value):
-    """A value in the host's memory."""
+    """Returns a value in host memory."""
     with tf.device(HOST):
         return tf.convert_to_tensor(value)
 
@@ -321,23 +338,23 @@ def _is_array(value):
     return isinstance(value, np.ndarray)
 
 
-# Methods that a user's optimizer may define: each sees one variable, or no gradient.
+# Methods that a user's optimizer may define: each takes one variable, or no gradient.
 _OF_ONE_VARIABLE = {"build", "from_config", "get_config", "update_step", "variables"}
 
 
 def of(variable: keras.Variable) -> ShardedVariable | None:
-    """Returns what a variable is made of, if it is cut."""
+    """Returns the sharded variable behind a variable, if any."""
     if isinstance(variable, tf.Variable):
-        # Of a loop without Keras's layers.
+        # The variable of a training loop without Keras's layers.
         return None
-    found = value_behind(variable)
-    return found if isinstance(found, ShardedVariable) else None
+    value = value_behind(variable)
+    return value if isinstance(value, ShardedVariable) else None
 
 
 def places(variable: keras.Variable) -> list[tf.Variable]:
-    """Returns the `tf.Variable`s behind a variable: one, or its shards."""
+    """Returns the `tf.Variable`s behind a variable: one, or the shards."""
     if isinstance(variable, tf.Variable):
-        # Of a loop without Keras's layers.
+        # The variable of a training loop without Keras's layers.
         return [variable]
     sharded = of(variable)
     return [value_behind(variable)] if sharded is None else [*sharded.shards]
@@ -350,21 +367,21 @@ def updated_places(variable: keras.Variable) -> Sequence[tf.Variable]:
 
 
 def across_hosts(variable: keras.Variable) -> bool:
-    """Tells whether several hosts have parts of a variable."""
-    found = of(variable)
-    return found is not None and found.across_hosts
+    """Checks whether several hosts have shards of a variable."""
+    parts = of(variable)
+    return parts is not None and parts.across_hosts
 
 
 def updated_by_hosts(variables: Sequence[keras.Variable]) -> dict[int, Any]:
-    """Returns the parts of variables that other hosts update, too, by their places."""
-    every = enumerate(map(of, variables))
-    return {i: parts for i, parts in every if parts is not None and parts.elsewhere}
+    """Returns sharded variables that other hosts update, too, by their indices."""
+    numbered = enumerate(map(of, variables))
+    return {i: parts for i, parts in numbered if parts is not None and parts.elsewhere}
 
 
 def stand_ins(variables: Sequence[keras.Variable]) -> dict[int, ShardedVariable]:
-    """Returns the parts of variables that a step reads by stand-ins.
+    """Returns the sharded variables that a step reads by stand-ins.
 
-    They are by the `id` of the handle of their stand-in.
+    The keys are the `id`s of the stand-ins' handles.
     """
     parts = [part for part in map(of, variables) if part is not None and part.stands_in]
     return {id(part.stand_in.handle): part for part in parts}
@@ -372,7 +389,7 @@ def stand_ins(variables: Sequence[keras.Variable]) -> dict[int, ShardedVariable]
 
 @contextlib.contextmanager
 def standing_in(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Inside, the stand-in is behind each of some variables that have one."""
+    """Puts the stand-ins behind variables that have one, within the context."""
     chosen = [v for v in variables if (parts := of(v)) is not None and parts.stands_in]
     with swapped_values(chosen, [of(variable).stand_in for variable in chosen]):
         yield
@@ -384,23 +401,23 @@ def cut(
     axis: int | None,
     sizes: Sequence[int] = (),
 ) -> None:
-    """Cuts a variable, or a slot of an optimizer's, into shards.
+    """Shards a variable, or a slot of an optimizer.
 
-    The value is read on the host, and only its parts go to devices.
+    The value is read on the host, and only the shards go to devices.
 
     Args:
         variable: A variable that has a value.
-        devices: Where the shards are to lie, in order. A variable with less rows, or
-            columns, has so many shards.
+        devices: The devices of the shards, in order. A variable with fewer rows, or
+            columns, has that many shards.
         axis: See `ShardedVariable`.
-        sizes: How many rows, columns or numbers each shard has; by default all have as
+        sizes: How many rows, columns or elements each shard has; by default equally
             many.
     """
     old = value_behind(variable)
-    whole = old.numpy()
-    size = whole.size if axis is None else whole.shape[axis]
+    value = old.numpy()
+    size = value.size if axis is None else value.shape[axis]
     parts = np.array_split(
-        whole.reshape(-1) if axis is None else whole,
+        value.reshape(-1) if axis is None else value,
         [*itertools.accumulate(sizes)][:-1] if sizes else min(len(devices), size),
         axis=axis or 0,
     )
@@ -408,11 +425,11 @@ def cut(
         variable_like(part, device, old)
         for part, device in zip(parts, devices, strict=False)
     ]
-    put_behind(variable, ShardedVariable(shards, whole.shape, axis))
+    put_behind(variable, ShardedVariable(shards, value.shape, axis))
 
 
 def join(variable: keras.Variable, device: str) -> None:
-    """Has a variable that is cut be a `tf.Variable` again, on a device."""
+    """Puts the full value of a sharded variable in a `tf.Variable` on a device."""
     cut_up = value_behind(variable)
     put_behind(variable, variable_like(cut_up.numpy(), device, cut_up))
 
@@ -420,7 +437,7 @@ def join(variable: keras.Variable, device: str) -> None:
 def join_slots(
     optimizer: keras.optimizers.Optimizer, home_of: Callable[[keras.Variable], str]
 ) -> None:
-    """Has slots that are cut be whole again, unless their variable is cut as well."""
+    """Joins sharded slots of variables that are not sharded themselves."""
     for leaf in optimizers.updating(optimizer):
         known = optimizers.known_variables(leaf)
         for variable, slots in zip(known, optimizers.slots(leaf), strict=True):
@@ -431,40 +448,42 @@ def join_slots(
 
 @contextlib.contextmanager
 def slots_like_variables() -> Iterator[None]:
-    """Inside, an optimizer that is built creates the slots of cut variables in shards.
+    """Creates the slots of sharded variables in shards, if an optimizer is built.
 
-    Each shard is created where the variable's is. So a slot is nowhere whole.
+    Each shard is created on the device of the variable's shard. The full slot never
+    exists.
     """
     with patched(ADD_SLOT, _add_slot):
         yield
 
 
 def _add_slot(keras_add, optimizer, reference_variable, name=None, initializer="zeros"):
-    # Some of Keras's optimizers name it.
+    # Some of Keras's optimizers pass it by name.
     reference = reference_variable
     sharded = isinstance(reference, keras.Variable) and of(reference)
     if not sharded:
         return keras_add(optimizer, reference, name=name, initializer=initializer)
-    # A host may update none.
+    # This host may update no shard.
     first, *others = sharded.updated or sharded.shards[:1]
-    # Keras makes the first shard, with the name of the whole.
+    # Keras creates the first shard, with the name of the full slot.
     with swapped_values([reference], [first]), tf.device(first.device):
         slot = keras_add(optimizer, reference, name=name, initializer=initializer)
-    made, fill = value_behind(slot), keras.initializers.get(initializer)
-    shards = [made] if sharded.updated else []
+    first_slot, fill = value_behind(slot), keras.initializers.get(initializer)
+    shards = [first_slot] if sharded.updated else []
     for shard in others:
         make = functools.partial(fill, shard.shape, dtype=slot.dtype)
-        shards.append(variable_like(make, shard.device, made))
-    put_behind(slot, sharded.alike(shards, made))
+        shards.append(variable_like(make, shard.device, first_slot))
+    put_behind(slot, sharded.alike(shards, first_slot))
     return slot
 
 
 def targets(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """Returns what has a gradient of its own: each variable, a cut one for each shard.
+    """Returns the variables, each repeated for every gradient that it has.
 
-    It stands there as many times, in the order of its shards, and once more if other
-    hosts have shards, too. Up to the sum of all hosts, that last one has the gradient
-    of the whole variable; then the norm of what is updated elsewhere.
+    A sharded variable is repeated for each shard, in order, and once more if other
+    hosts have shards, too. Until gradients are summed over hosts, this last entry has
+    the gradient of the full variable; afterwards, the norm of the shards updated
+    elsewhere.
     """
     return [variable for variable in variables for _ in range(_count(variable))]
 
@@ -475,19 +494,19 @@ def _count(variable):
 
 
 def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
-    """Returns the device of each of `targets` that is a shard, by its place there."""
-    found, i = {}, 0
+    """Returns the device of each of `targets` that is a shard, by its index there."""
+    device_of, i = {}, 0
     for variable in variables:
         if (sharded := of(variable)) is not None:
-            places = [shard.device for shard in sharded.updated]
-            places += [HOST] * sharded.elsewhere
-            found |= enumerate(places, start=i)
+            shard_devices = [shard.device for shard in sharded.updated]
+            shard_devices += [HOST] * sharded.elsewhere
+            device_of |= enumerate(shard_devices, start=i)
         i += _count(variable)
-    return found
+    return device_of
 
 
 def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list[Any]:
-    """Makes gradients of `targets` of those of whole variables."""
+    """Splits gradients of full variables into those of `targets`."""
     expanded = []
     for variable, gradient in zip(variables, gradients, strict=True):
         sharded = of(variable)
@@ -499,16 +518,16 @@ def expand(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> lis
 
 
 def whole(variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> list[Any]:
-    """Makes gradients of whole variables of those of `targets`; see `expand`."""
-    rest, found = iter(gradients), []
+    """Joins gradients of `targets` to those of full variables; see `expand`."""
+    rest, joined = iter(gradients), []
     for variable in variables:
         parts = [next(rest) for _ in range(_count(variable))]
         sharded = of(variable)
         if sharded is None or parts[-1] is None:
-            found.append(parts[-1])
+            joined.append(parts[-1])
         else:
-            found.append(sharded.whole_gradient(parts))
-    return found
+            joined.append(sharded.whole_gradient(parts))
+    return joined
 
 
 def gradient(
@@ -519,15 +538,15 @@ def gradient(
     *others: Any,
     **options: Any,
 ) -> Any:
-    """Takes a gradient for variables of which some are cut, by `taken`.
+    """Computes a gradient for variables of which some are sharded.
 
     Args:
-        taken: Takes it for variables that are not.
+        taken: Computes the gradient for variables without shards.
         tape: The tape.
-        target: What to differentiate.
-        sources: For what: a nest of variables and tensors.
-        *others: As `taken` has them.
-        **options: The same.
+        target: The tensors to differentiate.
+        sources: A nest of variables and tensors to differentiate for.
+        *others: Further arguments of `taken`.
+        **options: Further options of `taken`.
     """
     flat = tf.nest.flatten(sources)
     cuts = [*map(_cut_of, flat)]
@@ -537,33 +556,37 @@ def gradient(
         [source] if cut is None else [*cut.shards]
         for source, cut in zip(flat, cuts, strict=True)
     ]
-    found = taken(tape, target, parts, *others, **options)
+    shard_gradients = taken(tape, target, parts, *others, **options)
     joined = [
-        mine[0] if cut is None else None if None in mine else cut.whole_gradient(mine)
-        for mine, cut in zip(found, cuts, strict=True)
+        of_source[0]
+        if cut is None
+        else None
+        if None in of_source
+        else cut.whole_gradient(of_source)
+        for of_source, cut in zip(shard_gradients, cuts, strict=True)
     ]
     return tf.nest.pack_sequence_as(sources, joined)
 
 
 def _cut_of(source):
     if isinstance(source, ShardedVariable):
-        # What stands behind a variable, which a user may ask for by its `value`.
+        # The value behind a variable, which a user gets as its `value`.
         return source
     return of(source) if isinstance(source, keras.Variable) else None
 
 
 def sources_of(sources: Sequence[Any]) -> Iterator[Any]:
-    """Yields what a gradient is taken for: variables' shards, and all else as it is."""
+    """Yields the sources of a gradient, with shards in place of sharded variables."""
     for source in sources:
         cut = _cut_of(source)
         yield from [source] if cut is None else cut.shards
 
 
 def norm(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | None:
-    """Returns what stands in for a shard's gradient elsewhere: its norm, a scalar.
+    """Returns the substitute for a shard's gradient elsewhere: its norm, a scalar.
 
-    It is finite if the gradient is, as the largest number is taken out before others
-    are squared.
+    The norm is finite if the gradient is, as values are divided by the largest before
+    they are squared.
     """
     if gradient is None:
         return None
@@ -579,12 +602,12 @@ def apply(
     gradients: Sequence[Any],
     variables: Sequence[keras.Variable],
 ) -> None:
-    """Applies an optimizer to variables of which some are cut.
+    """Applies an optimizer to variables of which some are sharded.
 
-    Call it within `fused.updates()`, which has Keras call `by_device`.
+    Call this within `substitutes.updates()`, which makes Keras call `by_device`.
 
     Args:
-        optimizer: The user's, built with these variables.
+        optimizer: The user's optimizer, built with these variables.
         gradients: One for each of `targets`: dense, sparse or `None`. For a shard that
             is updated elsewhere, the gradient's `norm`.
         variables: Trainable variables.
@@ -597,25 +620,29 @@ def apply(
 def each_missing_once(
     gradients: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> tuple[list[Any], list[keras.Variable]]:
-    """Leaves one `None` for each variable without a gradient, not one for each shard.
+    """Keeps a single `None` for each variable without a gradient, not one a shard.
 
     Keras warns of these variables by name.
 
     Args:
         gradients: One for each of `targets`.
-        variables: Those targets.
+        variables: The targets.
 
     Returns:
-        The gradients that are left, and their variables.
+        The remaining gradients, and their variables.
     """
     pairs = [*zip(gradients, variables, strict=True)]
-    given = {id(variable) for gradient, variable in pairs if gradient is not None}
-    left, missing = [], set()
+    has_gradient = {
+        id(variable) for gradient, variable in pairs if gradient is not None
+    }
+    remaining, missing = [], set()
     for gradient, variable in pairs:
-        if id(variable) in given or id(variable) not in missing:
-            left.append((gradient, variable))
+        if id(variable) in has_gradient or id(variable) not in missing:
+            remaining.append((gradient, variable))
         missing.add(id(variable))
-    return [gradient for gradient, _ in left], [variable for _, variable in left]
+    return [gradient for gradient, _ in remaining], [
+        variable for _, variable in remaining
+    ]
 
 
 def by_device(
@@ -624,39 +651,40 @@ def by_device(
     gradients: Sequence[Any],
     variables: Sequence[keras.Variable],
 ) -> None:
-    """Stands in for Keras's `_backend_apply_gradients`, and calls it for each device.
+    """Replaces Keras's `_backend_apply_gradients`, which it calls for each device.
 
-    Whole variables come first, then the first shard of each variable, and so on.
+    Variables without shards come first, then the first shard of each variable, and so
+    on.
     """
     if all(of(variable) is None for variable in variables):
         keras_apply_gradients(optimizer, gradients, variables)
         return
     groups = collections.defaultdict(list)
     for i, (variable, k) in enumerate(_numbered(variables)):
-        place = None
+        group = None
         if (sharded := of(variable)) is not None:
-            here = sharded.updated[k : k + 1]
-            if not here or not here[0].shape.num_elements():
-                continue  # It is updated elsewhere, or has no rows.
-            place = k, here[0].device
-        groups[place].append(i)
+            shard = sharded.updated[k : k + 1]
+            if not shard or not shard[0].shape.num_elements():
+                continue  # The shard is updated elsewhere, or has no rows.
+            group = k, shard[0].device
+        groups[group].append(i)
     with _clipped(optimizer, gradients, variables) as gradients:
         groups = {
-            place: members
-            for place, members in groups.items()
-            # The norm of what is updated elsewhere stands in for a gradient.
-            if place is None or gradients[members[0]].shape.rank > 0
+            group: members
+            for group, members in groups.items()
+            # The substitute for a gradient elsewhere is a norm, a scalar.
+            if group is None or gradients[members[0]].shape.rank > 0
         }
         scalars = optimizers.scalars(optimizer)
         before = [tf.identity(scalar.value) for scalar in scalars]
-        for number, (place, members) in enumerate(groups.items()):
+        for number, (group, members) in enumerate(groups.items()):
             if number > 0:
-                # Each group changes them alike, such as Nadam's product.
+                # Each group changes these alike, such as Nadam's product of momentums.
                 for scalar, value in zip(scalars, before, strict=True):
                     scalar.assign(value)
             members = [gradients[i] for i in members], [variables[i] for i in members]
             with (
-                _shards_behind(optimizer, members[1], place),
+                _shards_behind(optimizer, members[1], group),
                 optimizers.only_for(optimizer, members[1]),
             ):
                 keras_apply_gradients(optimizer, *members)
@@ -665,7 +693,7 @@ def by_device(
 
 @contextlib.contextmanager
 def _clipped(optimizer, gradients, variables):
-    """Inside, an optimizer clips the norm of all gradients, not of each device's.
+    """Clips by the norm of all gradients, not of each device's, within the context.
 
     Yields the gradients to apply.
     """
@@ -678,7 +706,7 @@ def _clipped(optimizer, gradients, variables):
         with optimizers.gradients_clipped(*about) as clipped:
             yield clipped
     elif norm is not None:
-        # Keras clips what it has accumulated.
+        # Keras clips the accumulated gradients.
         with patched(optimizers.GLOBAL_NORM, lambda *_: norm):
             yield gradients
     else:
@@ -686,13 +714,13 @@ def _clipped(optimizer, gradients, variables):
 
 
 def _of_first_host(norm, variables):
-    """Returns the norm that the first host has, where hosts update parts.
+    """Returns the norm of the first host, if hosts update shards.
 
-    Each host adds in another order. Variables that all hosts update would come to
-    differ in their last bits.
+    Each host adds in another order. With norms of their own, variables that all hosts
+    update would diverge in their last bits.
     """
-    every = updated_by_hosts(variables).values()
-    hosts = next((parts.hosts for parts in every if parts.updated_once), None)
+    sharded = updated_by_hosts(variables).values()
+    hosts = next((parts.hosts for parts in sharded if parts.updated_once), None)
     if hosts is None:
         return norm
     with tf.device(HOST):
@@ -706,7 +734,7 @@ def _norm_of_these(optimizer, gradients, variables):
 
 
 def _norm_of_accumulated(optimizer, gradients, variables):
-    """Returns the norm of all that an optimizer has accumulated with gradients."""
+    """Returns the norm of accumulated gradients, including the new ones."""
     squares = []
     for gradient, (variable, k) in zip(gradients, _numbered(variables), strict=True):
         sums, steps = optimizers.accumulated(optimizer, variable)
@@ -718,7 +746,7 @@ def _norm_of_accumulated(optimizer, gradients, variables):
 
 
 def _numbered(targets):
-    """Yields each target, and which of its variable's shards it is; see `targets`."""
+    """Yields each target with the index of its shard; see `targets`."""
     seen = collections.Counter()
     for variable in targets:
         yield variable, seen[id(variable)]
@@ -726,7 +754,7 @@ def _numbered(targets):
 
 
 def _average_idle(optimizer, updated):
-    """Keeps averages of variables without a gradient, which stay as they are.
+    """Updates the averages of variables without a gradient, which do not change.
 
     Keras averages all variables together; here each device averages those it updates.
     """
@@ -735,14 +763,14 @@ def _average_idle(optimizer, updated):
         if average is None or id(variable) in updated:
             continue
         shards = places(average), updated_places(variable)
-        for kept, place in zip(*shards, strict=True):
-            with tf.device(kept.device):
-                kept.assign(place)
+        for average_shard, shard in zip(*shards, strict=True):
+            with tf.device(average_shard.device):
+                average_shard.assign(shard)
 
 
 @contextlib.contextmanager
 def _shards_behind(optimizer, variables, place):
-    """Inside, variables and their slots are a device's shards of them."""
+    """Puts a device's shards behind variables and their slots, within the context."""
     if place is None:
         yield
         return
@@ -755,7 +783,7 @@ def _shards_behind(optimizer, variables, place):
 
 
 def why_not_cut(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Says, in words, why an optimizer needs a variable whole, if it does."""
+    """Returns why an optimizer cannot update shards, in words, or `None`."""
     for leaf in optimizers.updating(optimizer):
         if not optimizers.is_elementwise(leaf):
             return f"{type(leaf).__name__}, which looks at whole variables"
@@ -765,7 +793,7 @@ def why_not_cut(optimizer: keras.optimizers.Optimizer) -> str | None:
 
 
 def clips_accumulated(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tells whether an optimizer clips norms of gradients that it has accumulated."""
+    """Checks whether an optimizer clips norms of gradients that it has accumulated."""
     leaves = optimizers.updating(optimizer)
     return any(
         leaf.gradient_accumulation_steps and (leaf.clipnorm or leaf.global_clipnorm)
@@ -774,9 +802,9 @@ def clips_accumulated(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def why_not_distributed(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Says why no device can update some variables alone, if it cannot.
+    """Returns why no device can update some variables alone, in words, or `None`.
 
-    An optimizer of the user's may look at all variables at once.
+    A user's optimizer may use all variables at once.
     """
     for leaf in optimizers.updating(optimizer):
         name = type(leaf).__name__

@@ -1,9 +1,10 @@
-"""Keras's numbers by TensorFlow's fused kernels, where Keras 3 goes op by op.
+"""Replaces operations of Keras 3 by TensorFlow's fused kernels, with the same results.
 
-Each op is a pass over memory. A batch's moments are several over the activations:
-`FusedBatchNormV3` (cuDNN's on a GPU) needs one, forward and backward. A step of SGD
-with momentum is several over the parameters: `ResourceApplyKerasMomentum` is one.
-Adam's kernel is not used: it computes 1 - beta_2 in float32, which is 5e-5 off.
+Each operation is a pass over memory. The moments of a batch need several passes over
+the activations: `FusedBatchNormV3` (cuDNN's on a GPU) needs one, forward and backward.
+A step of SGD with momentum needs several passes over the parameters:
+`ResourceApplyKerasMomentum` needs one. Adam's kernel is not used: it computes
+1 - beta_2 in float32, with an error of 5e-5.
 """
 
 import contextlib
@@ -43,20 +44,20 @@ from towers.keras_adapter.patching import patched
 from towers.keras_adapter.variables import read_once, value_behind
 from towers.layers import sharded
 
-# cuDNN accepts no smaller one.
+# The smallest epsilon that cuDNN accepts.
 _LEAST_EPSILON = 1.001e-5
-# There are kernels for these, on CPUs and GPUs; statistics are float32 in all of them.
+# Types that kernels for CPUs and GPUs exist for; statistics are float32 in all of them.
 _IMAGES = tf.float32, tf.float16, tf.bfloat16
 
 
 @contextlib.contextmanager
 def batch_normalization() -> Iterator[None]:
-    """Inside, Keras's BatchNormalization layers use the fused kernel where it fits.
+    """Makes BatchNormalization layers use the fused kernel where possible.
 
-    It fits where images are normalised in training: by the last axis, with float32
-    variables, without mask, renormalisation or synchronisation. Images of 16 bits are
-    normalised in float32, as Keras does it. Elsewhere, and in subclasses, the layer is
-    Keras's own.
+    The kernel applies to images in training: normalized over the last axis, with
+    float32 variables, without mask, renormalization or synchronization. Images of 16
+    bits are normalized in float32, as in Keras. In all other cases, and in subclasses,
+    Keras's own code runs.
     """
     with patched(BATCH_NORMALIZATION_CALL, _call):
         yield
@@ -64,21 +65,22 @@ def batch_normalization() -> Iterator[None]:
 
 @contextlib.contextmanager
 def updates() -> Iterator[None]:
-    """Inside, an update does once what is the same for all variables.
+    """Makes updates compute only once what all variables share.
 
     Keras's optimizers read the step count and the learning rate for each variable, and
-    compute with them. Where they are read once, TensorFlow sees that it is all the
-    same, and computes it once. A subclass that has an `update_step` of its own might
-    assign them, and reads for itself. Adam's are traced once: they are half of its 34
-    operations for a variable, of which the first step would have to get rid.
+    compute with the values. If these are read once, TensorFlow recognizes equal
+    computations, and runs one of them. A subclass with an `update_step` of its own
+    might assign these variables, and still reads them itself. Adam's shared
+    computations are traced once: they are half of its 34 operations for a variable,
+    which the first step would have to merge.
 
     There are no replicas to add gradients of, which Keras would send through one
     operation, on one device.
 
-    Keras's SGD with momentum updates a variable in one kernel. It fits float32 and
-    dense gradients. Keras's Adagrad takes the root of all of a table for a sparse
-    gradient, where its rows are enough. Elsewhere, and in subclasses, the optimizer is
-    Keras's own.
+    Keras's SGD with momentum updates a variable in one kernel, for float32 and dense
+    gradients. Keras's Adagrad takes the root of a full table for a sparse gradient,
+    where the gradient's rows suffice. In all other cases, and in subclasses, Keras's
+    own code runs.
     """
     shared: dict[Any, list[Any]] = {}
     with (
@@ -93,7 +95,7 @@ def updates() -> Iterator[None]:
 
 @contextlib.contextmanager
 def argmax() -> Iterator[None]:
-    """Inside, Keras's argmax tells zeros apart by operations that GPUs have.
+    """Makes Keras's argmax compare zeros by operations that GPUs have.
 
     Keras takes -0.0 for less than 0.0. It reads the sign from the bits, as integers,
     which TensorFlow compares on the host: a GPU would send all outputs there.
@@ -111,17 +113,17 @@ def _argmax(keras_argmax, x, axis=None, keepdims=False):
     negative_zero = tf.logical_and(tf.equal(x, 0), tf.less(tf.math.reciprocal(x), 0))
     x = tf.where(negative_zero, -np.finfo(x.dtype.as_numpy_dtype).tiny, x)
     if axis is not None:
-        found = tf.argmax(x, axis, output_type=tf.int32)
-        return tf.expand_dims(found, axis) if keepdims else found
-    found = tf.argmax(tf.reshape(x, [-1]), output_type=tf.int32)
-    return tf.reshape(found, [1] * x.shape.rank) if keepdims else found
+        index = tf.argmax(x, axis, output_type=tf.int32)
+        return tf.expand_dims(index, axis) if keepdims else index
+    index = tf.argmax(tf.reshape(x, [-1]), output_type=tf.int32)
+    return tf.reshape(index, [1] * x.shape.rank) if keepdims else index
 
 
 def _call(keras_call, layer, inputs, training=None, mask=None):
-    # Towers run as replicas where they talk to others, of this host or another.
+    # Towers run as replicas if they communicate, on this host or with others.
     replica = tf.distribute.has_strategy()
     if training and layer.synchronized and mask is not None and replica:
-        # Keras would leave the other towers out.
+        # Keras would ignore the other towers.
         raise ValueError(
             f"The layer '{layer.name}' has synchronized=True and gets a mask, with "
             "which Keras normalises each local batch by itself; use "
@@ -168,7 +170,7 @@ def _fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
 
 
 def _apply_gradients(shared, keras_apply_gradients, optimizer, gradients, variables):
-    # What was computed of the step count is that of one update.
+    # Shared values hold for one update.
     shared.clear()
     scalars = []
     if is_keras_own(type(optimizer).update_step):
@@ -189,7 +191,7 @@ def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate
         and optimizer.momentum
         and isinstance(gradient, tf.Tensor)
         and variable.dtype == tf.float32
-        # Keras's operations broadcast.
+        # Keras's operations would broadcast.
         and gradient.shape == variable.shape
         and rate.shape.rank == 0
     ):
@@ -202,7 +204,7 @@ def _update_step(keras_update_step, optimizer, gradient, variable, learning_rate
         grad=tf.cast(gradient, tf.float32),
         momentum=optimizer.momentum,
         use_nesterov=optimizer.nesterov,
-        # Each of Keras's own operations locks the variable, too.
+        # Keras's own operations lock the variable as well.
         use_locking=True,
     )
 
@@ -214,20 +216,20 @@ def _adam_step(shared, keras_update_step, optimizer, gradient, variable, learnin
         and isinstance(gradient, tf.Tensor)
         and not tf.executing_eagerly()
         and variable.dtype == gradient.dtype
-        # Keras's operations broadcast.
+        # Keras's operations would broadcast.
         and gradient.shape == variable.shape
     ):
         return keras_update_step(optimizer, gradient, variable, learning_rate)
-    # Branches, and devices that have shards, each have theirs.
+    # Each branch, and each device with shards, has its own.
     graph, device = tf.compat.v1.get_default_graph(), variable.device
-    of_step = graph, device, optimizer, id(learning_rate), gradient.dtype
-    if of_step not in shared:
-        made = _of_adam_step(optimizer, gradient.dtype, learning_rate)
-        # The rate stays, so that no other one gets its `id`.
-        shared[of_step] = [*made, learning_rate]
-    alpha, rate_1, rate_2, epsilon, _ = shared[of_step]
-    mean, squares = (each.value for each in moments(optimizer, variable))
-    # As Keras does, in the same order.
+    cache_key = graph, device, optimizer, id(learning_rate), gradient.dtype
+    if cache_key not in shared:
+        factors = _of_adam_step(optimizer, gradient.dtype, learning_rate)
+        # The list keeps the learning rate alive, so that its `id` is not reused.
+        shared[cache_key] = [*factors, learning_rate]
+    alpha, rate_1, rate_2, epsilon, _ = shared[cache_key]
+    mean, squares = (slot.value for slot in moments(optimizer, variable))
+    # In the order of Keras's operations.
     mean.assign_add((gradient - mean) * rate_1, read_value=False)
     squares.assign_add((tf.square(gradient) - squares) * rate_2, read_value=False)
     change = mean * alpha / (tf.sqrt(squares) + epsilon)
@@ -235,7 +237,7 @@ def _adam_step(shared, keras_update_step, optimizer, gradient, variable, learnin
 
 
 def _of_adam_step(optimizer, dtype, learning_rate):
-    """What Adam's change of each variable takes that does not depend on it."""
+    """Returns the factors of Adam's update that do not depend on the variable."""
     cast, dtype = keras.ops.cast, dtype.name
     step = cast(optimizer.iterations + 1, dtype)
     power_1 = keras.ops.power(cast(optimizer.beta_1, dtype), step)
@@ -254,26 +256,26 @@ def _adagrad_step(keras_update_step, optimizer, gradient, variable, learning_rat
         return keras_update_step(optimizer, gradient, variable, learning_rate)
     values, rows = gradient.values, gradient.indices
     squares = accumulator(optimizer, variable).value
-    # As Keras does, each duplicate by itself, and then all with the sum of squares.
+    # As in Keras, duplicates are added one by one before the root is taken.
     squares.scatter_add(tf.IndexedSlices(tf.square(values), rows))
     root = tf.sqrt(tf.gather(squares, rows) + optimizer.epsilon)
     change = tf.cast(learning_rate, values.dtype) * values / root
     variable.scatter_sub(tf.IndexedSlices(change, rows))
 
 
-# Embeddings that stay at home: towers fetch the rows that they need.
+# Embeddings that stay at home: towers look up only the rows that they need.
 #
-# A tower gets the values of variables. For an embedding that would be the whole table
+# A tower gets the values of variables. For an embedding, this would be the whole table
 # in each step: TensorFlow copies a table that is updated row by row whenever it is
-# read, and a tower on another device needs a copy. So, while a step is traced, Keras's
-# `Embedding` looks up its rows in the variable itself, on the device that has it, or in
-# its shards, on theirs.
+# read, and a tower on another device needs a copy. While a step is traced, Keras's
+# `Embedding` therefore looks up its rows in the variable itself, on the device of the
+# variable, or in its shards, on their devices.
 
 
 def tables(model: keras.Model) -> set[int]:
     """Finds the tables of a built model's plain Embedding layers.
 
-    Returns the ids of the variables of which these, as far as is seen, look up rows.
+    Returns the `id`s of the variables whose rows these layers are known to look up.
     """
     return {
         id(embedding_table(layer))
@@ -284,10 +286,10 @@ def tables(model: keras.Model) -> set[int]:
 
 @contextlib.contextmanager
 def in_variables() -> Iterator[dict[str, tf.Variable]]:
-    """Inside, Embedding layers look up rows in the variable, and do not read it.
+    """Makes Embedding layers look up rows in the variable without reading it.
 
     Yields the table of each operation of the graph that looks up rows, or computes
-    their numbers, by its name. Look-ups in shards are not in it.
+    their indices, by its name. Look-ups in shards are not included.
     """
     lookups, graph = {}, tf.compat.v1.get_default_graph()
     with patched(EMBEDDING_CALL, functools.partial(_look_up, graph, lookups)):
@@ -295,7 +297,7 @@ def in_variables() -> Iterator[dict[str, tf.Variable]]:
 
 
 def _look_up(graph, lookups, keras_call, layer, inputs):
-    # In a stateless scope, the variable has a value that is not its own.
+    # In a stateless scope, the variable may have a value from outside.
     own_value = stateless_scope_here() is None
     if not (own_value and _is_plain(layer) and isinstance(inputs, tf.Tensor)):
         return keras_call(layer, inputs)
@@ -303,23 +305,23 @@ def _look_up(graph, lookups, keras_call, layer, inputs):
     if (cut := sharded.of(embedding_table(layer))) is not None:
         flat = tf.reshape(not_negative(inputs, table), [-1])
         if cut.axis == 0 and is_vectorized():
-            found = cut.look_up_alike(flat)
+            looked_up = cut.look_up_alike(flat)
         else:
-            found = cut.join(flat, [rows for rows, _ in cut.look_up(flat)])
+            looked_up = cut.join(flat, [rows for rows, _ in cut.look_up(flat)])
         shape = [*keras.ops.shape(inputs), table.shape[1]]
-        return keras.ops.cast(tf.reshape(found, shape), layer.compute_dtype)
-    with made_in(graph) as made:
+        return keras.ops.cast(tf.reshape(looked_up, shape), layer.compute_dtype)
+    with made_in(graph) as created:
         rows = tf.gather(table, not_negative(inputs, table))
-    lookups.update((op.name, table) for op in made)
+    lookups.update((op.name, table) for op in created)
     return keras.ops.cast(rows, layer.compute_dtype)
 
 
 def not_negative(ids: tf.Tensor, table: tf.Variable) -> tf.Tensor:
-    """Returns indices of a table's rows as Keras reads them: from the end if negative.
+    """Returns row indices of a table from 0; negative ones count from the end.
 
-    They are in int32, or int64, from 0.
+    The result is int32 or int64.
     """
-    # GPUs leave it to the host to compute in int32.
+    # On GPUs, TensorFlow computes int32 in host memory.
     if ids.dtype != tf.int64:
         ids = tf.cast(ids, tf.int64 if is_gpu(table.device) else tf.int32)
     return tf.where(ids < 0, ids + table.shape[0], ids)

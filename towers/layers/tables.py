@@ -1,11 +1,13 @@
-"""Embedding tables over devices: which are cut, and where each lies.
+"""Placement of embedding tables: which are sharded, and on which devices each lies.
 
-A table that is cut has its rows, or its columns, divided over all devices; see
-`sharded.py`. Towers look up rows where they lie, and each device updates its own.
+A sharded table has its rows, or its columns, divided over all devices; see
+`sharded.py`. Towers look up rows on the devices of the shards, and each device updates
+its own shards.
 
-By "auto", what is larger than a device's part is cut. All else stays whole, the largest
-first, on the device with room where fewest rows are looked up; a trace with a batch's
-shapes counts these. What is cut fills up the rest, around stages of any size.
+With "auto", a table that is larger than a device's share of the memory is sharded. All
+other tables stay whole, and are placed, the largest first, on the device with room and
+the fewest look-ups; a trace with a batch's shapes counts the look-ups. Shards then fill
+the remaining memory, around stages of any size.
 """
 
 import collections
@@ -33,21 +35,22 @@ from towers.program import words
 
 WAYS = "none", "auto", "rows", "columns"
 
-# With "auto", a table is cut if it is larger, or if devices differ more without.
+# With "auto", only tables larger than `SMALL_BYTES` are sharded, until no device has
+# more than `_UNEVEN` times its share.
 SMALL_BYTES, _UNEVEN = 2**20, 1.05
-# A longer list is nothing to read.
+# The most tables that a message lists.
 _LISTED = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Where a table lies.
+    """The placement of a table.
 
     Attributes:
         variable: The table.
         axis: 0 if its rows are divided over the devices, 1 if its columns are.
-        devices: The devices; one has it whole.
-        sizes: How many rows, or columns, each has.
+        devices: The devices; a single device has the whole table.
+        sizes: The number of rows, or columns, on each device.
     """
 
     variable: keras.Variable
@@ -57,7 +60,7 @@ class Placed:
 
 
 def left_out(model: keras.Model) -> dict[int, str]:
-    """Says, by id of its table, why an embedding of a model is left at home."""
+    """Returns why embeddings of a model stay at home, by the `id` of the table."""
     reasons = {}
     for layer in _embeddings(model):
         table = embedding_table(layer)
@@ -80,9 +83,9 @@ def _embeddings(model):
 
 
 def of(model: keras.Model) -> list[keras.Variable]:
-    """Returns the tables of a built model that may lie on several devices."""
-    found = {id(embedding_table(layer)) for layer in _embeddings(model)}
-    wanted = found - left_out(model).keys()
+    """Returns the tables of a built model that may be placed on several devices."""
+    table_ids = {id(embedding_table(layer)) for layer in _embeddings(model)}
+    wanted = table_ids - left_out(model).keys()
     return [v for v in model.trainable_variables if id(v) in wanted]
 
 
@@ -94,21 +97,21 @@ def layout(
     looked_up: Mapping[int, int] = MappingProxyType({}),
     apart: Sequence[keras.Variable] = (),
 ) -> list[Placed]:
-    """Decides where the tables of a built model are to lie.
+    """Decides on which devices the tables of a built model are placed.
 
-    With "auto", those that are larger than what each device is to have are cut into
-    rows; then the largest other ones, too, until all devices have about as many bytes.
-    What is cut fills up what other variables leave. As far as that leaves a choice,
-    each device looks up about as many numbers.
+    With "auto", tables that are larger than each device's share are sharded by rows;
+    then the largest others, too, until all devices have about as many bytes. Shards
+    fill the memory that other variables leave. Within these limits, each device looks
+    up about as many numbers.
 
     Args:
         model: The model.
-        devices: The devices, each once.
-        way: One of `WAYS`, but for "none".
+        devices: The devices, without duplicates.
+        way: One of `WAYS`, except for "none".
         places_of: Returns the devices of each other variable, and of its copies.
         looked_up: How many rows of each table a step looks up, by the `id` of the
-            table, if that is known; see `look_ups`.
-        apart: Tables that lie elsewhere.
+            table, if known; see `look_ups`.
+        apart: Tables that are placed elsewhere.
     """
     of_others = {*map(id, apart)}
     tables = [table for table in of(model) if id(table) not in of_others]
@@ -129,22 +132,22 @@ def layout(
     most = ideal * _UNEVEN
     while True:
         large = [t for t in ordered if id(t) not in cut and bytes_of(t) > SMALL_BYTES]
-        # What balances look-ups may not balance bytes, where bytes alone would do.
-        for by in (used, {}) if looked_up else ({},):
-            placed, loads = _place(ordered, cut, load, by, most)
-            if max(loads.values()) <= most or not (by or large):
+        # Balancing the look-ups may unbalance bytes, which are then balanced alone.
+        for look_ups_of in (used, {}) if looked_up else ({},):
+            placed, loads = _place(ordered, cut, load, look_ups_of, most)
+            if max(loads.values()) <= most or not (look_ups_of or large):
                 return placed
         cut.add(id(large[0]))
 
 
 def _place(tables, cut, load, used, most):
-    """Places whole tables, the largest first; those that are cut fill up the rest.
+    """Places whole tables, the largest first; sharded tables fill the rest.
 
-    A whole one goes where fewest numbers are looked up, of the devices that then have
-    at most `most` bytes; or else where most room is.
+    A whole table goes to the device with the fewest look-ups, among devices that then
+    have at most `most` bytes; or else to the device with the most room.
 
     Returns:
-        Where they lie, and the bytes that each device has then.
+        The placements, and the resulting bytes of each device.
     """
     load, placed, looked_up = dict(load), [], dict.fromkeys(load, 0)
     for table in tables:
@@ -172,46 +175,51 @@ def look_ups(call: Callable[[], Any]) -> dict[int, int]:
 
     `call` calls a model, with tensors of known shapes.
     """
-    found = collections.Counter()
+    counts = collections.Counter()
 
     def note(keras_call, layer, ids):
-        found[id(embedding_table(layer))] += ids.shape.num_elements() or 0
+        counts[id(embedding_table(layer))] += ids.shape.num_elements() or 0
         return keras_call(layer, ids)
 
     with patched(EMBEDDING_CALL, note):
         call()
-    return dict(found)
+    return dict(counts)
 
 
 def level(loads: Iterable[int], more: int) -> float:
-    """How much each has at most once `more` has filled up the least loaded.
+    """Returns the level at which `more` fills up the least loaded.
 
     >>> level([5, 1, 2], 3)
     3.0
     """
     sums = itertools.accumulate(sorted(loads))
-    # Of the least loaded ones: with one too few, or too many, the mean is larger.
+    # The mean over the least loaded is smallest for the right number of these.
     return min((total + more) / count for count, total in enumerate(sums, 1))
 
 
 def _cut(table, axis, room):
-    """Divides a table in proportion to the room that devices have."""
+    """Shards a table in proportion to the room on the devices."""
     count, total = table.shape[axis], sum(room.values())
-    # Those before others have one more, if any has.
-    ends = [-(-count * each // total) for each in itertools.accumulate(room.values())]
+    # If the sizes differ, the first shards have one more.
+    ends = [
+        -(-count * total_room // total)
+        for total_room in itertools.accumulate(room.values())
+    ]
     ends[-1] = count
     sizes = [int(b - a) for a, b in itertools.pairwise([0, *ends])]
-    has = [(device, n) for device, n in zip(room, sizes, strict=True) if n]
-    return Placed(table, axis, *zip(*has, strict=True))
+    nonempty = [(device, n) for device, n in zip(room, sizes, strict=True) if n]
+    return Placed(table, axis, *zip(*nonempty, strict=True))
 
 
 def put(placed: Sequence[Placed], optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Puts tables, and the slots that they have, where they are to lie."""
-    for each in placed:
-        slots = optimizers.slots_of(optimizer, each.variable) if optimizer else ()
-        for variable in [each.variable, *slots]:
-            if not _lies_there(variable, each):
-                sharded.cut(variable, each.devices, each.axis, sizes=each.sizes)
+    """Moves tables and their slots to their placements."""
+    for placement in placed:
+        slots = optimizers.slots_of(optimizer, placement.variable) if optimizer else ()
+        for variable in [placement.variable, *slots]:
+            if not _lies_there(variable, placement):
+                sharded.cut(
+                    variable, placement.devices, placement.axis, sizes=placement.sizes
+                )
 
 
 def _lies_there(variable, placed):
@@ -222,7 +230,7 @@ def _lies_there(variable, placed):
 
 
 def bring_home(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
-    """Makes whole variables, where all others are, of those of a model that are cut."""
+    """Makes the sharded variables of a model whole again, on their home devices."""
     with variables.replacing(model):
         for variable in variables.of(model):
             if sharded.of(variable) is not None:
@@ -234,7 +242,7 @@ def lines(
     home_of: Callable[[keras.Variable], str],
     copies: Sequence[tf.Variable],
 ) -> Iterator[str]:
-    """Yields what to say of where tables lie, once there are slots and copies."""
+    """Yields messages about table placement, for built slots and copies."""
     reasons, rows = left_out(model), []
     for variable in model.variables:
         reason = reasons.get(id(variable))
@@ -244,23 +252,25 @@ def lines(
         cut = sharded.of(variable)
         if cut is not None and not isinstance(cut, ShardedParameter):
             rows.append((variable.path, words.size(bytes_of(variable)), _where(cut)))
-    divided = parameters.of(model.trainable_variables)
-    if not rows and not divided:
+    params = parameters.of(model.trainable_variables)
+    if not rows and not params:
         return
     wide = max((len(path) for path, *_ in rows), default=0)
-    said = [f"  {path:{wide}}  {size:>11}  {where}" for path, size, where in rows]
-    if len(said) > _LISTED:
-        others = words.count(len(said) - _LISTED, "other table")
-        said[_LISTED:] = [f"  and {others}"]
+    messages = [f"  {path:{wide}}  {size:>11}  {where}" for path, size, where in rows]
+    if len(messages) > _LISTED:
+        others = words.count(len(messages) - _LISTED, "other table")
+        messages[_LISTED:] = [f"  and {others}"]
     if rows:
-        yield "\n".join(["Embedding tables lie on the towers' devices:", *said])
-    if divided:
-        size = words.size(sum(map(bytes_of, divided)))
-        count = f"{len(divided)} of {words.count(len(model.variables), 'variable')}"
+        yield "\n".join(["Embedding tables lie on the towers' devices:", *messages])
+    if params:
+        size = words.size(sum(map(bytes_of, params)))
+        count = f"{len(params)} of {words.count(len(model.variables), 'variable')}"
         yield f"Each device has a part of {count}, which take {size}."
     held = bytes_by_device(model, copies)
-    each = ", ".join(f"{device} {words.size(held[device])}" for device in sorted(held))
-    yield f"Variables and optimizer slots take: {each}."
+    by_device = ", ".join(
+        f"{device} {words.size(held[device])}" for device in sorted(held)
+    )
+    yield f"Variables and optimizer slots take: {by_device}."
 
 
 def _where(cut):
@@ -275,9 +285,13 @@ def _where(cut):
 def bytes_by_device(
     model: keras.Model, copies: Sequence[tf.Variable] = ()
 ) -> dict[str, int]:
-    """Adds up the bytes of all that training changes, and of copies, by device."""
+    """Returns the bytes of trained variables, slots and copies, by device."""
     held: dict[str, int] = collections.Counter()
-    own = [place for each in variables.of(model) for place in sharded.places(each)]
-    for place in [*own, *copies]:
-        held[short(place.device)] += bytes_of(place)
+    own = [
+        tensor_variable
+        for variable in variables.of(model)
+        for tensor_variable in sharded.places(variable)
+    ]
+    for tensor_variable in [*own, *copies]:
+        held[short(tensor_variable.device)] += bytes_of(tensor_variable)
     return dict(held)

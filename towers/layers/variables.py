@@ -1,4 +1,4 @@
-"""All variables that training changes: moved, kept, given back, and told apart."""
+"""All variables that training changes: moved, saved, restored, and compared."""
 
 import contextlib
 import operator
@@ -16,7 +16,7 @@ from towers.keras_adapter.optimizers import all_variables
 from towers.keras_adapter.variables import put_behind, value_behind, variable_like
 from towers.layers import sharded
 
-# Variables of these types exist on no GPU.
+# Variables of these types do not exist on GPUs.
 NOT_ON_GPUS = frozenset(
     [
         *(tf.int32, tf.string),
@@ -25,34 +25,35 @@ NOT_ON_GPUS = frozenset(
 )
 # Knuth's multiplier, "The Art of Computer Programming", volume 2, 3.3.4.
 _ODD = 6364136223846793005
-# Types of the same size in which to read the bits of a number; two of the larger ones.
+# Types by which the bits of a value are read; larger values are read as several.
 _BITS = {2: tf.int16, 4: tf.int32, 8: tf.int32, 16: tf.int32}
 
 
 def of(model: keras.Model) -> list[keras.Variable]:
-    """Returns all that training changes: of model, optimizers, metrics and loss."""
-    found = [*already(model, "variables"), *already(model, "metrics_variables")]
+    """Returns all variables of the model, its optimizers, metrics and loss."""
+    variables = [*already(model, "variables"), *already(model, "metrics_variables")]
     for optimizer in optimizers(model).values():
-        found += all_variables(optimizer)
+        variables += all_variables(optimizer)
     if (loss := compiled_loss(model)) is not None:
-        found += loss.variables
-    return list({id(variable): variable for variable in found}.values())
+        variables += loss.variables
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def not_trained(model: keras.Model) -> list[keras.Variable]:
-    """Returns what a call of a model may assign and nobody trains: its state.
+    """Returns the state that a call of a model may assign, and that is not trained.
 
-    That is `model.non_trainable_variables`, and what metrics have that layers hold.
+    This is `model.non_trainable_variables`, and the variables of metrics that layers
+    hold.
     """
-    every = [
+    variables = [
         *model.non_trainable_variables,
         *(v for metric in metrics_of_layers(model) for v in metric.variables),
     ]
-    return [*{id(variable): variable for variable in every}.values()]
+    return [*{id(variable): variable for variable in variables}.values()]
 
 
 def metrics_of_layers(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Returns the metrics that the layers of a model hold, itself among them."""
+    """Returns the metrics that a model and its layers hold."""
     return [metric for layer in layers_of(model) for metric in own_metrics(layer)]
 
 
@@ -61,60 +62,69 @@ def optimizers(
 ) -> dict[str, keras.optimizers.Optimizer]:
     """Returns a model's optimizers, by the names of the attributes that hold them.
 
-    That is `optimizer`, which `compile` takes. Where a model has a `train_step` of its
-    own, others come behind: those that it has built by now, if `only_built`.
+    The first is `optimizer`, the argument of `compile`. If a model has a `train_step`
+    of its own, others follow: those that are built, if `only_built`.
     """
     first = getattr(model, "optimizer", None)
-    found = {} if first is None else {"optimizer": first}
-    for name, each in _attributes(model, keras.optimizers.Optimizer).items():
-        if each is not first and (each.built or not only_built):
-            found[name] = each
-    return found
+    named = {} if first is None else {"optimizer": first}
+    for name, optimizer in _attributes(model, keras.optimizers.Optimizer).items():
+        if optimizer is not first and (optimizer.built or not only_built):
+            named[name] = optimizer
+    return named
 
 
 def plain(model: keras.Model) -> dict[str, tf.Variable]:
-    """Returns TensorFlow's variables in a model with a `train_step` of its own.
+    """Returns the `tf.Variable`s in a model with a `train_step` of its own.
 
-    The states of its generators are among them, and what `tf.Module`s hold. Attributes
-    of layers count, too.
+    These include the states of random generators, the variables of `tf.Module`s, and
+    those of layers' attributes.
     """
     kinds = tf.Variable, tf.random.Generator, tf.Module
-    found = {}
-    for name, each in _attributes(model, kinds).items():
-        if isinstance(each, tf.Module):
-            found |= {f"{name} {i}": v for i, v in enumerate(each.variables, start=1)}
+    named = {}
+    for name, owner in _attributes(model, kinds).items():
+        if isinstance(owner, tf.Module):
+            labelled = {f"{name} {i}": v for i, v in enumerate(owner.variables, 1)}
         else:
-            found[name] = each if isinstance(each, tf.Variable) else each.state
+            value = owner if isinstance(owner, tf.Variable) else owner.state
+            labelled = {name: value}
+        for label, variable in labelled.items():
+            # The second variable of a module may have the name of another attribute.
+            while label in named:
+                label += " again"
+            named[label] = variable
     known = {id(value_behind(variable)) for variable in of(model)}
-    unique = {id(each): name for name, each in reversed(found.items())}
-    return {n: v for n, v in found.items() if unique[id(v)] == n and id(v) not in known}
+    unique = {id(owner): name for name, owner in reversed(named.items())}
+    return {n: v for n, v in named.items() if unique[id(v)] == n and id(v) not in known}
 
 
 def steps_done(model: keras.Model) -> int:
-    """Returns how many steps a model's optimizer has made; of several, the most."""
+    """Returns the number of steps of a model's optimizer; the most of several."""
     first = getattr(model, "optimizer", None)
     if first is not None and (done := int(first.iterations)):
         return done
-    return max((int(each.iterations) for each in optimizers(model).values()), default=0)
+    return max(
+        (int(optimizer.iterations) for optimizer in optimizers(model).values()),
+        default=0,
+    )
 
 
 def _attributes(model, kind):
-    """Those of a type that attributes of a model hold, and of the layers in it."""
-    found, seen = {}, set()
+    """Returns the objects of a type in attributes of a model and its layers."""
+    named, seen = {}, set()
     model = getattr(model, "__wrapped__", model)
     if not (isinstance(model, keras.Model) and overrides(model, "train_step")):
-        return found
+        return named
     for part in layers_of(model):
         for name in vars(part):
-            # TensorFlow keeps lists of what it tracks.
+            # TensorFlow stores lists of tracked objects under this prefix.
             if name.startswith("_self_"):
                 continue
             for leaf in _leaves(vars(part)[name]):
                 if isinstance(leaf, kind) and id(leaf) not in seen:
                     seen.add(id(leaf))
-                    alike = sum(each.split()[0] == name for each in found)
-                    found[f"{name} {alike + 1}" if alike else name] = leaf
-    return found
+                    alike = sum(label.split()[0] == name for label in named)
+                    named[f"{name} {alike + 1}" if alike else name] = leaf
+    return named
 
 
 def _leaves(value):
@@ -140,10 +150,9 @@ def seed_ids(model: keras.Model) -> set[int]:
 
 @contextlib.contextmanager
 def replacing(model: keras.Model) -> Iterator[None]:
-    """Inside, what is behind variables of a model is replaced.
+    """Makes Keras trace again if variables are replaced within the context.
 
-    What Keras's own loop has traced refers to what was there before, so that Keras
-    traces again if anything has changed.
+    Traces of Keras's own loop refer to the variables that were there before.
     """
     before = [*map(value_behind, of(model))]
     yield
@@ -153,10 +162,10 @@ def replacing(model: keras.Model) -> Iterator[None]:
 
 
 def move(model: keras.Model, home_of: Callable[[keras.Variable], str]) -> None:
-    """Moves the variables `of` a model to their devices, but for those that are cut.
+    """Moves the variables `of` a model to their devices, except for sharded ones.
 
-    If that is a GPU, random seeds go to the host, where TensorFlow reads them, and so
-    do types that GPUs do not have.
+    If the device is a GPU, random seeds go to the host, where TensorFlow reads them,
+    and so do variables of types that GPUs do not have.
 
     Args:
         model: The model.
@@ -184,45 +193,46 @@ def values(model: keras.Model) -> list[np.ndarray]:
 
 
 def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
-    """Assigns what `values` returned."""
+    """Assigns the values that `values` returned."""
     for variable, value in zip(of(model), start, strict=True):
         variable.assign(value)
 
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterator[None]:
-    """Leaves the values of all that training changes, and of others, as they are."""
-    start, theirs = values(model), [variable.numpy() for variable in others]
+    """Restores the values of all trained and other variables after the context."""
+    start, other_values = values(model), [variable.numpy() for variable in others]
     try:
         yield
     finally:
         assign(model, start)
-        for variable, value in zip(others, theirs, strict=True):
+        for variable, value in zip(others, other_values, strict=True):
             variable.assign(value)
 
 
 def digest(values: Iterable[Any]) -> tf.Tensor:
-    """Returns a number that tells values apart, and the same ones in another order.
+    """Returns a digest that depends on the values and their order.
 
-    It computes with 64 bits for each number of one value at a time.
+    The computation needs 64 bits for each number of one value at a time.
 
     Args:
         values: Tensors, or variables, of numbers.
 
     Returns:
-        An int64, as if by chance: values that differ hardly ever share one.
+        An int64, as if drawn at random: values that differ hardly ever share one.
     """
     total = tf.zeros([], tf.int64)
     for value in map(tf.convert_to_tensor, values):
         if value.dtype.is_floating and value.dtype.size == 1:
             value = tf.cast(value, tf.float16)
         if value.dtype.size in _BITS and not value.dtype.is_bool:
-            # As floats, minus zero would be zero.
+            # Read as floats, minus zero would equal zero.
             value = tf.bitcast(value, _BITS[value.dtype.size])
         bits = _mixed(tf.cast(value, tf.int64))
         if bits.shape.rank > 2:
             bits = tf.reshape(bits, [-1, bits.shape[-1] or tf.shape(bits)[-1]])
-        # Axis by axis, with few multipliers: TensorFlow keeps them.
+        # Axis by axis, which needs few multipliers: TensorFlow stores these as
+        # constants.
         while bits.shape.rank:
             bits = tf.reduce_sum(bits * _multipliers(bits), -1)
         total = total * _ODD + bits
@@ -230,20 +240,20 @@ def digest(values: Iterable[Any]) -> tf.Tensor:
 
 
 def _multipliers(bits):
-    """A number for each place of the last axis, others for each number of axes."""
+    """Returns a multiplier for each index of the last axis, differing by rank."""
     first = 2**40 * bits.shape.rank
     count = bits.shape[-1]
     if count is not None and count < 2**16:
-        places = np.arange(first, first + count)
+        indices = np.arange(first, first + count)
     else:
-        places = tf.range(first, first + tf.shape(bits, tf.int64)[-1])
-    return _mixed(places)
+        indices = tf.range(first, first + tf.shape(bits, tf.int64)[-1])
+    return _mixed(indices)
 
 
 def _mixed(numbers):
-    """Odd numbers that look random: sums of the numbers themselves are often alike."""
+    """Mixes integers to odd pseudorandom ones, whose sums rarely coincide."""
     numbers = numbers * _ODD
     library = np if isinstance(numbers, np.ndarray) else tf.bitwise
     numbers = (numbers ^ library.right_shift(numbers, 29)) * _ODD
-    # Even ones would lose the highest bits.
+    # Even multipliers would lose the highest bits.
     return numbers | 1

@@ -1,1 +1,1 @@
-"""The function that Keras calls for each batch, or for several batches at once."""
+"""The train function that Keras calls for one or several batches, and its timers."""

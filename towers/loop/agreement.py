@@ -22,20 +22,20 @@ from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.loop import alike
 from towers.loop.host_times import HostTimes, measure_latency
 
-# A host's message about a batch: its rows, a digest of its first example, a wish to
-# stop, and the learning rate, which a callback may have changed: 64 bits, 16 in a
-# number.
+# A host's message about a batch: its number of rows, a digest of its first example, a
+# request to stop, and the learning rate, which a callback may have changed: 64 bits, as
+# four numbers of 16 bits.
 _ROWS, _DIGEST, _STOP = range(3)
 _RATE = slice(3, 7)
 _NUMBERS = 7
-# Numbers up to here are added as floats without rounding.
+# Integers up to here are added as floats without rounding.
 _MOST, _PRIME = 2**16, 65521
 
 
-# A host's wish, if it is not the number of a signal that stops: a checkpoint, nothing,
+# A host's request, unless it is the number of a stopping signal: a checkpoint, nothing,
 # the end of `fit`, or a change of hosts. No signal has these numbers.
 _SAVE, _GO_ON, _STOP_TRAINING, CHANGE = -1, 0, 1, 100
-# Names the sums over hosts for each batch of an evaluation, and at its end.
+# The name of all-reduces for each batch, and at the end, of an evaluation.
 _EVALUATED = "evaluated batch"
 
 
@@ -43,7 +43,7 @@ class Agreement:
     """Keeps hosts at the same batch.
 
     Attributes:
-        left_a_batch: Whether `fit` has stopped at a batch that it has begun.
+        left_a_batch: Whether `fit` has stopped at a batch that it had begun.
     """
 
     def __init__(self, hosts: World, model: keras.Model):
@@ -57,9 +57,9 @@ class Agreement:
 
     @property
     def wish(self) -> int:
-        """This host's wish: 0 for nothing, 1 to stop, or a signal's number.
+        """This host's request: 0 for none, 1 to stop, or a signal's number.
 
-        All hosts stop before the next batch. -1 asks for a checkpoint.
+        All hosts stop before the next batch. -1 requests a checkpoint.
         """
         return int(self._wish.numpy())
 
@@ -68,14 +68,14 @@ class Agreement:
         self._wish.assign(float(value))
 
     def of_batch(self, data: Any, times: HostTimes | None = None) -> tf.Tensor:
-        """Returns this host's message about a batch, to be added up over hosts.
+        """Returns this host's message about a batch, to be summed over hosts.
 
         Args:
             data: The batch.
             times: This host's times of the last step, if measured.
 
         Returns:
-            A tensor of shape (hosts, numbers), zeros but for this host's row.
+            A tensor of shape (hosts, numbers), with zeros except in this host's row.
         """
         with tf.device(HOST), tf.name_scope("agreement"):
             rows = tf.cast(batch.batch_size(data) % _MOST, tf.float32)
@@ -89,7 +89,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def before(self, messages: tf.Tensor) -> Iterator[None]:
-        """A context whose operations run only if all hosts go on with the same batch.
+        """Runs operations of the context only if all hosts go on with the same batch.
 
         Otherwise, the step raises a `tf.errors.OutOfRangeError`.
 
@@ -106,13 +106,13 @@ class Agreement:
             yield
 
     def hear(self, messages: tf.Tensor, times: HostTimes | None = None) -> None:
-        """Acts on the messages of hosts that go on with a batch.
+        """Applies the messages of hosts that go on with a batch.
 
         The optimizer gets the first host's learning rate, if it is a variable.
 
         Args:
             messages: As for `before`.
-            times: What `of_batch` was given.
+            times: The argument of `of_batch`.
         """
         rate = self._learning_rate()
         if rate is not None:
@@ -130,13 +130,12 @@ class Agreement:
 
     @contextlib.contextmanager
     def evaluates(self, data: Any) -> Iterator[None]:
-        """A context in which all hosts evaluate, or predict, the same batch.
+        """Lets all hosts evaluate, or predict, the same batch in the context.
 
-        A host with another batch raises an error, as in `before`.
+        If a host has another batch, the step raises an error, as in `before`.
         """
         with tf.device(HOST), tf.name_scope("agreement"):
-            # No host stops within an evaluation, as its result would be of fewer
-            # examples.
+            # No host stops within an evaluation, as the result would miss examples.
             same = [1.0] * _STOP + [0.0] * (_NUMBERS - _STOP)
             messages = self.of_batch(data) * tf.constant(same)
         (messages,) = self._hosts.all_reduce([messages], _EVALUATED)
@@ -155,12 +154,12 @@ class Agreement:
 
     @contextlib.contextmanager
     def stops(self, model: keras.Model) -> Iterator[None]:
-        """A context that ends a call of training when a host stops.
+        """Ends a call of training within the context when a host stops.
 
         Raises:
             HostsDifferError: The hosts have different batches.
             SignalReceived: A host stops because of a signal.
-            HostsChange: Hosts come or go.
+            HostsChange: Hosts join or leave.
         """
         self._heard = None
         try:
@@ -184,9 +183,9 @@ class Agreement:
         alike.check(self._hosts, value)
 
     def agrees_to_save(self, wished: bool) -> bool:
-        """Tells whether all hosts save here, because a host asked for it a batch ago.
+        """Checks whether all hosts save now, as a host requested one batch ago.
 
-        `wished` tells whether this host asks for a checkpoint now.
+        `wished` is whether this host requests a checkpoint now.
         """
         if self._saves.numpy():
             self.forget_to_save()
@@ -206,11 +205,11 @@ class Agreement:
         measure_latency(self._hosts)
 
     def any(self, value: bool) -> bool:
-        """Tells whether the value is true on any host."""
+        """Checks whether the value is true on any host."""
         return any(self._hosts.exchange(bool(value)))
 
     def meet(self, wish: int = _GO_ON) -> bool:
-        """Tells whether any host wishes to stop; all hosts call it together.
+        """Checks whether any host requests to stop; all hosts call this together.
 
         Raises:
             SignalReceived: A host stops because of a signal.
@@ -219,7 +218,7 @@ class Agreement:
         messages = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
         (messages,) = self._hosts.all_reduce([messages], "end of an epoch")
         wish_of_all = messages.numpy()[:, _STOP]
-        # All hosts hear of a change of hosts with the next batch, if there is one.
+        # Hosts learn of a change of hosts with the next batch, if there is one.
         wish_of_all = int(wish_of_all[wish_of_all < CHANGE].max(initial=_GO_ON))
         if wish_of_all > _STOP_TRAINING:
             raise SignalReceived(wish_of_all)
@@ -261,17 +260,17 @@ class FollowHosts(keras.callbacks.Callback):
     """Stops training on all hosts when one of them stops; the last of the callbacks."""
 
     def __init__(self, agreement: Agreement):
-        """Takes the agreement that tells the other hosts."""
+        """Takes the agreement that informs the other hosts."""
         super().__init__()
         self._agreement = agreement
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forgets an earlier wish."""
+        """Drops earlier requests."""
         self._agreement.wish, self._agreement.left_a_batch = _GO_ON, False
         self._agreement.forget_to_save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Delays a stop until all hosts have heard of it, in the next batch."""
+        """Delays a stop until all hosts learn of it, in the next batch."""
         if self.model.stop_training:
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
@@ -285,7 +284,7 @@ class FollowHosts(keras.callbacks.Callback):
 
 
 def digest(data: Any) -> tf.Tensor:
-    """Returns a number that tells nearly all batches apart, by their first examples."""
+    """Returns a digest of the first examples, which differs for nearly all batches."""
     if (part := batch.part_of(data)) is not None:
         # Hosts are given different rows of the batch.
         return tf.cast(part.mark, tf.float32)
@@ -295,7 +294,7 @@ def digest(data: Any) -> tf.Tensor:
     for tensor in tf.nest.flatten(data, expand_composites=True):
         if tensor is None or tensor.shape.rank is None:
             continue
-        # Rows are cheap to take; all of a batch may be large.
+        # Slices of rows are cheap; a full batch may be large.
         flat = tf.reshape(tensor[:2] if tensor.shape.rank else tensor, [-1])[:256]
         if flat.dtype == tf.string:
             numbers = tf.strings.to_hash_bucket_fast(flat, _MOST)

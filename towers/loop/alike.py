@@ -17,7 +17,7 @@ from towers.keras_adapter.models import compile_arguments
 from towers.program import words
 
 _LONGEST = 60
-# Of a configuration: drawn at random, or of the batch that a layer was built with.
+# Entries of a configuration that are random, or depend on the batch at build time.
 _LEFT_OUT = "seed", "build_config", "build_input_shape", "registered_name"
 # XLA may compile on one machine and not on another.
 _OF_A_HOST = "jit_compile", "auto_scale_loss"
@@ -27,7 +27,7 @@ def check(hosts: World, value: Mapping[str, Any]) -> None:
     """Raises an error if hosts were given different values.
 
     Args:
-        hosts: All call it together.
+        hosts: All hosts, which call this together.
         value: The values of this host, by names that make a phrase: {"fit": {"epochs":
             2}} gives "epochs of fit". The leaves must be JSON.
 
@@ -35,7 +35,7 @@ def check(hosts: World, value: Mapping[str, Any]) -> None:
         HostsDifferError: On all hosts, if values differ.
     """
     text = json.dumps(value, sort_keys=True).encode()
-    # A model may be large, and nearly always all hosts have the same.
+    # A model's configuration may be large, and is nearly always the same on all hosts.
     if len({*hosts.exchange(hashlib.sha256(text).hexdigest())}) > 1:
         raise HostsDifferError(difference(hosts.names, hosts.exchange(dict(value))))
 
@@ -47,11 +47,13 @@ def difference(names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> str
         names: The name of each host.
         values: The values of each host; see `check`.
     """
-    given = [dict(_leaves(value)) for value in values]
-    keys = dict.fromkeys(key for leaves in given for key in leaves)
-    different = [key for key in keys if len({leaves.get(key) for leaves in given}) > 1]
+    leaves_of_hosts = [dict(_leaves(value)) for value in values]
+    keys = dict.fromkeys(key for leaves in leaves_of_hosts for key in leaves)
+    different = [
+        key for key in keys if len({leaves.get(key) for leaves in leaves_of_hosts}) > 1
+    ]
     by_value: dict[str, list[str]] = {}
-    for name, leaves in zip(names, given, strict=True):
+    for name, leaves in zip(names, leaves_of_hosts, strict=True):
         text = leaves.get(different[0], "none")
         by_value.setdefault(_short(text), []).append(name)
     listing = words.all_of(
@@ -80,36 +82,35 @@ def _short(text):
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-# Describes a model and data by what has to be the same on all hosts.
+# Descriptions of a model and of data by properties that must be the same on all hosts.
 
 
 def of_model(model: keras.Model) -> dict[str, Any]:
-    """Describes a model: its layers and variables, and what it was compiled with.
+    """Describes a model: its layers, variables, and arguments of `compile`.
 
-    Names that Keras has numbered are those that they would be if there were no other
-    model. A learning rate that is a variable is left out: the first host's is that of
-    all.
+    Numbered names of Keras are renumbered as if there were no other model. A learning
+    rate that is a variable is left out, as all hosts use the first host's.
 
     Returns:
-        A nest of dictionaries by names, with what JSON can hold.
+        A nest of dictionaries by names, with JSON leaves.
     """
     names = _Names()
     try:
         config = model.get_config()
     except Exception:
-        # Of a class of the user's, which need not tell.
+        # The configuration of a user's class is optional.
         config = {}
     weights = {
-        f"variable {names.of_path(each.path)}, number {k}": [
-            *(list(each.shape), str(each.dtype), bool(each.trainable))
+        f"variable {names.of_path(variable.path)}, number {k}": [
+            *(list(variable.shape), str(variable.dtype), bool(variable.trainable))
         ]
-        for k, each in enumerate(model.weights)
+        for k, variable in enumerate(model.weights)
     }
     compiled = dict(compile_arguments(model))
     optimizer = compiled.pop("optimizer", None) and model.optimizer
-    found = {"class": type(model).__name__, **_plain(config, names), **weights}
+    described = {"class": type(model).__name__, **_plain(config, names), **weights}
     return {
-        "the model": found,
+        "the model": described,
         "the optimizer": _plain(optimizer, names),
         "compile": {
             name: _plain(value, names)
@@ -120,9 +121,9 @@ def of_model(model: keras.Model) -> dict[str, Any]:
 
 
 def of_data(data: Any) -> Any:
-    """Describes what `fit` and its siblings are given, as `of_model` does.
+    """Describes the data that `fit` and its siblings are given, as `of_model` does.
 
-    Of tensors, these are the shapes of an example and the types; of arrays, the number
+    Tensors are described by the shape of an example and the type; arrays by the number
     of examples, too.
     """
     described = {}
@@ -135,7 +136,7 @@ def of_data(data: Any) -> Any:
     if isinstance(data, keras.utils.PyDataset):
         return {"class": type(data).__name__, "batches": data.num_batches}
     arrays = keras.tree.flatten(data)
-    if arrays and all(hasattr(each, "shape") for each in arrays):
+    if arrays and all(hasattr(array, "shape") for array in arrays):
         return {
             "examples": [*map(_length, arrays)],
             "elements": [*map(_spec, arrays)],
@@ -144,14 +145,14 @@ def of_data(data: Any) -> Any:
 
 
 class _Names:
-    """Numbers names anew, in the order in which they are met."""
+    """Renumbers names in the order of their first use."""
 
     def __init__(self):
         self._known: dict[str, str] = {}
         self._counts: collections.Counter = collections.Counter()
 
     def of(self, name: str) -> str:
-        """Returns what to call it."""
+        """Returns the renumbered name."""
         if name not in self._known:
             base = re.sub(r"(_\d+)+$", "", name)
             count = self._counts[base]
@@ -160,17 +161,17 @@ class _Names:
         return self._known[name]
 
     def of_path(self, path: str) -> str:
-        """Returns what to call a variable: the last part is no layer's name."""
+        """Returns the renumbered path of a variable, whose last part is no layer."""
         *layers, last = path.split("/")
         return "/".join([*map(self.of, layers), last])
 
     def if_known(self, text: str) -> str:
-        """Returns what to call it if it is a name, else the text itself."""
+        """Returns the renumbered name if the text is a known name, else the text."""
         return self._known.get(text, text)
 
 
 def _plain(value, names):
-    """Makes of a configuration what JSON can hold, and what is alike on all hosts."""
+    """Converts a configuration to JSON that is the same on all hosts."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
@@ -178,7 +179,7 @@ def _plain(value, names):
     if isinstance(value, Mapping):
         return _of_mapping(value, names)
     if isinstance(value, list | tuple):
-        return [_plain(each, names) for each in value]
+        return [_plain(item, names) for item in value]
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
@@ -198,26 +199,26 @@ def _plain(value, names):
 
 def _of_mapping(config, names):
     if config.get("class_name") == "__lambda__":
-        # Its code has the path of the file.
+        # The code of a lambda contains the path of its file.
         return "a lambda"
-    found = {}
+    plain_config = {}
     for key, value in config.items():
         if key in _LEFT_OUT:
             continue
         if key == "batch_shape" and isinstance(value, list | tuple):
-            value = value[1:]  # the batch that it was built with may have any size
+            value = value[1:]  # the batch size at build time may differ
         if key == "name" and isinstance(value, str):
-            found[key] = names.of(value)
+            plain_config[key] = names.of(value)
         elif key == "layers" and isinstance(value, list | tuple):
-            # A difference is of a layer, not of a number.
-            for k, each in enumerate(value):
-                plain = _plain(each, names)
+            # With the layer's name, a message names the layer instead of a number.
+            for k, item in enumerate(value):
+                plain = _plain(item, names)
                 inner = plain.get("config") if isinstance(plain, dict) else None
                 name = inner.get("name", "") if isinstance(inner, dict) else ""
-                found[f"layer {k} {name}".strip()] = plain
+                plain_config[f"layer {k} {name}".strip()] = plain
         else:
-            found[str(key)] = _plain(value, names)
-    return found
+            plain_config[str(key)] = _plain(value, names)
+    return plain_config
 
 
 def _spec(tensor):

@@ -1,7 +1,7 @@
 """Measures how each of several hosts spends the time of its steps.
 
-With each batch, each host sends the times of its last step to the others. They ride
-along in the sum of the gradients, so they cost no message.
+With each batch, each host sends the times of its last step to the others, as part of
+the all-reduce of the gradients, which costs no further message.
 """
 
 import time
@@ -20,16 +20,16 @@ class HostTotals(NamedTuple):
     """How a host has spent the time of its steps.
 
     Attributes:
-        steps: Steps measured.
+        steps: Number of measured steps.
         input_s: Its towers waited for a batch.
-        copy_s: Batches were cut and copied, and parameters sent.
+        copy_s: Batches were split and copied, and parameters sent.
         compute_s: Its towers computed.
-        sum_s: From when its gradients were there to when all hosts' were added.
-        reduce_s: It added its gradients before that, and updated variables after it.
+        sum_s: From its own gradients to the sum of all hosts' gradients.
+        reduce_s: It added its gradients before `sum_s`, and updated variables after it.
         between_s: Between steps: in Python, and in callbacks.
         share: Its fraction of the batches, times `steps`.
         late_s: How much later than the others it had its gradients, when it was last.
-        network_s: From when all hosts had gradients to their sum; the same on all
+        network_s: From the gradients of the last host to their sum; the same on all
             hosts.
     """
 
@@ -56,14 +56,14 @@ _latencies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class HostTimes:
-    """Adds up the times that hosts send.
+    """Sums the times that hosts send.
 
     Attributes:
         bytes: The size of the gradients that hosts add in a step, as far as known.
     """
 
     def __init__(self, hosts: World, share: float):
-        """Takes all hosts, and the fraction of a batch that this host gets."""
+        """Takes all hosts, and this host's fraction of a batch."""
         self._hosts, self._share, self.bytes = hosts, share, 0
         with tf.init_scope(), tf.device(HOST):
             self._latest = tf.Variable(tf.zeros([TOLD], tf.float64), trainable=False)
@@ -90,7 +90,7 @@ class HostTimes:
         return [HostTotals(*map(float, row)) for row in self._totals.numpy()]
 
     def note(self, parts: Sequence[tf.Tensor]) -> None:
-        """Notes the times of a step of this host: `HostTotals` up to `between_s`."""
+        """Stores the times of this host's step: `HostTotals` up to `between_s`."""
         share = tf.constant(self._share, tf.float64)
         self._latest.assign(tf.stack([*parts, share]))
 
@@ -109,7 +109,7 @@ class HostTimes:
         self._totals.assign_add(tf.concat([rows, tf.stack(derived, axis=1)], axis=1))
 
     def note_size(self, gradients: Sequence[Any]) -> None:
-        """Notes the size of the gradients that hosts add in a step."""
+        """Stores the size of the gradients that hosts add in a step."""
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
         sizes = [
             (gradient.shape.num_elements() or 0) * gradient.dtype.size
@@ -119,9 +119,9 @@ class HostTimes:
 
 
 def measure_latency(hosts: World) -> None:
-    """Measures, once for these hosts, how long they take to add 16 bytes.
+    """Measures, once for these hosts, how long an all-reduce of 16 bytes takes.
 
-    All hosts call it together.
+    All hosts call this together.
     """
     if hosts.communicator in _latencies:
         return

@@ -1,8 +1,8 @@
 """Runs many training steps in one call of the graph.
 
 Keras's `fit` calls a train function with an iterator, once for each call of an epoch;
-this module makes that function. The builder defines a step and where local batches go.
-Keras handles epochs, callbacks and the end of the data.
+this module makes that function. The builder defines a step, and the devices of local
+batches. Keras handles epochs, callbacks and the end of the data.
 """
 
 import collections
@@ -22,8 +22,8 @@ from towers.collectives import batch
 from towers.devices.names import HOST
 from towers.loop.timers import timestamp_after
 
-# After an error, so long is waited for a batch on its way: a program that ends while a
-# thread is inside TensorFlow may crash. Of an input that hangs, none will come.
+# The time to wait for a batch on its way after an error: a program that ends while a
+# thread is inside TensorFlow may crash. If the input hangs, no batch arrives.
 _PATIENCE_S = 5.0
 
 
@@ -31,7 +31,7 @@ class Placing(NamedTuple):
     """How a batch reaches the towers.
 
     Attributes:
-        cut: Cuts a batch into local batches, on the batch's device.
+        cut: Splits a batch into local batches, on the batch's device.
         copy: Copies the local batches to the devices that need them.
     """
 
@@ -39,7 +39,7 @@ class Placing(NamedTuple):
     copy: Callable[[Any], Any]
 
     def place(self, data: Any) -> Any:
-        """Cuts a batch and copies the local batches."""
+        """Splits a batch, and copies the local batches."""
         return self.copy(self.cut(data))
 
 
@@ -53,14 +53,14 @@ def train_function(
 ) -> Callable[[Iterator], Any]:
     """Makes the function that Keras calls with an iterator over batches.
 
-    While a step computes, the next batch of the call is fetched and placed: neither
-    waits for the other in the graph. With one step in a call, a thread fetches and
-    places batches for later calls instead.
+    While a step computes, the next batch of the call is fetched and placed, in parallel
+    within the graph. With one step in a call, a thread fetches and places batches for
+    later calls instead.
 
     Args:
         create: Takes a batch or its `tf.TypeSpec`s, and creates the variables that do
-            not exist yet: a graph that has to create some is traced twice.
-        placing: Cuts a batch and copies the local batches to the devices that need
+            not exist yet: a graph that creates variables is traced twice.
+        placing: Splits a batch and copies the local batches to the devices that need
             them.
         step: Takes a batch, its placed local batches, and the times at which batches
             were fetched since the last step (see `StepTimers.step`); trains on the
@@ -105,7 +105,7 @@ def create_for(create: Callable[[Any], None], iterator: Iterator) -> None:
 
 
 def _once(function):
-    """Returns a function that calls `function` the first time, and never again."""
+    """Returns a function that calls `function` the first time only."""
     done = False
 
     def call(data):
@@ -126,7 +126,7 @@ def _of_tf_data(one, placing, step, steps, prefetch):
         if steps > 1:
             return _loop(placing.place, step, steps, iterator)
         data, *fetched = _get_next(iterator)
-        # At the end of the data nothing runs, not even operations without the batch.
+        # At the end of the data no operation runs, not even one without the batch.
         with tf.control_dependencies(flat(data)):
             return one(data, _not_placed(*fetched))
 
@@ -134,7 +134,7 @@ def _of_tf_data(one, placing, step, steps, prefetch):
 
 
 def _get_next(iterator):
-    """Returns the next batch, and the times when it was requested and when it came."""
+    """Returns the next batch, and the times of its request and arrival."""
     asked = timestamp_after()
     with tf.control_dependencies([asked]):
         data = without_optionals(iterator.get_next())
@@ -142,19 +142,19 @@ def _get_next(iterator):
 
 
 def _not_placed(asked, came):
-    """Returns the times of one batch, which the step itself cuts and copies."""
+    """Returns the times of one batch, which the step itself splits and copies."""
     return tf.stack([[asked, came, came]])
 
 
 class _Fetches:
-    """The times at which batches were requested, came and were placed, in Python."""
+    """The times in Python when batches were requested, arrived, and were placed."""
 
     def __init__(self):
         self._times = []
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Callable[[Any], None]]:
-        """A context that fetches a batch; yields a function that takes its times.
+        """Times the fetch of a batch in the context; yields a function for its times.
 
         If the function is not called, the batch counts as not placed yet.
         """
@@ -166,7 +166,7 @@ class _Fetches:
             self._times.append(times or [asked_s, came_s, came_s])
 
     def read(self, iterator: Iterator) -> Iterator:
-        """Yields the batches of an iterator, and notes their times."""
+        """Yields the batches of an iterator, and stores their times."""
         while True:
             with self.timed():
                 try:
@@ -184,8 +184,8 @@ class _Fetches:
 def _one_ahead(placing, step, count):
     """Makes a function that runs one step, and places batches for later ones."""
 
-    # Copies are made outside of the graph: a function's results pass through the device
-    # that calls it, so each copy would come back to the host.
+    # Copies are made outside the graph: a function's results pass through the device
+    # that calls the function, so each copy would come back to the host.
     def fetch(iterator):
         data, asked, came = _get_next(iterator)
         return data, placing.cut(data), tf.stack([asked, came])
@@ -196,8 +196,7 @@ def _one_ahead(placing, step, count):
 
     def trace(iterator):
         fetch_one = fetch.get_concrete_function(iterator)
-        # The step is traced for any batch of the iterator: the sizes of one are all
-        # known.
+        # The step is traced for any batch of the iterator: one batch has known sizes.
         *specs, _ = batch.specs(fetch_one.structured_outputs)
         times = tf.TensorSpec([None, 3], tf.float64)
         return fetch_one, step.get_concrete_function(*specs, times)
@@ -252,7 +251,7 @@ def _loop(place, step, steps, iterator):
             )
         more = following.has_value()
         fetched_next = _not_placed(asked, timestamp_after(more))
-        # The host makes the choice: the results of a branch pass through its memory.
+        # The condition runs on the host: results of branches pass through host memory.
         data_next = tf.cond(
             more, lambda: flat(without_optionals(following.get_value())), lambda: data
         )
@@ -277,9 +276,9 @@ def _loop(place, step, steps, iterator):
 def _where_its_input_is(operation: tf.Operation) -> str:
     """Returns the device of an operation being made: for `tf.compat.v1.device`.
 
-    What a function or the body of a loop returns goes through an identity that
-    TensorFlow places on the device that calls, or nowhere, which is the first device.
-    There, what is on another device would make a detour.
+    The results of a function or of a loop's body go through an identity that TensorFlow
+    places on the calling device, or nowhere, which is the first device. A tensor on
+    another device would make a detour.
     """
     if operation.type == "Identity" and not operation.device:
         return operation.inputs[0].device
@@ -305,28 +304,28 @@ def flat(nest: Any) -> list[tf.Tensor]:
 def pack(like: Any, tensors: Iterable[tf.Tensor]) -> Any:
     """Packs tensors, in the order of `flat`, into a nest like `like`."""
     tensors = iter(tensors)
-    every = tf.nest.flatten(like, expand_composites=True)
-    every = [None if tensor is None else next(tensors) for tensor in every]
-    return tf.nest.pack_sequence_as(like, every, expand_composites=True)
+    components = tf.nest.flatten(like, expand_composites=True)
+    components = [None if tensor is None else next(tensors) for tensor in components]
+    return tf.nest.pack_sequence_as(like, components, expand_composites=True)
 
 
-# Batches that a thread fetches while a step runs, ahead of their use.
+# Batches that a thread fetches ahead of their use, while a step runs.
 #
-# They belong to their iterator: whoever trains on it next, as after a resize, gets
-# them.
+# They belong to their iterator: the next training on the iterator, as after a resize,
+# gets them.
 #
-# A thread fetches while a step runs, as a step returns only when the GPU is idle. A
-# call returns when both are done, so the data have given as many batches as without it.
-# A batch is cut in a graph, and copied outside of it: what a function returns comes
-# through the device that calls it.
+# The thread fetches while a step runs, as a step returns only when the GPU is idle. A
+# call returns when step and fetch are done, so each call takes as many batches from the
+# data set as without the thread. A batch is split in a graph, and copied outside: the
+# results of a function pass through the device that calls it.
 
 
 class Fetched(NamedTuple):
-    """A batch that was taken out of an iterator.
+    """A batch that was taken from an iterator.
 
     Attributes:
         data: The whole batch.
-        ready: What was made of it.
+        ready: The prepared batch.
     """
 
     data: Any
@@ -337,8 +336,9 @@ class _Waiting:
     """The batches of one iterator that were fetched and not yet used.
 
     Attributes:
-        entries: Each batch, or the error that came instead, and whose `Ahead` it was.
-        coming: Tells when a thread has fetched the next ones, if one does.
+        entries: Each batch, or the error in its place, and the `Ahead` that fetched it.
+        coming: An event that is set when a thread has fetched the next batches, if one
+            does.
     """
 
     def __init__(self):
@@ -346,7 +346,7 @@ class _Waiting:
         self.coming: threading.Event | None = None
 
     def wait(self) -> None:
-        """Waits for what an error has left coming; else it is there."""
+        """Waits for a thread that still fetches, as after an error."""
         if self.coming is not None:
             self.coming.wait()
             self.coming = None
@@ -356,7 +356,7 @@ _WAITING: MutableMapping[Iterator, _Waiting] = weakref.WeakKeyDictionary()
 
 
 class Ahead:
-    """Fetches batches before they are asked for, of iterators of tf.data only."""
+    """Fetches batches of iterators of tf.data ahead of their use."""
 
     def __init__(
         self,
@@ -364,21 +364,21 @@ class Ahead:
         fetch: Callable[[Iterator], Fetched],
         prepare: Callable[[Iterator, Any], Any],
     ):
-        """Starts with none of `count`.
+        """Starts without batches.
 
         Args:
-            count: How many are to be there.
-            fetch: Takes the next batch out of an iterator, and prepares it.
+            count: The number of batches to fetch ahead.
+            fetch: Takes the next batch from an iterator, and prepares it.
             prepare: Takes an iterator and a whole batch that another `Ahead` has taken
-                out of it; returns what `fetch` would have made ready.
+                from the iterator; returns the prepared batch, as `fetch` does.
         """
         self._count, self._fetch, self._prepare = count, fetch, prepare
         self._worker = None
 
     def take(self, iterator: Iterator) -> Any:
-        """Returns what is ready of the next batch, or raises what was raised instead.
+        """Returns the next prepared batch, or raises the error in its place.
 
-        What another `Ahead` has fetched comes first.
+        Batches that another `Ahead` has fetched come first.
         """
         waiting = self._of(iterator)
         if waiting is None:
@@ -399,22 +399,22 @@ class Ahead:
         return ready
 
     def fill(self, iterator: Iterator) -> None:
-        """Fetches what is missing; an error, or the end, waits for its turn."""
+        """Fetches missing batches; an error, or the end, is stored in its place."""
         waiting = self._of(iterator)
         by = weakref.ref(self)
         while self._lacks(waiting):
             try:
                 waiting.entries.append((self._fetch(iterator), None, by))
             except Exception as error:
-                # Its frames would keep the iterator alive.
+                # The frames of the traceback would keep the iterator alive.
                 error.__cause__ = error.__context__ = None
                 waiting.entries.append((None, error.with_traceback(None), by))
 
     @contextlib.contextmanager
     def filling(self, iterator: Iterator) -> Iterator[None]:
-        """Does so in a thread while what is inside runs, which is to fetch nothing.
+        """Calls `fill` in a thread while the context runs, which must fetch no batch.
 
-        On leaving, all is there: what comes between two calls finds nothing running.
+        The context waits for the thread on leaving, so no fetch runs between two calls.
         """
         waiting = self._of(iterator)
         if not self._lacks(waiting):
@@ -429,7 +429,7 @@ class Ahead:
             done.wait()
         except BaseException:
             if not done.wait(_PATIENCE_S):
-                # It may never be free again.
+                # The worker may hang forever.
                 self._worker = None
             raise
 
@@ -445,14 +445,14 @@ class Ahead:
 
 
 def taken(iterator: Iterator, most: int) -> list[Any]:
-    """Takes batches that were fetched of an iterator and not yet used, in order.
+    """Takes batches that were fetched from an iterator and not yet used, in order.
 
     Args:
         iterator: The iterator.
-        most: How many to take at most.
+        most: The largest number of batches to take.
 
     Returns:
-        The whole batches; none for an iterator that nothing was fetched of.
+        The whole batches; none if no batch of the iterator was fetched.
     """
     batches = []
     if not isinstance(iterator, tf.data.Iterator) or iterator not in _WAITING:
@@ -472,9 +472,9 @@ def taken(iterator: Iterator, most: int) -> list[Any]:
 
 
 class _Worker:
-    """A thread that does one thing after another on the host, while this object lives.
+    """A thread that runs tasks one after another on the host, while this object lives.
 
-    Unlike an executor's, it keeps no process from ending.
+    Unlike the threads of an executor, it does not keep the process from ending.
     """
 
     def __init__(self):
@@ -485,20 +485,21 @@ class _Worker:
         weakref.finalize(self, self._tasks.put, None)
 
     def begin(self, task: Callable[[], None]) -> threading.Event:
-        """Has something done; returns what tells when it is."""
+        """Runs a task in the thread; returns an event that is set at its end."""
         done = threading.Event()
         self._tasks.put((task, done))
         return done
 
     @staticmethod
     def _work(tasks):
-        # A thread has no device of its creator's.
+        # A thread does not inherit the device scope of its creator.
         with tf.device(HOST):
-            while (given := tasks.get()) is not None:
-                task, done = given
+            while (entry := tasks.get()) is not None:
+                task, done = entry
                 try:
                     task()
                 finally:
-                    # It may hold an iterator, and is over when it does no longer.
-                    del task, given
+                    # The task may hold an iterator, which must be released before
+                    # `done` is set.
+                    del task, entry
                     done.set()

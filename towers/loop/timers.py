@@ -1,11 +1,11 @@
 """Measures how training steps spend their time.
 
-The graph reads the clock whenever something is ready on all towers: the batch, the
-local batches on their devices, the gradients, the updated variables. These moments
-divide the time from one step's end to the next, so the parts add up to it. Work that
-overlaps, such as fetching a batch while the towers compute, counts no time. A reading
-costs some microseconds a step, so all steps are measured. On a GPU, a copy of an empty
-tensor tells the host that the work before it is done.
+The graph reads the clock whenever a phase has ended on all towers: when the batch, the
+local batches on their devices, the gradients, and the updated variables are available.
+These times divide the interval from the end of a step to that of the next, so the parts
+add up to it. Overlapped work, such as fetching a batch while the towers compute, counts
+no time. A reading takes some microseconds a step, so all steps are measured. On a GPU,
+a copy of an empty tensor signals the host that the work before it is done.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ class Totals(NamedTuple):
     """How steps have spent their time.
 
     Attributes:
-        steps: Steps measured.
+        steps: Number of measured steps.
         input_s: Towers waited for a batch.
-        copy_s: Local batches were cut and copied to the towers, and parameters sent to
-            them from another memory.
+        copy_s: Local batches were split and copied to the towers, and parameters sent
+            to them from another memory.
         compute_s: Towers computed, until the last had its gradients.
         reduce_s: Gradients were added; variables and metrics were updated.
         towers_s: Each tower computed.
-        stages_s: Each stage was at work, if a tower has several; the mean over towers.
+        stages_s: Each stage was busy, if a tower has several; the mean over towers.
     """
 
     steps: int
@@ -91,7 +91,7 @@ class TurnsTaken(NamedTuple):
         self.after.append(after)
 
     def at_work(self, placed: tf.Tensor, count: int) -> tf.Tensor:
-        """Returns the seconds that each of `count` stages was at work.
+        """Returns the seconds for which each of `count` stages was busy.
 
         `placed` is the time at which the batch was on the towers.
         """
@@ -107,7 +107,7 @@ class TurnsTaken(NamedTuple):
 
 
 class StepTimers:
-    """Adds up the phases of a builder's steps.
+    """Sums the phases of a builder's steps.
 
     Attributes:
         hosts: The `HostTimes`, if there are several hosts.
@@ -129,8 +129,8 @@ class StepTimers:
         """Returns the sums over all steps so far."""
         steps, *phases = self._totals.numpy() + self._added
         towers, stages = np.split(phases[4:], [self._towers])
-        whole = map(float, phases[:4])
-        return Totals(round(steps), *whole, tuple(towers), tuple(stages))
+        seconds = map(float, phases[:4])
+        return Totals(round(steps), *seconds, tuple(towers), tuple(stages))
 
     @property
     def iterator(self) -> tf.data.Iterator | None:
@@ -138,7 +138,7 @@ class StepTimers:
         return self._iterator and self._iterator()
 
     def reads(self, iterator: Any) -> None:
-        """Notes the iterator that gives the batches."""
+        """Stores a weak reference to the iterator that yields the batches."""
         if isinstance(iterator, tf.data.Iterator):
             self._iterator = weakref.ref(iterator)
 
@@ -150,7 +150,7 @@ class StepTimers:
             data: The batch.
             local_batches: The towers' local batches.
             fetched: Times, float64 [n, 3], in seconds, of each batch fetched since the
-                last step, for this step or a later one: when it was requested, came,
+                last step, for this step or a later one: when it was requested, arrived,
                 and was placed. The last two are equal if it is not placed yet.
         """
         graph, before = None, 0
@@ -164,26 +164,26 @@ class StepTimers:
         try:
             yield
             if "computed" in self._times:
-                made = graph.get_operations()[before:] if graph else ()
-                done = timestamp_after([op for op in made if is_stateful(op)])
+                created = graph.get_operations()[before:] if graph else ()
+                done = timestamp_after([op for op in created if is_stateful(op)])
                 self._add(fetched, done=done, **self._times)
         finally:
             self._times = None
 
     def received(self, towers: Sequence[Any]) -> None:
-        """Notes when towers have the variables, if these travel between memories."""
+        """Records when towers have the variables, if sent between memories."""
         if self._times is not None and towers:
             self._times["received"] = timestamp_after(towers)
 
     def computed(self, towers: Sequence[Any]) -> None:
-        """Notes when each tower that has a local batch has computed its gradients."""
+        """Records when each tower with a local batch has computed its gradients."""
         if self._times is not None:
             self._times["computed"] = [timestamp_after(tensors) for tensors in towers]
 
     def turns_of_tower(self) -> TurnsTaken | None:
-        """Returns an object that takes the turns of a tower's stages.
+        """Returns an object that records the turns of a tower's stages.
 
-        Returns `None` where nothing is measured.
+        Returns `None` if no step is measured.
         """
         if self._times is None or not self._stages:
             return None
@@ -198,8 +198,8 @@ class StepTimers:
             gradients: The gradients of this host.
 
         Returns:
-            The time at which they were there, for `end_sum`; `None` where nothing is
-            measured.
+            The time at which the gradients were available, for `end_sum`; `None` if no
+            step is measured.
         """
         if self._times is None or self.hosts is None:
             return None
@@ -207,7 +207,7 @@ class StepTimers:
         return timestamp_after(gradients)
 
     def end_sum(self, begun: tf.Tensor | None, sums: Sequence[Any]) -> None:
-        """Notes when the sums over hosts are there; `begun` comes from `begin_sum`."""
+        """Records when the sums over hosts are there; `begun` is from `begin_sum`."""
         if begun is not None:
             self._times["summed"] = begun, timestamp_after(sums)
 
@@ -237,7 +237,7 @@ class StepTimers:
             begun = tf.maximum(begun, last)
             if received is not None:
                 placed = tf.maximum(placed, received)
-            # With all threads busy, the clock may be read late; never early.
+            # If all threads are busy, the clock may be read late, but never early.
             computed = [tf.minimum(end, done) for end in computed]
             placed = tf.minimum(placed, tf.reduce_min(computed))
             placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
@@ -268,7 +268,7 @@ class StepTimers:
 
 
 def timestamp_after(after: Any = ()) -> tf.Tensor:
-    """Returns the time at which all tensors and operations of a nest are there.
+    """Returns the time at which all tensors and operations of a nest are available.
 
     The time is in seconds, a float64 scalar on the host. `None` in the nest is skipped.
     """
@@ -276,13 +276,13 @@ def timestamp_after(after: Any = ()) -> tf.Tensor:
     with tf.name_scope(_SCOPE):
         parts = [part for part in parts if part is not None]
         if not tf.executing_eagerly():
-            given = [part for part in parts if not tf.is_tensor(part)]
-            parts = [*given, *makers(filter(tf.is_tensor, parts))]
+            operations = [part for part in parts if not tf.is_tensor(part)]
+            parts = [*operations, *makers(filter(tf.is_tensor, parts))]
         parts = [*map(_itself, parts)]
         with tf.control_dependencies(parts), tf.device(HOST):
             timestamp = now()
     if not tf.executing_eagerly():
-        # TensorFlow would make it wait for operations that draw random numbers.
+        # By default, TensorFlow would make it wait for random operations.
         run_independently([timestamp.op])
     return timestamp
 

@@ -1,4 +1,4 @@
-"""The Keras door: a model that trains on towers."""
+"""`multi_gpu_model`, and the proxy of a Keras model that trains on towers."""
 
 from towers.program import lazy
 

@@ -1,4 +1,4 @@
-"""The Keras door: `multi_gpu_model()` makes a Keras model train on towers."""
+"""`multi_gpu_model()` makes a Keras model train on towers."""
 
 import functools
 import os
@@ -23,8 +23,8 @@ from towers.model.options import (
     stages_with,
     update_with,
 )
+from towers.model.program import Program
 from towers.model.tower_model import TowerModel
-from towers.model.update.variable_update import VariableUpdate
 from towers.program.voice import say
 
 
@@ -56,8 +56,8 @@ def multi_gpu_model(
     the two saves `model`, an ordinary Keras model.
 
     The name and the first four arguments are those of Keras 2's `multi_gpu_model`.
-    Options that only go with one another are in values, for which a string or a number
-    is short.
+    Options that apply only to a certain value of an argument are fields of an object; a
+    string or a number is shorthand for that object with its defaults.
 
     Examples:
         >>> parallel = towers.multi_gpu_model(model, gpus=2)
@@ -73,41 +73,41 @@ def multi_gpu_model(
         gpus: Number of GPUs, a list of their indices, or a list of device strings. By
             default all GPUs. Without a GPU, logical CPUs are used.
         cpu_merge: Whether gradients are added on the CPU (True) or on the first tower
-            (False), as by `ParameterServer(merge=...)`. By default where the variables
-            are.
-        cpu_relocation: Whether to move the variables to the CPU, as by
+            (False), as with `ParameterServer(merge=...)`. By default on the device of
+            the variables.
+        cpu_relocation: Whether to move the variables to the CPU, as with
             `ParameterServer(device="cpu")`. By default they stay where Keras created
             them, which is the first GPU if there is one.
         variable_update: How the variables are updated. "parameter_server": on one
             device, once, by the sum of all gradients. "replicated": in a copy on each
-            tower. "sharded": in parts, one of each large variable on each tower.
+            tower. "sharded": in shards, one of each large variable on each tower.
             "asynchronous": on one device, by each tower's gradients, without waiting
-            for the others. "auto": as the first calls of training measure to be faster.
-            For options, a `ParameterServer`, `Replicated`, `Sharded`, `Asynchronous` or
-            `Auto`.
+            for the others. "auto": the faster way, measured in the first calls of
+            training. For options, a `ParameterServer`, `Replicated`, `Sharded`,
+            `Asynchronous` or `Auto`.
         split_ratios: Relative size of each tower's part of a batch, as positive
             integers, such as (2, 3, 3) if the first GPU has less memory. By default the
             parts are equal.
-        loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
-            device, with the rows of all towers, so that numbers are those of one
-            device. A line says what that is. "tower": each tower takes its part for the
-            batch there, and a loss of that is a mean by the sizes of the parts.
-            "gathered" is "auto", and works for one more release. With `run_eagerly`,
-            one device computes all of each batch.
+        loss_placement: Where operations run that mix examples, such as a loss over
+            pairs. "auto": on one device, with the rows of all towers, so that results
+            are those of one device. A line names these operations. "tower": each tower
+            treats its part as the whole batch there, and such a loss is the mean over
+            the parts, weighted by their sizes. "gathered" is "auto", and works for one
+            more release. With `run_eagerly`, one device computes all of each batch.
         strict: Whether to refuse a model with a variable that is overwritten with its
             gradient, if Towers does not know how to combine the gradients of several
-            towers. If False, the largest is taken.
-        gradient_compression: How gradients travel between hosts: "none" as they are;
-            "fp16" or "bf16" rounded to 16 bits, which is inexact and takes half the
-            bytes, for slow networks. Rows of sparse gradients are not rounded.
+            towers. If False, the largest gradient is taken.
+        gradient_compression: Compression of gradients between hosts: "none"; "fp16" or
+            "bf16" rounds to 16 bits, which is inexact and halves the bytes, for slow
+            networks. Rows of sparse gradients are not rounded.
         stages: Number of devices of each tower. If there are several, the model is
             divided among them. So 4 GPUs with `stages=2` make 2 towers. A model that is
             not built yet is divided when `fit` builds it. For options, a `Stages`.
-        micro_batches: Number of parts of a tower's batch that go through its stages one
-            after another, so that stages work at the same time. Each part is computed
-            as the batch of a tower is. Without stages, it saves memory.
-        recompute: What is computed again for the gradient, instead of being kept:
-            "none", each "stage", or each "layer" of those that are placed.
+        micro_batches: Number of parts of a tower's batch that pass through its stages
+            one after another, so that stages work at the same time. Each part is
+            computed like the batch of a tower. Without stages, it saves memory.
+        recompute: The activations that are recomputed for the gradient instead of being
+            kept: "none", those of each "stage", or of each placed "layer".
         preprocess: A function `preprocess(x, y, training)` that returns x and y with
             the same number of rows. Each tower applies it to its part of the batch,
             before the model. It can turn bytes into floats, or mix examples with random
@@ -115,21 +115,21 @@ def multi_gpu_model(
             the original y. In prediction, y is `None`. `model` itself expects
             preprocessed inputs.
         prefetch: Number of batches that are copied to the towers ahead of use, while a
-            step runs, if each call of training is one step. As many batches more than
-            needed are taken from the data. By default 2 if a tower is on a GPU, and
+            step runs, if each call of training is one step. This number of extra
+            batches is read from the data. By default 2 if a tower is on a GPU, and
             otherwise 0.
-        check_numerics: Whether to stop at the first step of training with a loss or a
+        check_numerics: Whether to stop at the first training step with a loss or a
             gradient that is not finite. Nothing of the step is applied, and a
             `NotFiniteStep` says where the value came from. If it is a path, the batch
-            and the variables are written there; see `towers.numerics.locate`. By
+            and the variables are written to that file; see `towers.numerics.locate`. By
             default there is no check.
-        shard_embeddings: How the tables of Keras's `Embedding` layers lie on the
-            towers' devices, with their optimizer slots. "none": like all other
-            variables. "rows", "columns": each is divided over all devices. "auto":
-            small ones are whole on one device, large ones are divided by rows, and all
-            devices have about as many bytes. Towers look up rows where they lie, and
-            rows are updated there. Of several hosts, rows are divided over the devices
-            of all, and columns over those of each.
+        shard_embeddings: Placement of the tables of Keras's `Embedding` layers, and of
+            their optimizer slots, on the towers' devices. "none": like all other
+            variables. "rows", "columns": each table is divided over all devices.
+            "auto": small tables are whole on one device, large ones are divided by
+            rows, and all devices have about the same number of bytes. Rows are looked
+            up and updated on the device that has them. With several hosts, rows are
+            divided over the devices of all hosts, and columns over those of each host.
 
     Returns:
         A model that computes on towers.
@@ -158,12 +158,12 @@ def multi_gpu_model(
     config.variable_update.check_towers(layout.firsts)
     for line in idle(config):
         say(line)
-    return TowerModel(VariableUpdate(model, config, layout))
+    return TowerModel(Program(model, config, layout))
 
 
-# Checks the arguments of `multi_gpu_model` that depend on the model, or do nothing.
+# Checks of arguments that depend on the model, or that have no effect.
 #
-# All others are checked by the values that they are put into; see `Config`.
+# `Config` and its values check all other arguments.
 
 
 def check_model(model: Any) -> None:
@@ -193,7 +193,7 @@ def check_model(model: Any) -> None:
 
 
 def present_placement(loss_placement: Any) -> Any:
-    """Returns what `loss_placement` is called now."""
+    """Returns the current name of a value of `loss_placement`."""
     if loss_placement != "gathered":
         return loss_placement
     say(
@@ -204,7 +204,7 @@ def present_placement(loss_placement: Any) -> Any:
 
 
 def chosen_update(model: keras.Model, update: UpdateOptions) -> UpdateOptions:
-    """Returns the way to update variables; of "auto", the one that such models need."""
+    """Returns the way to update variables; for models with own steps, not "auto"."""
     if not isinstance(update, Auto) or not has_own_steps(model):
         return update
     say(
@@ -215,7 +215,7 @@ def chosen_update(model: keras.Model, update: UpdateOptions) -> UpdateOptions:
 
 
 def idle(config: Config) -> Iterator[str]:
-    """Yields a line for each option that changes nothing beside the others."""
+    """Yields a line for each option that has no effect with the other options."""
     stages, parts = config.stages, config.micro_batches
     usual = stages.schedule == pipeline.SCHEDULES[0]
     if not usual and parts == 1:

@@ -1,4 +1,4 @@
-"""A call of `fit`, with what callbacks may do around it."""
+"""A call of `fit`, and the code that callbacks run around it."""
 
 import contextlib
 import dataclasses
@@ -18,44 +18,44 @@ from towers.collectives.membership import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsChange
 from towers.loop import alike, loop
-from towers.model.update import auto
-from towers.model.update.variable_update import VariableUpdate
+from towers.model import auto
+from towers.model.program import Program
 from towers.plan import Share
 from towers.program.features import feature
 
-# What a host shows of it is its own.
+# Hosts may show progress differently.
 _OF_A_HOST = ("verbose",)
-# Of what a data set refers to outside of itself, such as a table: it stays there.
+# A data set's state outside of the graph, such as a table, is not copied.
 _IGNORE = 1
-# By class, its functions as they were when it became known.
+# Maps each known class to its functions at registration.
 _KNOWN: dict[type, dict[str, Callable]] = {}
 
 
 class FitsAgain(Exception):
-    """Ends `fit` for another call to go on from here, with other arguments."""
+    """Ends `fit`, so that another call continues from here with other arguments."""
 
 
 class FitCall:
     """A call of `fit`.
 
     A callback may have a method `around_fit(call)` that returns a context manager, as
-    `contextlib.contextmanager` makes them. `fit` runs inside, whatever ends it. Before
-    it begins, the callback may change its arguments. If it has `before_hosts_compare`,
-    hosts that train together call that before they compare the arguments.
+    `contextlib.contextmanager` makes them. `fit` runs inside, however it ends. At the
+    start, the callback may change the arguments of `fit`. If a callback has
+    `before_hosts_compare`, it is called before hosts compare their arguments.
 
     Attributes:
-        model: What `multi_gpu_model` returned.
+        model: The model that `multi_gpu_model` returned.
         options: The arguments of `fit` by name.
-        create_variables: Takes the `tf.TypeSpec`s of a batch, and creates what the
-            model has not built yet.
-        skips: A train function that skips batches. As long as it is not `None`, `fit`
-            calls it instead of the model's own, and evaluates nothing.
-        skipped_for: The train function in whose place `skips` is.
+        create_variables: Takes the `tf.TypeSpec`s of a batch, and creates variables
+            that the model has not built yet.
+        skips: A train function that skips batches. While it is not `None`, `fit` calls
+            it instead of the model's own, and evaluates nothing.
+        skipped_for: The train function that `skips` replaces.
         skipped: Grows with each batch that is skipped or read again for that.
         agreement: Keeps hosts at the same batch; `None` with one host.
-        leaves: Whether this host has said that it leaves the others.
+        leaves: Whether this host has announced that it leaves the others.
         state_lost: Whether variables have to be restored from a checkpoint, as another
-            host has gone with its part of them.
+            host has left with its parts of them.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class FitCall:
         model: keras.Model,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        update: VariableUpdate,
+        program: Program,
     ):
         """Binds the arguments of `fit` of the user's model; runs nothing."""
-        self.model, self._update = model, update
-        self.create_variables = update.create_variables
+        self.model, self._program = model, program
+        self.create_variables = program.create_variables
         self.skips: Callable[[Iterator], Any] | None = None
         self.skipped_for: Callable[[Iterator], Any] | None = None
         self.skipped, self.agreement, self.leaves = 0, None, False
@@ -82,11 +82,11 @@ class FitCall:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks, those in a nest or a `CallbackList` as well."""
+        """All callbacks, also those in a nest or a `CallbackList`."""
         return [*flat(self.options.get("callbacks"))]
 
     def run(self, notes_place: bool) -> Any:
-        """Calls `fit`, with what callbacks do around it; notes its `place` if asked."""
+        """Calls `fit` inside the contexts of callbacks; tracks `place` if asked."""
         with contextlib.ExitStack() as stack:
             if self.agreement is not None:
                 stack.enter_context(warnings.catch_warnings())
@@ -104,27 +104,29 @@ class FitCall:
             return self._fit(*self._bound.args, **self._bound.kwargs)
 
     def build_optimizer(self) -> None:
-        """Creates the optimizer's variables, if the model has its own."""
+        """Creates the optimizer's variables, if the model is built."""
         model = self.model
         if model.built and not model.optimizer.built:
             model.builder.build_optimizer()
 
     def build_layers(self) -> None:
-        """Builds the model before its first batch, if the data tell what that is.
+        """Builds the model before its first batch, if the data have a known spec.
 
-        A model that is run eagerly may be Python that takes no symbols.
+        A model that runs eagerly is not built, as its Python code may take no symbols.
         """
         model = self.model
         if model.built or model.run_eagerly:
             return
         if (x := inputs(self.options)) is not None:
-            with self._update.step_scope():
+            with self._program.step_scope():
                 model.builder.pieces.creator.build_layers(x)
 
     def train_calls(self) -> int:
-        """Returns how many calls of training there will be, at a guess."""
+        """Estimates the number of calls of training."""
         parameters = inspect.signature(keras.Model.fit).parameters.values()
-        options = {each.name: each.default for each in parameters} | self.options
+        options = {
+            parameter.name: parameter.default for parameter in parameters
+        } | self.options
         batches = options["steps_per_epoch"] or batch_count(options)
         batches = batches or auto.ASSUMED_BATCHES
         calls = math.ceil(batches / self.model.steps_per_execution)
@@ -132,7 +134,7 @@ class FitCall:
 
     @property
     def place(self) -> str:
-        """Epoch and batch that it is at, as a phrase; "" if that is not known."""
+        """The current epoch and batch, as a phrase; "" if not known."""
         if self._place.batch is None:
             return ""
         first = self._place.batch + 1
@@ -141,13 +143,13 @@ class FitCall:
         return f"epoch {self._place.epoch + 1}, {batches}"
 
     def follow_hosts(self, agreement: Any) -> None:
-        """Has this call do what it does on all hosts that train together.
+        """Makes this call do the same on all hosts that train together.
 
         Raises:
-            HostsDifferError: They were given different arguments.
+            HostsDifferError: The hosts have different arguments.
         """
         if group.member() is not None and agreement.any(self.model.built):
-            # Hosts that have trained have built it.
+            # Hosts that have trained have built the model.
             self.build_layers()
         agreement.check_alike(given("fit", self.options, self.model.__wrapped__))
         agreement.measure_latency()
@@ -158,9 +160,9 @@ class FitCall:
         self._behind.append(feature("loop.agreement").FollowHosts(agreement))
 
     def may_stop(self, signal: int) -> bool:
-        """Tells whether to stop at once for a signal; other hosts hear of it first.
+        """Returns whether to stop at once for a signal; informs other hosts first.
 
-        Where hosts come and go, the others go on without this one.
+        Elastic hosts continue without this one.
         """
         if (member := group.member()) is not None:
             if not self.leaves:
@@ -171,12 +173,12 @@ class FitCall:
         return self.agreement is None
 
     def can_read_variables(self) -> bool:
-        """Tells whether all variables can be read: lost hosts have kept no part."""
+        """Returns whether all variables can be read: lost hosts took no parts along."""
         parts = self.model.builder.pieces.store.hosts_parts
         return parts is None or not (group.is_broken() and parts.any())
 
     def agrees_to_save(self, wished: bool) -> bool:
-        """Tells whether to save here, where only some of several hosts may wish it."""
+        """Returns whether to save here; see `Agreement` for several hosts."""
         if self.agreement is None:
             return wished
         return self.agreement.agrees_to_save(wished)
@@ -193,36 +195,36 @@ class FitCall:
 
     @contextlib.contextmanager
     def _with_callbacks(self, before, behind):
-        """Adds callbacks before and behind those that were given."""
+        """Adds callbacks before and behind those that the user passed."""
         added = [*before, *behind]
-        if "callbacks" not in self.options or not added:  # a `fit` of the user's
+        if "callbacks" not in self.options or not added:  # The user's own `fit`.
             yield
             return
-        given = self.options["callbacks"]
-        if not isinstance(given, keras.callbacks.CallbackList):
-            given = keras.tree.flatten(given or [])
-            self.options["callbacks"] = [*before, *given, *behind]
+        passed = self.options["callbacks"]
+        if not isinstance(passed, keras.callbacks.CallbackList):
+            passed = keras.tree.flatten(passed or [])
+            self.options["callbacks"] = [*before, *passed, *behind]
             yield
             return
         for callback in added:
             callback.set_model(self.model)
-        given.callbacks[:] = [*before, *given.callbacks, *behind]
+        passed.callbacks[:] = [*before, *passed.callbacks, *behind]
         try:
             yield
         finally:
             for callback in added:
-                given.callbacks.remove(callback)
+                passed.callbacks.remove(callback)
 
 
 def given(
     method: str, options: Mapping[str, Any], model: keras.Model | None
 ) -> dict[str, Any]:
-    """Describes a call of a method of the loop by what all hosts have to be given.
+    """Describes a call of `fit` or another method by values that hosts must share.
 
     Args:
-        method: Its name.
-        options: Its arguments, by name.
-        model: The user's model; `None` if it has been compared.
+        method: Name of the method.
+        options: Arguments of the method, by name.
+        model: The user's model; `None` if hosts have compared it already.
     """
     numbers = {
         name: value
@@ -230,21 +232,21 @@ def given(
         if isinstance(value, int | float) and name not in _OF_A_HOST
     }
     data = [options.get(name) for name in ("x", "y", "sample_weight")]
-    data = [each for each in data if each is not None]
-    found = {"method": method, f"{method}()": numbers}
+    data = [data_set for data_set in data if data_set is not None]
+    described = {"method": method, f"{method}()": numbers}
     if model is not None:
-        found |= alike.of_model(model)
-    found["the data"] = alike.of_data(data[0] if len(data) == 1 else data)
+        described |= alike.of_model(model)
+    described["the data"] = alike.of_data(data[0] if len(data) == 1 else data)
     if (validation := options.get("validation_data")) is not None:
-        found["the validation data"] = alike.of_data(validation)
-    return found
+        described["the validation data"] = alike.of_data(validation)
+    return described
 
 
 @contextlib.contextmanager
 def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
     """For `around_fit`: calls a function if an exception ends `fit`.
 
-    Keras leaves out `on_train_end` then.
+    Keras does not call `on_train_end` then.
     """
     try:
         yield
@@ -254,20 +256,20 @@ def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
 
 
 class _FollowsChange(keras.callbacks.Callback):
-    """Stops a host that trains alone, as others come; several agree on the batch."""
+    """Stops a host that trains alone as others join; see `FollowHosts` for several."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Looks whether they come."""
+        """Raises `HostsChange` if other hosts are joining."""
         if self.model.builder.context.agreement is None and group.change():
             raise HostsChange
 
 
 class _Place(keras.callbacks.Callback):
-    """Hears where `fit` is.
+    """Tracks the position of `fit`.
 
     Attributes:
         epoch: Number of the epoch, from 0.
-        batch: Number of the batch that has begun, if one has.
+        batch: Number of the latest batch that has begun, if any.
     """
 
     def __init__(self):
@@ -276,15 +278,15 @@ class _Place(keras.callbacks.Callback):
         self.batch: int | None = None
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes it."""
+        """Stores the number of the epoch."""
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Notes it."""
+        """Stores the number of the batch."""
         self.batch = batch
 
 
-# What `fit` is given to train on: how many batches, and of which size.
+# The data of `fit`: number of batches, and batch size.
 
 
 def batch_size(options: Mapping[str, Any]) -> int | None:
@@ -314,28 +316,29 @@ def batch_count(options: Mapping[str, Any]) -> int | None:
 
 
 def of_host(data: Any, share: Share) -> Any:
-    """Returns data of which a host is given its rows only, where they can tell these.
+    """Returns data of which this host reads only its own rows, where supported.
 
     Args:
-        data: What `fit` or another method is given. What
-            `towers.input_pipeline.make_dataset` has made can tell.
-        share: What the host computes of each batch.
+        data: The data of `fit` or another method. Data sets of
+            `towers.input_pipeline.make_dataset` support it.
+        share: The share of each batch that the host computes.
     """
     pipeline = getattr(data, "pipeline", None)
     if pipeline is None or pipeline.share is not None:
         return data
     known = getattr(data, "of_host", None)
     if known is None or known.pipeline.share != share:
-        # Kept, as it counts epochs.
+        # Kept, as the data set counts epochs.
         data.of_host = dataclasses.replace(pipeline, share=share).dataset()
     return data.of_host
 
 
 def unopened(data: Any) -> Any:
-    """Returns a data set that has a shuffle of its own, as if never opened.
+    """Returns a data set with its own shuffle state, as if it was never opened.
 
-    Where one fit follows another, each then opens it as a process does that has just
-    begun. What is no `tf.data.Dataset`, or cannot be copied, is returned as it is.
+    In consecutive fits, each fit then opens the data set as a new process would.
+    Objects that are not a `tf.data.Dataset`, or cannot be copied, are returned as they
+    are.
     """
     if not isinstance(data, tf.data.Dataset) or hasattr(data, "pipeline"):
         return data
@@ -345,19 +348,19 @@ def unopened(data: Any) -> Any:
             external_state_policy=_IGNORE,
         )
         copied = tf.raw_ops.DatasetFromGraph(graph_def=_shuffled_anew(graph.numpy()))
-    except (tf.errors.OpError, ValueError, DecodeError):  # too large, say
+    except (tf.errors.OpError, ValueError, DecodeError):  # Too large, for example.
         return data
     copied = tf.data.experimental.from_variant(copied, data.element_spec)
     return copied.with_options(data.options())
 
 
 def _shuffled_anew(text: bytes) -> bytes:
-    """Has a data set's graph not share what its shuffles draw their orders from."""
+    """Gives the shuffles of a data set's graph seed generators of their own."""
     graph = tf.compat.v1.GraphDef.FromString(text)
-    for node in (each for each in graph.node if each.op == "Const"):
+    for node in (constant for constant in graph.node if constant.op == "Const"):
         for handle in node.attr["value"].tensor.resource_handle_val:
             if "SeedGenerator" in handle.maybe_type_name:
-                # Of one that is not there, TensorFlow makes one.
+                # TensorFlow creates a generator for a name that does not exist.
                 handle.name = "none"
     return graph.SerializeToString()
 
@@ -365,7 +368,7 @@ def _shuffled_anew(text: bytes) -> bytes:
 def inputs(options: Mapping[str, Any]) -> Any:
     """Returns inputs to build a model with, or their `tf.TypeSpec`s; see `fit`.
 
-    Nothing goes on by that. Of data that can be read only once, `None` is returned.
+    No data are consumed. Returns `None` for data that can be read only once.
     """
     data = options["x"]
     if is_arrays(options):
@@ -380,7 +383,7 @@ def inputs(options: Mapping[str, Any]) -> Any:
 
 
 def is_arrays(options: Mapping[str, Any]) -> bool:
-    """Tells whether the data of `fit` are arrays, which Keras cuts and shuffles."""
+    """Returns whether the data of `fit` are arrays, which Keras cuts and shuffles."""
     others = tf.data.Dataset, keras.utils.PyDataset
     return (
         not isinstance(options["x"], others) and array_length(options["x"]) is not None
@@ -397,36 +400,37 @@ def array_length(arrays: Any) -> int | None:
 
 
 def _examples(options):
-    """The first dimension of arrays, without what is split off."""
+    """Returns the number of examples in arrays, without the validation split."""
     examples = array_length(options["x"])
     if examples and options["validation_split"] and options["validation_data"] is None:
         return math.floor(examples * (1 - options["validation_split"]))
     return examples
 
 
-# Tells whether a callback may change variables between two calls of training.
+# Callbacks that may change variables between two calls of training.
 #
-# Any callback may, except those that are known. Only an object of the known class
-# itself counts: a subclass may do anything, and so may an object that replaces a
-# function of its class.
+# Any callback may, except for known classes. A subclass of a known class may do
+# anything, and so may an object that replaces a function of its class: neither counts
+# as known.
 
 
 def changes_no_variable(kind: type) -> type:
     """Declares, as a decorator, that a callback changes no variable between batches.
 
-    It may do so as an epoch begins or ends. That does not hold for its subclasses.
+    The callback may change variables as an epoch begins or ends. The declaration does
+    not apply to subclasses.
     """
     _KNOWN[kind] = _functions(kind)
     return kind
 
 
 def may_change_variables(callbacks: Any) -> bool:
-    """Tells whether a callback of `fit`'s may change variables between batches."""
-    return not all(_is_known(each) for each in flat(callbacks))
+    """Returns whether a callback of `fit` may change variables between batches."""
+    return not all(_is_known(callback) for callback in flat(callbacks))
 
 
 def flat(callbacks: Any) -> Iterator[Any]:
-    """Yields all callbacks of what `fit` takes, with those in a `CallbackList`."""
+    """Yields all callbacks of an argument of `fit`, also those in a `CallbackList`."""
     for callback in keras.tree.flatten(callbacks or ()):
         yield callback
         if isinstance(callback, keras.callbacks.CallbackList):
@@ -434,7 +438,7 @@ def flat(callbacks: Any) -> Iterator[Any]:
 
 
 def _is_known(callback):
-    kind = callback.__class__  # also of one that a proxy stands for
+    kind = callback.__class__  # A proxy returns the class of its object.
     known = _KNOWN.get(kind)
     if known is None or known.keys() & vars(callback).keys():
         return False

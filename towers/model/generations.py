@@ -1,9 +1,9 @@
-"""Fits a model in one generation of hosts after another, where hosts come and go.
+"""Fits a model in successive generations of elastic hosts.
 
 A host may be lost in the middle of a step, and Keras's loop cannot change its hosts. So
-what was raised ends Keras's `fit`. The process joins the next generation, and fits
-again from the position that `RunState` has kept, with the variables of one host that
-has done most steps.
+an exception ends Keras's `fit`. The process joins the next generation, and fits again
+from the position that `RunState` has kept, with the variables of a host that has done
+the most steps.
 """
 
 import contextlib
@@ -14,73 +14,73 @@ from typing import Any
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsChange, HostsDifferError
 from towers.layers.variables import steps_done
-from towers.model.update.variable_update import VariableUpdate
+from towers.model.program import Program
 from towers.program.features import feature
 
 
 def fit(
-    update: VariableUpdate,
+    program: Program,
     swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
     run: Callable[[], Any],
     rehearse: Callable[[], None],
 ) -> Any:
-    """Calls `run` in each generation until it ends in one; returns what it returns.
+    """Calls `run` in each generation until one completes; returns its result.
 
-    Before each call, this process joins a generation, and `update` takes its hosts.
-    What has been done in those before is for `run` to remember; see
+    Before each call, this process joins a generation, and `program` takes its hosts.
+    `run` itself remembers the progress of earlier generations; see
     `lifecycle.run_state`.
 
     Args:
-        update: How variables are updated.
-        swap: Puts what a function returns in the place of what was made by the builder
-            that is in use, which it is given.
-        run: Trains. It raises `HostsChange` where all hosts have agreed to stop, and
-            whatever a collective raises where a host is lost.
-        rehearse: Traces what `run` will need, before others wait for this process.
+        program: Runs the model's steps.
+        swap: Takes a function, calls it with the functions of the current builder, and
+            replaces them by its result.
+        run: Trains. Raises `HostsChange` if all hosts have agreed to stop, and the
+            error of a collective if a host is lost.
+        rehearse: Traces the step of `run`, before others wait for this process.
 
     Raises:
-        HostsDifferError: This host, which has come last, was given other arguments or
-            data than the others, who go on without it; or hosts differ that have begun
-            together.
+        HostsDifferError: This host has joined last, and has other arguments or data
+            than the others, who continue without it; or hosts that have begun together
+            differ.
         HostsMissingError: No other generation begins, or not with this host.
     """
     if group.joined() is None:
         rehearse()
-    _begin(update)
+    _begin(program)
     why, before = "", None
     while True:
         now = group.joined().processes
         try:
             with group.together():
-                if not update.is_of_hosts(group.joined()):
-                    swap(functools.partial(update.follow_hosts, why))
+                if not program.is_of_hosts(group.joined()):
+                    swap(functools.partial(program.follow_hosts, why))
                 try:
                     with _leaving():
-                        found = run()
-                    update.state_lost = False
-                    return found
+                        result = run()
+                    program.state_lost = False
+                    return result
                 except HostsChange:
                     # Each host has all variables now.
-                    update.state_lost = False
+                    program.state_lost = False
                     why = group.change() or "another host has heard of a change"
         except (HostFailedError, ConnectionError) as error:
             if not group.is_broken():
-                raise  # the user's own
+                raise  # The user's own error.
             why = str(error).partition(", so this host")[0]
-            update.state_lost |= _lose_parts(update)
+            program.state_lost |= _lose_parts(program)
         except HostsDifferError as error:
             if before is None or now <= before:
                 raise
-            # Those that have come since end, by the same error.
+            # Hosts that have joined since end with the same error.
             why, now = str(error), before
-            update.state_lost |= _lose_parts(update)
+            program.state_lost |= _lose_parts(program)
         before = now
-        feature("cluster.process_group").join_next(steps_done(update.model))
+        feature("cluster.process_group").join_next(steps_done(program.model))
 
 
 @contextlib.contextmanager
 def _leaving():
-    """Has this host leave the others, who go on, if it is asked to end."""
+    """Inside, if this host is asked to end, it leaves the others, who continue."""
     try:
         yield
     except SystemExit:
@@ -88,16 +88,16 @@ def _leaving():
         raise
 
 
-def _lose_parts(update):
+def _lose_parts(program):
     """Returns whether a host has gone with its part of what hosts divide."""
-    parts = update.builder.pieces.store.hosts_parts
+    parts = program.builder.pieces.store.hosts_parts
     return parts is not None and parts.lose()
 
 
-def _begin(update):
-    """Joins a generation, unless this process is in one that goes on."""
+def _begin(program):
+    """Joins a generation, unless this process is in one that continues."""
     ends = group.change() is not None or group.is_broken()
     if group.joined() is None or ends:
-        parts = update.builder.pieces.store.hosts_parts
-        update.state_lost |= parts is not None and parts.take_home()
-        feature("cluster.process_group").join_next(steps_done(update.model))
+        parts = program.builder.pieces.store.hosts_parts
+        program.state_lost |= parts is not None and parts.take_home()
+        feature("cluster.process_group").join_next(steps_done(program.model))

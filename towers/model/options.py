@@ -1,7 +1,7 @@
-"""How a model is to be trained: options that only go with one another, and `Config`.
+"""Options of training: values for each way to update variables, `Stages` and `Config`.
 
-Each checks itself when it is made. A string or a number is short for a value with its
-defaults: "replicated" for `Replicated()`, and 2 for `Stages(2)`.
+Each value checks itself on construction. A string or a number is shorthand for a value
+with its defaults: "replicated" for `Replicated()`, and 2 for `Stages(2)`.
 """
 
 import dataclasses
@@ -17,44 +17,44 @@ from towers.devices.resolved import resolve
 from towers.layers import parameters, pipeline, tables
 from towers.program import words
 
-# Words for devices, which hold for any towers.
+# Device names that are valid for any towers.
 CPU, GPU = "cpu", "gpu"
-# Of a field: hosts that train together may have different values.
+# Metadata of fields that may differ between hosts that train together.
 OF_A_HOST = {"compared_as": None}
-# Batches that are fetched ahead where they are copied from one memory to another.
+# Number of batches to prefetch if they are copied between memories.
 _AHEAD = 2
 
-# Takes x, y and whether they are to be trained on; returns x and y.
+# Takes x, y and whether the batch is for training; returns x and y.
 Preprocessing = Callable[[Any, Any, bool], tuple[Any, Any]]
 
 
 def given_to_all(value: Any) -> dict[str, Any]:
-    """Returns what all hosts have to be given of a dataclass, by the names of fields.
+    """Returns the fields of a dataclass that all hosts must share, by name.
 
-    A field may have the metadata "compared_as": a function that returns what is
-    compared, or `None`; see `OF_A_HOST`. Of values with options, there is what is short
-    for them, and then the options.
+    A field may have the metadata "compared_as": a function that returns the value to
+    compare, or `None` for a field that may differ; see `OF_A_HOST`. A value with
+    options is replaced by its shorthand, followed by its options.
     """
-    given = {}
+    shared = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         compared_as = field.metadata.get("compared_as", lambda value: value)
         if dataclasses.is_dataclass(part):
-            given |= {field.name: part.short, **given_to_all(part)}
+            shared |= {field.name: part.short, **given_to_all(part)}
         elif compared_as is not None:
-            given[field.name] = compared_as(part)
-    return given
+            shared[field.name] = compared_as(part)
+    return shared
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOptions:
-    """Options of each way to update the variables.
+    """Options that all ways to update the variables share.
 
     Attributes:
-        name: The string that is short for the way.
-        packed: Whether variables and gradients travel between devices in one buffer for
-            each type. By default if they travel between memories, which logical CPUs
-            share.
+        name: The shorthand string of the way.
+        packed: Whether variables and gradients are sent between devices in one buffer
+            for each type. By default if devices have separate memories; logical CPUs
+            share theirs.
     """
 
     name: ClassVar[str]
@@ -71,17 +71,17 @@ class UpdateOptions:
 
     @property
     def short(self) -> str:
-        """The string that is short for the way."""
+        """The shorthand string of the way."""
         return self.name
 
     def check_towers(self, towers: Sequence[str]) -> None:
-        """Checks that towers with these first devices can update variables this way."""
+        """Checks that towers with these first devices support this way."""
 
     def builder_options(self, all_reduce: str) -> dict[str, Any]:
-        """Returns the options of the function in `builders/strategies.py`.
+        """Returns the arguments of the function in `builders/strategies.py`.
 
         Args:
-            all_reduce: How copies add gradients: as asked, or as was chosen.
+            all_reduce: How copies add gradients: the requested or chosen algorithm.
         """
         del all_reduce
         return {}
@@ -99,8 +99,8 @@ class ParameterServer(UpdateOptions):
         device: Device of the variables: "cpu", "gpu" for the first tower's device, or a
             device string. By default they stay where Keras created them.
         merge: Where gradients are added: on the "cpu", or on the first tower's device,
-            the "gpu". By default where the variables are.
-        packed: Whether variables and gradients travel in one buffer for each type.
+            the "gpu". By default on the device of the variables.
+        packed: Whether variables and gradients are sent in one buffer for each type.
     """
 
     name: ClassVar[str] = "parameter_server"
@@ -116,23 +116,23 @@ class ParameterServer(UpdateOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Replicated(UpdateOptions):
-    """Variables in a copy on each tower, which updates it by the sum of all gradients.
+    """A copy of the variables on each tower, updated there by the sum of all gradients.
 
-    The first tower's copy is the model's own variables.
+    The model's own variables are the first tower's copy.
 
     Examples:
         >>> copies = towers.Replicated("nccl")
         >>> parallel = towers.multi_gpu_model(model, variable_update=copies)
 
     Attributes:
-        all_reduce: How gradients are added: on the "cpu"; on the first "device"; by
-            "ring", each device a part; by "nccl", on several GPUs. "auto" is the first
-            GPU, or else the CPU.
-        shard_optimizer_state: Whether each tower of all hosts has the optimizer's
-            variables of a part of the parameters only, such as Adam's moments, and
-            updates that part. The numbers are the same; saved models and checkpoints,
-            too.
-        packed: Whether variables and gradients travel in one buffer for each type.
+        all_reduce: Where gradients are added: on the "cpu"; on the first "device"; by
+            "ring", a part on each device; by "nccl", on several GPUs. "auto" is the
+            first GPU, or else the CPU.
+        shard_optimizer_state: Whether each tower of all hosts updates one shard of the
+            parameters only, and holds the optimizer's variables of that shard alone,
+            such as Adam's moments. Results are the same, and so are saved models and
+            checkpoints.
+        packed: Whether variables and gradients are sent in one buffer for each type.
     """
 
     name: ClassVar[str] = "replicated"
@@ -155,37 +155,37 @@ class Replicated(UpdateOptions):
             )
 
     def check_towers(self, towers: Sequence[str]) -> None:
-        """Checks that NCCL can add the gradients, if it is to."""
+        """Checks that NCCL can add the gradients, if it is selected."""
         if self.all_reduce == "nccl":
             reduce.check_nccl(towers, "all_reduce")
 
     def builder_options(self, all_reduce: str) -> dict[str, Any]:
-        """See `UpdateOptions`."""
+        """Returns the algorithm and whether to shard state; see `UpdateOptions`."""
         state = self.shard_optimizer_state
         return {"all_reduce_alg": all_reduce, "shard_optimizer_state": state}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(UpdateOptions):
-    """Variables in parts: each tower keeps, and updates, a part of each large one.
+    """Variables in shards: each tower keeps and updates a shard of each large variable.
 
     A tower gathers a parameter when an operation needs the whole value, forward and
-    backward, and lets go of it afterwards. So parameters, gradients and optimizer slots
-    take the memory of one device once, however many there are: that is stage 3 of ZeRO
-    (Rajbhandari et al. 2020), or FSDP (Zhao et al. 2023). The numbers are the same;
-    saved models and checkpoints, too. Rows of embedding tables are looked up where they
-    lie, as with shard_embeddings="rows".
+    backward, and frees it afterwards. So parameters, gradients and optimizer slots take
+    the memory of one device once, for any number of devices: stage 3 of ZeRO
+    (Rajbhandari et al. 2020), or FSDP (Zhao et al. 2023). Results are the same, and so
+    are saved models and checkpoints. Rows of embedding tables are looked up on the
+    device that has them, as with shard_embeddings="rows".
 
-    Of several hosts, each has all parts, and divides them among its own towers.
+    With several hosts, each has all shards, and divides them among its own towers.
 
     Examples:
         >>> in_parts = towers.Sharded(min_bytes=2**20)
         >>> parallel = towers.multi_gpu_model(model, variable_update=in_parts)
 
     Attributes:
-        min_bytes: How many bytes the value of a variable has at least that is divided.
-            Smaller ones are on the first tower's device.
-        packed: Whether what is not divided travels in one buffer for each type.
+        min_bytes: Minimum size in bytes of a variable that is sharded. Smaller
+            variables are on the first tower's device.
+        packed: Whether other variables are sent in one buffer for each type.
     """
 
     name: ClassVar[str] = "sharded"
@@ -196,7 +196,7 @@ class Sharded(UpdateOptions):
         check_count("min_bytes", self.min_bytes)
 
     def builder_options(self, all_reduce: str) -> dict[str, Any]:
-        """See `UpdateOptions`."""
+        """Returns the minimum size of a sharded variable; see `UpdateOptions`."""
         return {"min_bytes": self.min_bytes}
 
 
@@ -209,10 +209,10 @@ class Asynchronous(UpdateOptions):
         >>> parallel = towers.multi_gpu_model(model, variable_update=in_turn)
 
     Attributes:
-        max_staleness: The most updates by other towers between a tower's reading the
-            variables and its own update. By default no limit.
+        max_staleness: Maximum number of updates by other towers between a tower's read
+            of the variables and its own update. By default no limit.
         device: Device of the variables; see `ParameterServer`.
-        packed: Whether variables and gradients travel in one buffer for each type.
+        packed: Whether variables and gradients are sent in one buffer for each type.
     """
 
     name: ClassVar[str] = "asynchronous"
@@ -231,28 +231,28 @@ class Asynchronous(UpdateOptions):
             )
 
     def builder_options(self, all_reduce: str) -> dict[str, Any]:
-        """See `UpdateOptions`."""
+        """Returns the bound on staleness; see `UpdateOptions`."""
         return {"max_staleness": self.max_staleness}
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(UpdateOptions):
-    """The faster one of the other ways, measured in the first calls of training.
+    """The fastest of the other ways, measured in the first calls of training.
 
-    They take some seconds for it, and then restore the variables. If nothing can be
-    measured, and in deterministic or eager runs, it is `Replicated` on several GPUs and
-    `ParameterServer` otherwise.
+    Measuring takes some seconds, and the variables are restored afterwards. If nothing
+    can be measured, and in deterministic or eager runs, `Auto` is `Replicated` on
+    several GPUs and `ParameterServer` otherwise.
 
     Examples:
         >>> measured = towers.Auto("choice.json")
         >>> parallel = towers.multi_gpu_model(model, variable_update=measured)
 
     Attributes:
-        choice_file: File in which to keep the choice. If the file exists, the same
-            choice is made again.
-        device: Device of the variables; see `ParameterServer`. Copies are not tried
-            where the first tower is on another one.
-        packed: Whether variables and gradients travel in one buffer for each type.
+        choice_file: File that stores the choice. If the file exists, the same choice is
+            made again.
+        device: Device of the variables; see `ParameterServer`. Copies are not tried if
+            the first tower is on another device.
+        packed: Whether variables and gradients are sent in one buffer for each type.
     """
 
     name: ClassVar[str] = "auto"
@@ -271,7 +271,7 @@ class Auto(UpdateOptions):
             )
 
 
-# By the strings that are short for them.
+# Keys are the shorthand strings.
 UPDATES: dict[str, type[UpdateOptions]] = {
     way.name: way for way in (Asynchronous, Auto, ParameterServer, Replicated, Sharded)
 }
@@ -279,10 +279,10 @@ UPDATES: dict[str, type[UpdateOptions]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of each tower, each on a device of its own.
+    """The stages of each tower, each on a separate device.
 
-    The model is divided among them: a layer's weights, their gradients and their
-    optimizer slots are on its stage's device.
+    The model is divided among the stages: a layer's weights, their gradients and their
+    optimizer slots are on the device of its stage.
 
     Examples:
         >>> halves = towers.Stages(2, {"block_[0-5]": 0, ".*": 1})
@@ -291,12 +291,13 @@ class Stages:
     Attributes:
         count: Number of devices of each tower.
         placement: The stage of each layer: a dict of regular expressions for names of
-            layers, of which the first that matches a whole name counts. A layer without
-            weights that none matches goes with its inputs. "auto" divides the layers in
-            their order.
-        schedule: In which order micro-batches are computed. "gpipe": all go forward,
-            and then backward. "1f1b": one goes backward as soon as it can, so that a
-            stage keeps the activations of at most as many as there are stages.
+            layers; the first one that matches a whole name applies. A layer without
+            weights that no expression matches is on the stage of its inputs. "auto"
+            divides the layers in their order.
+        schedule: Order of the micro-batches. "gpipe": all forward passes, and then all
+            backward passes. "1f1b": each backward pass as early as possible, so that a
+            stage keeps the activations of at most as many micro-batches as there are
+            stages.
     """
 
     count: int = dataclasses.field(metadata=OF_A_HOST)
@@ -321,17 +322,17 @@ class Stages:
             )
         for pattern, stage in self.placement.items():
             pipeline.check_place(pattern, stage, self.count)
-        # Nobody changes it from outside.
+        # A copy, so that later changes of the argument have no effect.
         object.__setattr__(self, "placement", dict(self.placement))
 
     @property
     def short(self) -> int:
-        """The number that is short for as many stages."""
+        """The number that is shorthand for these stages."""
         return self.count
 
 
 def as_update(asked: Any) -> UpdateOptions:
-    """Returns the value that the argument `variable_update` is, or is short for."""
+    """Converts the argument `variable_update` to a value."""
     if isinstance(asked, UpdateOptions):
         return asked
     if isinstance(asked, str) and asked in UPDATES:
@@ -343,12 +344,12 @@ def as_update(asked: Any) -> UpdateOptions:
 
 
 def as_stages(asked: Any) -> Stages:
-    """Returns the value that the argument `stages` is, or is short for."""
+    """Converts the argument `stages` to a value."""
     return asked if isinstance(asked, Stages) else Stages(asked)
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Checks that an argument is one of the names that it may be."""
+    """Checks that an argument is one of the known names."""
     if value not in known:
         raise ValueError(f"Received {name}={value!r}; expected one of {[*known]}.")
 
@@ -361,20 +362,20 @@ def _check_device(device):
         )
 
 
-# Arguments of `multi_gpu_model` that are options of a value now, until Towers 0.3.
+# Arguments of `multi_gpu_model` that are options of a value now; until Towers 0.3.
 
 
 def update_with(
     asked: str | UpdateOptions = "parameter_server", /, **options: Any
 ) -> str | UpdateOptions:
-    """Returns a way to update variables with options that were arguments before.
+    """Returns a way to update variables, with options that were arguments before.
 
     Args:
         asked: The argument `variable_update`.
-        **options: Options of any way. Those of another one may have their defaults.
+        **options: Options of any way. Options of other ways may have their defaults.
 
     Raises:
-        ValueError: An option is that of another way, or `asked` is a value.
+        ValueError: An option belongs to another way, or `asked` is a value.
     """
     way = UPDATES.get(asked) if isinstance(asked, str) else None
     own = {field.name for field in dataclasses.fields(way)} if way else set()
@@ -410,17 +411,17 @@ def stages_with(asked: int | Stages = 1, /, **options: Any) -> Stages:
 
 
 def _owners(option):
-    """The ways that have an option."""
+    """Returns the ways that have an option."""
     return [way for way in UPDATES.values() if hasattr(way, option)]
 
 
 def _says_nothing(way, option, value):
-    # The first copy is on the first tower anyway.
+    # With copies, the model's own variables are on the first tower anyway.
     at_first = way is Replicated and option == "device" and value == GPU
     return at_first or value == getattr(_owners(option)[0], option)
 
 
-# Which devices compute, and how much of a batch each tower gets: a value.
+# The devices of the towers, and their shares of a batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -429,7 +430,7 @@ class Layout:
 
     Attributes:
         towers: The devices of each tower: one for each of its stages.
-        split_ratios: How much of a batch each gets, relative to the others.
+        split_ratios: Share of each tower of a batch, relative to the others.
     """
 
     towers: tuple[tuple[str, ...], ...]
@@ -442,7 +443,7 @@ class Layout:
         stages: int,
         split_ratios: Sequence[int] | None,
     ) -> "Layout":
-        """Reads arguments of `multi_gpu_model`.
+        """Makes a layout of arguments of `multi_gpu_model`.
 
         Raises:
             ValueError: A device does not exist, or the numbers do not fit.
@@ -453,11 +454,11 @@ class Layout:
     @property
     def firsts(self) -> list[str]:
         """The first device of each tower."""
-        return [each[0] for each in self.towers]
+        return [devices[0] for devices in self.towers]
 
     @property
     def nccl_fits(self) -> bool:
-        """Whether NCCL can add gradients of these towers."""
+        """Whether NCCL can add the gradients of these towers."""
         return nccl_fits(self.firsts)
 
     def __str__(self) -> str:
@@ -468,7 +469,7 @@ class Layout:
 
 
 def grouped(devices: Sequence[str], stages: Any) -> list[tuple[str, ...]]:
-    """Returns the devices of each tower: as many as there are stages."""
+    """Groups devices by tower: each has as many as there are stages."""
     check_count("stages", stages)
     if len(devices) % stages:
         raise ValueError(
@@ -481,36 +482,36 @@ def grouped(devices: Sequence[str], stages: Any) -> list[tuple[str, ...]]:
 
 
 def _checked(ratios: Any, towers: int) -> tuple[int, ...]:
-    """Returns the ratios, even by default."""
+    """Checks the ratios and returns them; equal ones by default."""
     if ratios is None:
         return (1,) * towers
     try:
-        found = tuple(map(operator.index, ratios))
+        numbers = tuple(map(operator.index, ratios))
     except TypeError:
-        found = ()
-    if len(found) != towers or min(found) < 1:
+        numbers = ()
+    if len(numbers) != towers or min(numbers) < 1:
         raise ValueError(
             f"Received split_ratios={ratios} for {towers} towers; expected a positive "
             "integer for each, such as (2, 3, 3)."
         )
-    return found
+    return numbers
 
 
 def check_count(name: str, value: Any) -> None:
-    """Checks that an argument is a number of things."""
+    """Checks that an argument is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"Received {name}={value!r}; expected an integer from 1.")
 
 
-# How a model is to be trained, as `multi_gpu_model` was asked: a frozen value.
+# All options of `multi_gpu_model`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The arguments of `multi_gpu_model`, but for the model and the towers.
+    """The arguments of `multi_gpu_model`, except for the model and the towers.
 
-    Each attribute is one of them. What changes while a model trains, such as the
-    hosts and the towers, is in a `VariableUpdate`.
+    Each attribute is the argument of that name. A `Program` holds the state that
+    changes during training, such as hosts and towers.
     """
 
     variable_update: UpdateOptions = dataclasses.field(default=ParameterServer())
@@ -521,7 +522,7 @@ class Config:
     strict: bool = True
     gradient_compression: str = "none"
     shard_embeddings: str = "none"
-    # Each host has a file of its own.
+    # Each host has its own file.
     check_numerics: bool | str | os.PathLike = dataclasses.field(
         default=False, metadata={"compared_as": bool}
     )
@@ -533,10 +534,10 @@ class Config:
     prefetch: int | None = dataclasses.field(default=None, metadata=OF_A_HOST)
 
     def __post_init__(self):
-        """Checks what needs neither the model nor the towers.
+        """Checks the values that depend on neither the model nor the towers.
 
         Raises:
-            ValueError: A value is wrong, or does not go with another one.
+            ValueError: A value is wrong, or conflicts with another one.
         """
         check_choice("loss_placement", self.loss_placement, ["auto", "tower"])
         check_choice("gradient_compression", self.gradient_compression, [*COMPRESSIONS])
@@ -560,7 +561,7 @@ class Config:
             self._check_asynchronous()
 
     def _check_keras_2(self):
-        """Checks that arguments of Keras 2 say nothing else than options of values."""
+        """Checks that arguments of Keras 2 do not contradict options of values."""
         device = getattr(self.variable_update, "device", None)
         if self.cpu_relocation and device not in (None, CPU):
             raise ValueError(
@@ -590,7 +591,7 @@ class Config:
             )
 
     def check_hosts(self, count: int) -> None:
-        """Checks that so many hosts can update the variables together."""
+        """Checks that `count` hosts can update the variables together."""
         if count > 1 and isinstance(self.variable_update, Asynchronous):
             raise ValueError(
                 f"Received variable_update='asynchronous' on {count} hosts, which wait "
@@ -599,12 +600,12 @@ class Config:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Arguments and options that all hosts need to have alike, by their names."""
+        """Arguments and options that must be equal on all hosts, by name."""
         return given_to_all(self)
 
     @property
     def device(self) -> str | None:
-        """Where the variables are to be: "cpu", "gpu" or a device; `None` if not said.
+        """Device of the variables: "cpu", "gpu" or a device string; `None` if not set.
 
         "gpu" is the first tower's device.
         """
@@ -616,7 +617,7 @@ class Config:
 
     @property
     def merges_on_cpu(self) -> bool | None:
-        """Whether gradients are added on the CPU; `None` if nothing was said."""
+        """Whether gradients are added on the CPU; `None` if not set."""
         merge = getattr(self.variable_update, "merge", None)
         return self.cpu_merge if merge is None else merge == CPU
 
@@ -633,37 +634,37 @@ class Config:
 
     @property
     def divides_variables(self) -> bool:
-        """Whether a host may have a part of some variables or slots only."""
+        """Whether hosts may have only a part of some variables or slots."""
         return self.shards_state or self.tables != "none"
 
     @property
     def tables(self) -> str:
-        """How embedding tables lie on devices: one of `tables.WAYS`."""
+        """The placement of embedding tables: one of `tables.WAYS`."""
         if (
             isinstance(self.variable_update, Sharded)
             and self.shard_embeddings == "none"
         ):
-            # Towers look up rows of a table, and need not gather the whole.
+            # Towers look up rows of a table without gathering the whole table.
             return "rows"
         return self.shard_embeddings
 
     @property
     def choice_file(self) -> str | os.PathLike | None:
-        """Where to keep what "auto" chooses, if anywhere."""
+        """File that stores the choice of "auto", if any."""
         return getattr(self.variable_update, "choice_file", None)
 
     @property
     def numerics_file(self) -> str | None:
-        """Where a step that is not finite is written, if anywhere."""
+        """File for the batch of a step that is not finite, if any."""
         if isinstance(self.check_numerics, bool):
             return None
         return os.path.abspath(os.path.expanduser(self.check_numerics))
 
     def batches_ahead(self, towers: Sequence[str]) -> int:
-        """Returns how many batches are fetched ahead for towers on these devices."""
+        """Returns the number of batches to prefetch for towers on these devices."""
         if self.prefetch is not None:
             return self.prefetch
-        # Between logical CPUs nothing is copied.
+        # Logical CPUs share their memory, so nothing is copied.
         return _AHEAD if any(map(is_gpu, towers)) else 0
 
 

@@ -1,7 +1,7 @@
-"""Traces a host's first step before it joins others, who then do not wait for that.
+"""Traces a host's first step before it joins others, so that they need not wait.
 
-The step is that of the place which the host will probably have. It ends before anything
-has changed, as a step does in which a host says that others come.
+The step is traced for the rank that the host will probably have. It ends before it
+changes anything, like a step in which a host announces that others join.
 """
 
 import contextlib
@@ -18,89 +18,91 @@ from towers.keras_adapter.randomness import undisturbed
 from towers.loop.agreement import CHANGE
 from towers.model import fit_call
 from towers.model.fit_call import FitCall
-from towers.model.update.variable_update import VariableUpdate
+from towers.model.program import Program
 from towers.program import words
 from towers.program.features import feature
 from towers.program.voice import say
 
 
 class Echo:
-    """Stands in for a `Communicator` to hosts that all say what this one says.
+    """Replaces a `Communicator`, as if all hosts sent the same data as this one.
 
     A sum is that of this host alone.
     """
 
     def __init__(self, count: int):
-        """Takes the number of hosts, this one included."""
+        """Takes the number of hosts, including this one."""
         self._count = count
 
     def grouped_all_reduce(
         self, arrays: Sequence[np.ndarray], purpose: str, wire: Any = None
     ) -> list[np.ndarray]:
-        """See `Communicator`."""
+        """Returns the arrays unchanged; see `Communicator`."""
         return [*arrays]
 
     def all_gather(self, data: Any, purpose: str) -> list[memoryview]:
-        """See `Communicator`."""
-        mine = np.frombuffer(data, np.uint8)
-        whole, size = np.tile(mine, self._count), len(mine)
-        return [memoryview(whole)[k * size :][:size] for k in range(self._count)]
+        """Returns this host's data once for each host; see `Communicator`."""
+        own = np.frombuffer(data, np.uint8)
+        gathered, size = np.tile(own, self._count), len(own)
+        return [memoryview(gathered)[k * size :][:size] for k in range(self._count)]
 
     def broadcast(self, content: Any, purpose: str) -> None:
-        """See `Communicator`."""
+        """Does nothing, as this host is the first; see `Communicator`."""
 
 
 def rehearse(
     call: FitCall,
-    update: VariableUpdate,
+    program: Program,
     swap: Callable[[Callable[[dict[str, Any]], dict[str, Any]]], None],
     trace: Callable[[FitCall], None],
 ) -> None:
-    """Traces the step that this process is about to make with hosts that train.
+    """Traces the step that this process is about to run with training hosts.
 
-    The variables keep their values, and no callback hears of it. It does nothing where
-    nobody trains yet, for data that can be read only once, for steps that are not
-    traced or not chosen yet, and where hosts divide variables.
+    Variables keep their values, and no callback is called. Does nothing if no host
+    trains yet, for data that can be read only once, for steps that are not traced or
+    not chosen yet, and if hosts divide variables.
 
     Args:
-        call: A call of `fit` as it is about to come, whose options are changed.
-        update: How the variables are updated.
-        swap: As of `generations.fit`.
-        trace: Has a call of `fit` trace its first step.
+        call: The call of `fit` that is about to run, whose options are changed.
+        program: Runs the model's steps.
+        swap: See `generations.fit`.
+        trace: Traces the first step of a call of `fit`.
     """
-    model, options = update.model, call.options
-    chosen = update.chosen or update.told is not None
-    if not chosen or update.config.divides_variables or model.run_eagerly:
+    model, options = program.model, call.options
+    chosen = program.chosen or program.told is not None
+    if not chosen or program.config.divides_variables or model.run_eagerly:
         return
     if "callbacks" not in options or (data := _apart(options)) is None:
         return
-    if (place := group.member().expects()) is None:
+    if (expected := group.member().expects()) is None:
         return
     with _noted():
         call.build_layers()
     if not model.built:
         return
-    hosts = feature("cluster.hosts").place_among(*place, Echo(place[1]))
-    swap(functools.partial(update.expect_hosts, hosts))
-    data = fit_call.of_host(data, update.builder.plan.share)
+    hosts = feature("cluster.hosts").place_among(*expected, Echo(expected[1]))
+    swap(functools.partial(program.expect_hosts, hosts))
+    data = fit_call.of_host(data, program.builder.plan.share)
     options |= {"x": data, "callbacks": None, "verbose": 0}
-    update.builder.context.agreement.wish = CHANGE
+    program.builder.context.agreement.wish = CHANGE
     with _noted(), undisturbed(), contextlib.suppress(HostsChange):
         trace(call)
 
 
 @contextlib.contextmanager
 def _noted():
-    """Turns errors into a note: what is wrong is said again where it matters."""
+    """Turns errors into a note: they are raised again in the actual step."""
     try:
         yield
     except Exception as error:
-        said = words.error_sentence(error)
-        say(f"Note: This host's first step is not traced before others wait: {said}.")
+        message = words.error_sentence(error)
+        say(
+            f"Note: This host's first step is not traced before others wait: {message}."
+        )
 
 
 def _apart(options: Mapping[str, Any]) -> Any:
-    """Data like those of `fit`, which can be read without those going on; or `None`."""
+    """Returns data like those of `fit`, to read without advancing them, or `None`."""
     data = options["x"]
     if (pipeline := getattr(data, "pipeline", None)) is not None:
         return pipeline.dataset()

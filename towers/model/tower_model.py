@@ -1,8 +1,8 @@
 """A Keras model whose steps run on towers.
 
-Keras is the loop. The model is the user's in everything but its three steps, which a
-builder computes on towers; `fit` and its siblings, callbacks, metrics and saving stay
-Keras's own.
+Keras runs the training loop. The model differs from the user's only in its three steps,
+which a builder computes on towers; `fit` and its siblings, callbacks, metrics and
+saving are Keras's own.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from towers.hosts.group import HostsChange, HostsDifferError
 from towers.keras_adapter import runtime
 from towers.keras_adapter.datasets import free_aside
 from towers.model import fit_call
+from towers.model.first_call import FirstCall
 from towers.model.fit_call import FitCall, given
-from towers.model.update.first_call import FirstCall
-from towers.model.update.variable_update import VariableUpdate
+from towers.model.program import Program
 from towers.program import python_calls
 from towers.program.features import feature
 from towers.tower.errors import (
@@ -34,47 +34,47 @@ from towers.tower.errors import (
     explained_stages,
 )
 
-# Beside `fit`, whose `FitCall` sees to it.
+# Methods that take many batches, besides `fit`; see `FitCall` for that.
 _OF_MANY_BATCHES = "evaluate", "predict"
-# What the loop calls, by the names that it has for them.
+# The functions of Keras's loop, by their attribute names.
 _FUNCTIONS = "train_function", "test_function", "predict_function"
 
 
 class TowerModel(wrapt.CallableObjectProxy):
     """A Keras model whose steps run on towers: a proxy of the user's own model.
 
-    Every attribute is that of the model, but for the loop's methods, which run with
-    this object as their `self` and so find the builder's steps instead of the model's.
+    All attributes are those of the model. But the methods of Keras's loop run with this
+    object as `self`, and so call the builder's steps instead of the model's.
     """
 
-    # What the loop keeps on its `self`, apart from the model's own of the same name.
+    # Attributes that the loop sets on `self`, separate from the model's own.
     train_function = None
     test_function = None
     predict_function = None
 
-    def __init__(self, update: VariableUpdate):
-        """Makes a proxy of the model that `update` trains."""
-        super().__init__(update.model)
-        self._self_update = update
+    def __init__(self, program: Program):
+        """Makes a proxy of the model that `program` trains."""
+        super().__init__(program.model)
+        self._self_program = program
         self._self_call: FitCall | None = None
         self._reset_if_changed()
 
     @property
     def builder(self) -> Builder:
-        """The builder, which knows towers and home. "auto" may put another here."""
-        return self._self_update.builder
+        """The current builder, which knows towers and home; "auto" may replace it."""
+        return self._self_program.builder
 
     def resize(
         self,
         gpus: int | Sequence[int] | Sequence[str] | None = None,
         split_ratios: Sequence[int] | None = None,
     ) -> None:
-        """Goes on with other towers, between two batches, as in a callback.
+        """Continues training on other towers, between two batches, as in a callback.
 
-        The numbers stay those of one device, as far as they do not depend on the number
-        of towers anyway. Compile the model again after layers were frozen. Variables
-        leave a GPU that computes no more. Graphs of towers that were used before are
-        kept; others are traced in the next step.
+        Results stay those of one device, unless they depend on the number of towers
+        anyway. Compile the model again after freezing layers. Variables leave a GPU
+        that no tower uses any more. Graphs of towers that were used before are kept;
+        others are traced in the next step.
 
         TensorFlow adds no device later, so `configure` has to set up all of them.
 
@@ -84,33 +84,33 @@ class TowerModel(wrapt.CallableObjectProxy):
             >>> parallel.resize(gpus=4)
 
         Args:
-            gpus: As of `multi_gpu_model`: a number, indices or device strings. `None`
-                for all.
-            split_ratios: As of `multi_gpu_model`. By default parts are equal.
+            gpus: See `multi_gpu_model`: a number, indices or device strings. `None` for
+                all.
+            split_ratios: See `multi_gpu_model`. By default parts are equal.
 
         Raises:
-            ValueError: There are no such devices, or hosts train together.
+            ValueError: A device does not exist, or several hosts train together.
         """
-        update = self._self_update
-        layout = update.layout_of(gpus, split_ratios)
+        program = self._self_program
+        layout = program.layout_of(gpus, split_ratios)
         if self.builder.plan.hosts.count > 1:
             raise ValueError(
                 f"Received resize() on one of {self.builder.plan.hosts.count} hosts; "
                 "expected one host, so have the launcher start other hosts instead."
             )
         self._reset_if_changed()
-        if layout == update.layout:
+        if layout == program.layout:
             return
-        change = functools.partial(update.change_layout, layout)
+        change = functools.partial(program.change_layout, layout)
         before = _swap_functions(self, change)
         for name in _FUNCTIONS:
             if before[name] is not None and getattr(self, name) is None:
-                # A loop calls whatever is here, and asks for nothing.
+                # A running loop calls this attribute without making the function.
                 getattr(self, f"make_{name}")(force=True)
 
     @property
     def loss_placement(self) -> str | None:
-        """Where the loss is computed, "tower" or "gathered"; `None` before a step."""
+        """The placement of the loss, "tower" or "gathered"; `None` before a step."""
         return self.builder.loss_placed
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -119,28 +119,28 @@ class TowerModel(wrapt.CallableObjectProxy):
         bound = signature.bind(self, *args, **kwargs)
         self.__wrapped__.compile(*args, **kwargs)
         wish = kwargs.get("jit_compile", bound.arguments.get("jit_compile", "auto"))
-        self._self_update.xla_wish.tell(wish)
+        self._self_program.set_xla(wish)
         self._reset_if_changed()
 
     @property
     def jit_compile(self) -> bool:
-        """False: XLA compiles each tower, and cannot compile the step around them."""
+        """False: XLA compiles each tower, and cannot compile the step around towers."""
         return False
 
     @jit_compile.setter
     def jit_compile(self, value: bool) -> None:
         self.__wrapped__.jit_compile = value
-        self._self_update.xla_wish.tell(value)
-        self._self_update.expect_change()
+        self._self_program.set_xla(value)
+        self._self_program.expect_change()
 
     def _reset_if_changed(self):
-        if self._self_update.reset_if_changed():
+        if self._self_program.reset_if_changed():
             _swap_functions(self, lambda before: {})
             if self._self_call is not None:
                 self._self_call.skipped_for = None
 
     def make_train_function(self, force: bool = False) -> None:
-        """Makes what `fit` calls with an iterator; see `keras.Model`."""
+        """Makes the function that `fit` calls with an iterator; see `keras.Model`."""
         self._reset_if_changed()
         call = self._self_call
         if call is not None and call.skips is not None:
@@ -150,22 +150,22 @@ class TowerModel(wrapt.CallableObjectProxy):
         elif call is not None and call.skipped_for is not None:
             self.train_function, call.skipped_for = call.skipped_for, None
         elif force or self.train_function is None:
-            if self._self_update.needs_first_call:
+            if self._self_program.needs_first_call:
                 self.train_function = self._first_call
             else:
                 self.train_function = self._train_function(self.builder)
 
     def _first_call(self, iterator):
-        update, call = self._self_update, self._self_call
-        # In a loop of the user's, nobody knows.
+        program, call = self._self_program, self._self_call
+        # The number of calls is unknown in a user's own loop.
         calls_left = (lambda: 0) if call is None else call.train_calls
-        first = FirstCall(update, iterator, self._train_function, calls_left)
+        first = FirstCall(program, iterator, self._train_function, calls_left)
         self.train_function, logs = first.run()
         return logs
 
     def _train_function(self, builder):
-        """Makes a builder's train function, which says what its guard has caught."""
-        step_scope, guard = self._self_update.step_scope, builder.guard
+        """Makes a builder's train function; it explains steps that the guard stops."""
+        step_scope, guard = self._self_program.step_scope, builder.guard
         make = functools.partial(builder.train_function, step_scope)
         made = _OfLayout(make, builder)
 
@@ -182,7 +182,7 @@ class TowerModel(wrapt.CallableObjectProxy):
                     return train(iterator)
             except StoppedStep as error:
                 stopped = error
-            call, file = self._self_call, self._self_update.config.numerics_file
+            call, file = self._self_call, self._self_program.config.numerics_file
             options, place = (call.options, call.place) if call else ({}, "")
             with step_scope():
                 raise feature("numerics.not_finite").explain(
@@ -192,7 +192,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         return function
 
     def _make_loop_function(self, kind, force=False):
-        # Makes what `evaluate` calls with an iterator, or `predict` with batches.
+        # Makes the function that `evaluate` calls with an iterator, or `predict` with
+        # batches.
         self._reset_if_changed()
         name = f"{kind}_function"
         if not force and getattr(self, name) is not None:
@@ -200,7 +201,7 @@ class TowerModel(wrapt.CallableObjectProxy):
 
         def make():
             kept, model = getattr(self, name), self.__wrapped__
-            # Keras asks the model itself, and XLA cannot compile a step around towers.
+            # Keras reads the model's own; XLA cannot compile a step around towers.
             wish, model.jit_compile = model.jit_compile, False
             try:
                 getattr(type(model), f"make_{name}")(self, force=True)
@@ -222,70 +223,70 @@ class TowerModel(wrapt.CallableObjectProxy):
     make_predict_function = functools.partialmethod(_make_loop_function, "predict")
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """See `keras.Model.fit`; with a `towers.callbacks.Checkpoint`, it goes on.
+        """Trains the model; see `keras.Model.fit`.
 
-        A callback may run code around it, also where an exception ends it; see
-        `FitCall`.
+        With a `towers.callbacks.Checkpoint`, training resumes. A callback may run code
+        around `fit`, even if an exception ends it; see `FitCall`.
         """
         self._reset_if_changed()
         run = functools.partial(self._fit, args, kwargs)
         if group.member() is None:
             return run()
-        update, swap = self._self_update, functools.partial(_swap_functions, self)
+        program, swap = self._self_program, functools.partial(_swap_functions, self)
         trace = functools.partial(_trace_training, self)
 
         def prepare():
             call = _fit_call(self, args, kwargs)
-            feature("model.rehearsal").rehearse(call, update, swap, trace)
+            feature("model.rehearsal").rehearse(call, program, swap, trace)
 
-        return feature("model.generations").fit(update, swap, run, prepare)
+        return feature("model.generations").fit(program, swap, run, prepare)
 
     def _fit(self, args, kwargs):
-        """Calls `fit` of Keras, with these hosts."""
+        """Calls Keras's `fit`, with the current hosts."""
         call = _fit_call(self, args, kwargs)
-        call.state_lost = self._self_update.state_lost
+        call.state_lost = self._self_program.state_lost
         agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
         may_write = fit_call.may_change_variables(call.callbacks)
         try:
             with group.together():
                 if agreement is not None:
-                    for each in call.callbacks:
-                        if hasattr(each, "before_hosts_compare"):
-                            each.before_hosts_compare()
+                    for callback in call.callbacks:
+                        if hasattr(callback, "before_hosts_compare"):
+                            callback.before_hosts_compare()
                     call.follow_hosts(agreement)
-                    # All follow the first host where one of them has to.
+                    # All hosts follow the first one if any of them may need it.
                     may_write = agreement.any(may_write)
                 self.builder.context.callbacks_may_write = may_write
-                # No name for the builder: it goes when another one is chosen.
-                found = call.run(notes_place=self.builder.guard is not None)
+                # The builder is not bound here: "auto" may replace and free it.
+                result = call.run(notes_place=self.builder.guard is not None)
                 if (parts := self.builder.pieces.store.hosts_parts) is not None:
                     parts.keep()
-                return found
+                return result
         finally:
             self._self_call = before
             if call.skips is not None:
                 self.train_function = call.skipped_for
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `keras.Model.evaluate`."""
+        """Evaluates the model; see `keras.Model.evaluate`."""
         if self._self_call is not None and self._self_call.skips is not None:
-            return {}  # of an epoch that is skipped
+            return {}  # The epoch is skipped.
         self._reset_if_changed()
         with _together(self, "evaluate", args, kwargs) as (args, kwargs):
             return type(self.__wrapped__).evaluate(self, *args, **kwargs)
 
     def reset_metrics(self) -> None:
-        """Begins an epoch; see `keras.Model`."""
-        # Those that callbacks have made, such as Keras's own TensorBoard.
+        """Resets metrics as an epoch begins; see `keras.Model`."""
+        # Scalars that callbacks have created, such as Keras's own TensorBoard.
         runtime.forget_scalars()
         self.builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Trains on one global batch, on towers."""
-        with self._self_update.step_scope():
-            # Called from a loop of the user's, which may have changed variables.
+        with self._self_program.step_scope():
+            # A user's own loop may have changed variables.
             self.builder.broadcast_variables()
             if (parts := self.builder.pieces.store.hosts_parts) is not None:
                 parts.begin_step()
@@ -293,36 +294,36 @@ class TowerModel(wrapt.CallableObjectProxy):
 
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Evaluates one global batch, on towers."""
-        with self._self_update.step_scope():
+        with self._self_program.step_scope():
             return self.builder.test_step(data)
 
     def predict_step(self, data: Any) -> Any:
         """Computes the outputs of one global batch, on towers."""
-        with self._self_update.step_scope():
+        with self._self_program.step_scope():
             return self.builder.predict_step(data)
 
     def __copy__(self):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo):
-        # Keras makes a copy's variables anew, also of `copy.copy`.
+        # Keras creates new variables for a copy, also for one by `copy.copy`.
         model = copy.deepcopy(self.__wrapped__, memo)
-        update = self._self_update
-        return TowerModel(VariableUpdate(model, update.config, update.layout))
+        program = self._self_program
+        return TowerModel(Program(model, program.config, program.layout))
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
 
 
 class _OfLayout:
-    """A function of Keras's loop, made again once variables lie elsewhere.
+    """A function of Keras's loop, which is made again after variables were joined.
 
-    What TensorFlow has traced refers to variables that were in parts; another step may
-    have put them together since, as it assigns them. It is called on the host.
+    TensorFlow's trace refers to variables that were in parts; another step may have
+    joined them since, as it assigns them. The function is called on the host.
     """
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]], builder: Builder):
-        """Makes the function, by `make`, of a step of a builder."""
+        """Makes the function by calling `make`."""
         self._make, self._facts = make, builder.context.facts
         self._function = _called_on_the_host(make())
         self._kept_whole = len(self._facts.kept_whole)
@@ -332,20 +333,20 @@ class _OfLayout:
         if self._kept_whole != len(self._facts.kept_whole):
             self._function = _called_on_the_host(self._make())
         made = self._function(data)
-        # The call itself may have put some together, before it was traced.
+        # The call itself may have joined variables, before it was traced.
         self._kept_whole = len(self._facts.kept_whole)
         return made
 
 
 def _called_on_the_host(function):
-    """Makes a function of Keras's loop that is called on the host."""
+    """Wraps a function of Keras's loop so that it is called on the host."""
 
     def call(data):
         if isinstance(data, tf.data.Iterator):
             free_aside(data)
             python_calls.guard_all()
-        # Where TensorFlow is not told, it would take what a loop hands from step to
-        # step through the first GPU.
+        # By default, TensorFlow would send values that a loop passes from step to step
+        # through the first GPU.
         with tf.device(HOST):
             return function(data)
 
@@ -353,20 +354,20 @@ def _called_on_the_host(function):
 
 
 def _swap_functions(parallel, change):
-    """Puts what `change` makes of the functions in their place; returns those."""
+    """Replaces the functions of the loop by the result of `change`; returns the old."""
     before = {name: getattr(parallel, name) for name in _FUNCTIONS}
-    found = change(before)
+    functions = change(before)
     for name in _FUNCTIONS:
-        setattr(parallel, name, found.get(name))
+        setattr(parallel, name, functions.get(name))
     return before
 
 
 def _fit_call(parallel, args, kwargs):
-    return FitCall(parallel, args, kwargs, parallel._self_update)
+    return FitCall(parallel, args, kwargs, parallel._self_program)
 
 
 def _trace_training(parallel, call):
-    """Has a call of `fit` trace its first step, without a first call that tries."""
+    """Traces the first step of a call of `fit`, without a call that tries ways."""
     parallel._self_call = call
     parallel.train_function = parallel._train_function(parallel.builder)
     try:
@@ -409,10 +410,10 @@ def _stops(parallel):
 
 @contextlib.contextmanager
 def _together(parallel, name, args, kwargs):
-    """Inside, all hosts run a method of the loop, with the first one's variables.
+    """Inside, all hosts run a method of the loop, with the first host's variables.
 
-    Of methods that take many batches, they compare what they were given, and end
-    together. Yields the arguments, with data that each reads its own rows of.
+    For methods that take many batches, hosts compare their arguments, and end together.
+    Yields the arguments, with data of which each host reads its own rows.
     """
     agreement, many = parallel.builder.context.agreement, name in _OF_MANY_BATCHES
     with group.together():
@@ -423,12 +424,12 @@ def _together(parallel, name, args, kwargs):
             model = parallel.__wrapped__
             method = inspect.signature(getattr(type(model), name))
             options = method.bind(parallel, *args, **kwargs).arguments
-            # Within `fit`, hosts have compared the model.
+            # Within `fit`, hosts have compared the model already.
             inside = parallel._self_call is not None
             agreement.check_alike(given(name, options, None if inside else model))
             share = parallel.builder.plan.share
-            args = [fit_call.of_host(each, share) for each in args]
-            kwargs = {k: fit_call.of_host(each, share) for k, each in kwargs.items()}
+            args = [fit_call.of_host(value, share) for value in args]
+            kwargs = {k: fit_call.of_host(value, share) for k, value in kwargs.items()}
         parallel.builder.follow_first_host()
         yield args, kwargs
         if many:

@@ -1,4 +1,4 @@
-"""Explains steps that are not finite: finds where that began."""
+"""Explains training steps that are not finite, by the first value that is not."""
 
 from towers.program import lazy
 

@@ -2,8 +2,9 @@
 
 The batch is computed again, op by op, on the host. No variable changes.
 
-When a function fails, TensorFlow cancels all that waits for it before it learns why. An
-error of the device alone, such as running out of memory, is not found.
+When a function fails, TensorFlow cancels the operations that wait for its results
+before they receive its error. An error of the device alone, such as running out of
+memory, is not found, as it does not occur on the host.
 """
 
 import keras
@@ -48,8 +49,8 @@ def _compute(builder, step, data):
     for part in parts:
         if batch.batch_size(part):
             with tf.device(HOST), eager.aside(builder.model):
-                given = part if preprocess is None else preprocess(part, training)
-                _compute_part(builder.model, step, *given)
+                inputs = part if preprocess is None else preprocess(part, training)
+                _compute_part(builder.model, step, *inputs)
 
 
 def _compute_part(model, step, x, y=None, sample_weight=None):

@@ -1,7 +1,7 @@
 """Explains why a guard has stopped a step.
 
-The guard raises a bare `StoppedStep`, which the model hands to this module: so a step
-needs no knowledge of checkpoints and layers.
+The guard raises a bare `StoppedStep`, which the model passes to this module, so that a
+step need not know checkpoints and layers.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def explain(
     place: str,
     file: str | None,
 ) -> NotFiniteStep:
-    """Finds out why a guard has stopped a step.
+    """Explains why a guard has stopped a step.
 
     Args:
         builder: The builder of the step.
@@ -66,10 +66,10 @@ def explain(
 def _explain_own_step(builder, stopped, raw, given, place, file):
     """Explains a step that the model defines itself, without repeating the step."""
     plan = builder.plan
-    # Each host knows its own towers. A tower that does not wait for others is alone.
+    # Each host knows its own towers. An asynchronous step has a single tower.
     blamed = stopped.blamed if stopped.tower is None else (stopped.tower,)
     count = plan.pipeline.micro_batches
-    # Towers that are alone are counted one by one, all others by their devices.
+    # `blamed` has indices of devices, but the index of a tower of an asynchronous step.
     several = count if stopped.tower is None else 1
     tower = plan.towers[blamed[0] * several].index if blamed else None
     origin = dataclasses.replace(
@@ -118,7 +118,7 @@ def _trace_to_row(origin, raw, given):
 def _record(builder, stopped, raw):
     model, ratios = builder.model, builder.plan.split_ratios
     if stopped.tower is not None:
-        # The batch belongs to a tower that does not wait for others. Others may have
+        # The batch belongs to one tower of an asynchronous step. Other towers may have
         # updated the variables since.
         ratios = (1,)
     data = builder.preprocess_batch(raw, training=True)

@@ -65,8 +65,8 @@ class NonFiniteOrigin:
         if self.source == "data":
             more = len(self.rows) - 1
             others = f" (and {words.count(more, 'more row')})"
-            what = f"{self.name}[{self.rows[0]}] of the batch"
-            return f"{what}{others if more else ''} is not finite{self._on()}"
+            clause = f"{self.name}[{self.rows[0]}] of the batch"
+            return f"{clause}{others if more else ''} is not finite{self._on()}"
         if self.source == "variable":
             made = ": the update of the step before made it so" if self.during else ""
             return f"the variable {self.name} was not finite before it{made}"
@@ -77,7 +77,7 @@ class NonFiniteOrigin:
             )
         if self.source == "gradient":
             return f"a gradient is not finite{self._on()}"
-        what = {
+        clause = {
             ("layer", "forward"): f"the output of {self.name} is not finite",
             ("layer", "backward"): f"{self.name} makes a gradient that is not finite",
             ("loss", "forward"): "the loss is not finite, while the outputs are,",
@@ -86,7 +86,7 @@ class NonFiniteOrigin:
         count = ""
         if self.rows:
             count = f", {len(self.rows)} of {self.examples} examples"
-        return f"{what}{self._on()} ({self.during} pass){count}"
+        return f"{clause}{self._on()} ({self.during} pass){count}"
 
     @property
     def advice(self) -> str:
@@ -157,7 +157,7 @@ def locate(model: keras.Model, file: str | os.PathLike) -> NonFiniteOrigin:
 
 
 def search(model: keras.Model, recorded: RecordedStep) -> NonFiniteOrigin:
-    """Finds the first value of a step that is not finite, on the device of the scope.
+    """Finds the first value of a step that is not finite, on the current device.
 
     Args:
         model: A built, compiled model. No variable changes.
@@ -265,7 +265,7 @@ class _Call(NamedTuple):
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[_Call]]:
-    """A context that lists calls as they end: inner calls before outer ones."""
+    """Inside, lists calls as they end: inner calls before outer ones."""
     calls = []
 
     def watched(call, operation, *args, **kwargs):

@@ -1,1 +1,1 @@
-"""Any function of a batch on several towers, as on one device."""
+"""Partitions any function of a batch over several towers, as on one device."""

@@ -1,10 +1,10 @@
 """One call of a partitioned function: home, towers and copies run its phases in turn.
 
-`PartitionedCall.run` is the walk: each phase runs where it is placed. Before one at
-home runs, what it takes is put together of what the towers have (`combined.py`); before
-one on towers runs, what it takes is sent to them. A value is known by the key of its
-tensor in the traced function, and kept where it was made: at home, on a tower, or on
-the device of a copy of the variables.
+`PartitionedCall.run` is the main loop: each phase runs where it is placed. Before a
+phase at home, the values of the towers are combined (`combined.py`); before a phase on
+towers, its inputs are sent to the towers. A value has the key of its tensor in the
+traced function, and stays where it was made: at home, on a tower, or on the device of a
+copy of the variables.
 """
 
 import collections
@@ -40,10 +40,10 @@ class Gradients(NamedTuple):
     """Gradients that a step is about to use.
 
     Attributes:
-        of_towers: Each tower's parts of them, a list for each tower.
-        sums: Their sums.
-        packed: Which of these have travelled packed, and how.
-        losses: The tensors that gradients were taken of, as far as they are known.
+        of_towers: Each tower's parts of the gradients, a list for each tower.
+        sums: The sums of the parts.
+        packed: The gradients that were sent packed, and their layouts.
+        losses: The tensors that were differentiated, as far as these are known.
     """
 
     of_towers: Sequence[Sequence[reduce.Gradient]]
@@ -56,22 +56,22 @@ class StepGuard(Protocol):
     """Stops a step before it uses a gradient that is not finite.
 
     Attributes:
-        reads_losses: Whether it looks at the losses, too.
+        reads_losses: Whether the guard checks the losses, too.
     """
 
     reads_losses: bool
 
     def before(self, gradients: Gradients) -> AbstractContextManager[tf.Tensor]:
-        """Makes the context in which gradients are used.
+        """Returns the context in which gradients are used.
 
-        It yields a tensor that is there only if the step goes on.
+        The context yields a tensor that exists only if the step goes on.
         """
 
 
 class UpdatesApart(Protocol):
-    """Adds gradients for the owners of variables, and updates these.
+    """Reduces gradients to the owners of variables, and updates the variables.
 
-    A `Store` of `builders/stores/` does.
+    The stores in `builders/stores/` implement this.
     """
 
     def add(
@@ -80,28 +80,29 @@ class UpdatesApart(Protocol):
         parts: Sequence[Sequence[reduce.Gradient]],
         whole: Mapping[int, reduce.Gradient],
     ) -> Sequence[Sequence[reduce.Gradient]]:
-        """Adds the gradients that an optimizer is to apply, for each copy.
+        """Sums the gradients that an optimizer is to apply, for each copy.
 
         Args:
             update: The optimizer's call.
             parts: For each device, its part of each gradient.
-            whole: By their places, the gradients of which home has all.
+            whole: The gradients that home has in full, by their indices.
         """
 
     def apply(self, sums: Sequence[Sequence[reduce.Gradient]]) -> None:
-        """Applies the optimizer with the sums that `add` has returned."""
+        """Applies the optimizer with the sums that `add` returned."""
 
 
 class Copied(NamedTuple):
     """The variables of which each tower has a copy.
 
-    A tower reads its copies. An update in the trace runs once for each tower, and
-    changes its copies.
+    A tower reads its own copies. An update in the trace runs once for each tower, and
+    changes the tower's copies.
 
     Attributes:
-        handles: For each tower, by the `id` of a variable's handle, that of its copy.
-            Home reads what the first tower does; its copy is the variable itself.
-        all_reduce_alg: How gradients are added for all; see `reduce.all_reduce`.
+        handles: For each tower, the handles of its copies, by the `id` of the
+            variable's handle. Home reads the copies of the first tower, which are the
+            variables themselves.
+        all_reduce_alg: The algorithm of the all-reduce; see `reduce.all_reduce`.
     """
 
     handles: Sequence[Mapping[int, tf.Tensor]]
@@ -112,11 +113,11 @@ class Cut(NamedTuple):
     """A traced function, cut into phases.
 
     Attributes:
-        trace: The function.
+        trace: The traced function.
         placement: Where its operations run.
-        copied: The variables that towers have copies of, if they have some.
-        updates_apart: Does what optimizers do, if the function leaves that out.
-        phases: The phases in order: each for every copy of the variables.
+        copied: The variables that towers have copies of, if any.
+        updates_apart: Applies the optimizers in place of the function, if not `None`.
+        phases: The phases in order, with one for each copy of the variables.
     """
 
     trace: Trace
@@ -130,10 +131,10 @@ class Execution(NamedTuple):
     """How a call of a partitioned function is executed.
 
     Attributes:
-        usual_rows: Number of examples of most batches, if that is known.
-        towers_by_xla: Whether XLA compiles what towers compute.
-        updates_by_xla: Whether it compiles what optimizers do.
-        is_elastic: Whether hosts come and go while it runs.
+        usual_rows: Number of examples of most batches, if known.
+        towers_by_xla: Whether XLA compiles the phases of towers.
+        updates_by_xla: Whether XLA compiles the updates of optimizers.
+        is_elastic: Whether hosts may join and leave during the run.
     """
 
     usual_rows: int | None = None
@@ -146,7 +147,7 @@ DEFAULT_EXECUTION = Execution()
 
 
 class PartitionedCall:
-    """One call of a partitioned function, and what home and towers have made so far."""
+    """One call of a partitioned function, with the values made so far."""
 
     def __init__(
         self,
@@ -159,20 +160,20 @@ class PartitionedCall:
         timers: StepTimers | None,
         guard: StepGuard | None,
     ):
-        """Takes the function, and a batch; see `Partitioned.__call__`."""
+        """Takes the function and a batch; see `Partitioned.__call__`."""
         self._trace, self._placement, self._copied, *_ = cut
         self._updates_apart, self._phases = cut.updates_apart, cut.phases
         self._plan, self._execution = plan, execution
         self._timers, self._guard = timers, guard
-        # It has to be there before home changes anything, once there is one.
+        # Once set, this tensor must be available before home changes anything.
         self._gate: tf.Tensor | None = None
-        # The calls of phases that check something, which nobody waits for yet.
+        # Calls of phases with checks that no later phase waits for yet.
         self._checks: list[tf.Operation] = []
-        # What the towers of each device have made in their last phase.
+        # The outputs of the towers' last phase, for each device.
         self._computed: list[list[tf.Tensor]] = []
-        # What was sent to towers in one piece, before their first phase.
+        # The values that towers received packed, before their first phase.
         self._received: list[tf.Tensor] = []
-        # Whether towers are in their first phase.
+        # Whether the towers run their first phase.
         self._begins = False
         self._bounds = plan.bounds(size)
         self._sizes = plan.sizes(size)
@@ -180,7 +181,7 @@ class PartitionedCall:
         self._combined = Combination(
             plan, self._placement, self._sizes, fractions, timers
         )
-        # What the device of each copy has of the whole batch. The first one is home.
+        # The whole batch's values on the device of each copy. The first device is home.
         count = 1 if self._copied is None else len(self._copied.handles)
         self._copies: list[dict[Any, tf.Tensor]] = [{} for _ in range(count)]
         self._home = self._copies[0]
@@ -190,11 +191,11 @@ class PartitionedCall:
         for local, fraction in zip(local_batches, fractions, strict=True):
             values = self._batch_by_key(local)
             self._towers.append({**values, key(self._trace.fraction): fraction})
-        # Towers on one device compute micro-batches in turn, and add up as they go.
+        # The towers of one device compute micro-batches in turn, and accumulate sums.
         self._in_turn = plan.pipeline.micro_batches
         self._sums: list[dict[Any, tf.Tensor]] = [{} for _ in plan.replicas]
-        # What has been sent to a stage of a tower, and what was packed for it and for
-        # others.
+        # The values sent to each stage of a tower, and the packed buffers, by their
+        # contents.
         self._sent: dict[tuple[int, int], dict[Any, tf.Tensor]]
         self._sent = collections.defaultdict(dict)
         self._buffers: dict[Any, list[tf.Tensor]] = {}
@@ -203,14 +204,14 @@ class PartitionedCall:
         """Returns the tensors of a batch, or of a tower's part, by their keys."""
         return {key(tensor): value for tensor, value in self._trace.fed(data)}
 
-    # The walk: all phases, in order.
+    # The main loop.
 
     def run(self) -> list[Any]:
-        """Runs the phases, and returns what the function returns.
+        """Runs the phases, and returns the function's results.
 
         Returns:
-            The results at home; then those that the device of each other copy has, in
-            the same structure: sums that were all-reduced, `None` for all else.
+            The results at home; then, in the same structure, the results on the device
+            of each other copy: sums that were all-reduced, `None` for all others.
         """
         for number, of_copies in enumerate(self._phases):
             if self._plan.hosts.count > 1:
@@ -223,18 +224,18 @@ class PartitionedCall:
             return [*map(self._trace.packed, self._results())]
 
     def _add_over_hosts(self, coming):
-        """Has hosts add, at once, what phases at home take before towers go on.
+        """All-reduces over hosts, in one go, the sums for the next phases at home.
 
-        `coming` has the phases that are still to run. If hosts may be lost, nothing
-        changes before all of these sums are there. So a host that is left has all of a
-        step, or nothing.
+        `coming` has the phases that are still to run. If hosts may be lost, no variable
+        changes before all of these sums have arrived: a remaining host then has done
+        all of a step, or nothing.
         """
         at_home = itertools.takewhile(
             lambda of_copies: not of_copies[0].place.on_towers, coming
         )
         takes = [taken.tensor for (phase, *_) in at_home for taken in phase.takes]
-        made = self._towers[0].keys()
-        sums = [t for t in takes if key(t) in made and key(t) not in self._home]
+        on_towers = self._towers[0].keys()
+        sums = [t for t in takes if key(t) in on_towers and key(t) not in self._home]
         apart = self._trace.updates_apart
         sums = [t for t in sums if not (apart and self._placement.is_gradient(t))]
         if not sums:
@@ -246,7 +247,7 @@ class PartitionedCall:
                 self._gate = tf.identity(True)
 
     def _run_phase(self, of_copies):
-        """Runs a phase, which is given for each copy, where it is placed."""
+        """Runs a phase where it is placed; `of_copies` has the phase for each copy."""
         phase = of_copies[0]
         if phase.place.exchanges:
             self._exchange(phase)
@@ -262,7 +263,7 @@ class PartitionedCall:
                 self._run_at_home(of_copies)
 
     def _results(self):
-        """Returns what each copy's device has of what the function returns."""
+        """Returns the function's results that the device of each copy has."""
         tensors = self._trace.returned
         self._all_reduce(tensors)
         others = [[known.get(key(t)) for t in tensors] for known in self._copies[1:]]
@@ -270,16 +271,16 @@ class PartitionedCall:
 
     @contextmanager
     def _noting_checks(self, phase):
-        """Inside, a phase runs that may stop the program; home waits for it later."""
+        """Records a phase with checks, for which later phases at home wait."""
         if not phase.checks or tf.executing_eagerly():
             yield
             return
-        with made_in(tf.compat.v1.get_default_graph()) as made:
+        with made_in(tf.compat.v1.get_default_graph()) as created:
             yield
-        self._checks += [op for op in made if calls_functions(op)]
+        self._checks += [op for op in created if calls_functions(op)]
 
     def _wait_for_checks(self):
-        """Has home wait until all checks have passed, as one device does."""
+        """Makes home wait until all checks have passed, as one device does."""
         if self._checks:
             gates = [] if self._gate is None else [self._gate]
             with tf.control_dependencies([*self._checks, *gates]), tf.device(HOST):
@@ -288,7 +289,7 @@ class PartitionedCall:
 
     @contextmanager
     def _stand_ins_filled(self, phase):
-        """Inside, what stands in for tables has their values, as for a loop's body."""
+        """Fills stand-ins of sharded variables for a phase, as for a loop's body."""
         tables = []
         if not phase.place.updates:
             tables = self._placement.stand_ins_of(phase.captured.values())
@@ -307,14 +308,14 @@ class PartitionedCall:
         with tf.device(self._plan.home):
             self._at_home([taken.tensor for taken in phase.takes if taken.whole])
         self._begins = not self._computed
-        self._computed, made = [[] for _ in self._plan.replicas], []
+        self._computed, outputs = [[] for _ in self._plan.replicas], []
         if phase.has_stages:
             self._run_in_stages(of_copies)
             return
         for k, tower in enumerate(self._plan.towers):
             phase = of_copies[self._copy_of(k)]
-            # Micro-batches of one device come one behind the other.
-            before = made[:1] if k % self._in_turn else []
+            # Micro-batches of one device run one after the other.
+            before = outputs[:1] if k % self._in_turn else []
             with (
                 tf.device(tower.device if phase.place.on_device else self._plan.home),
                 tf.name_scope(self._scope(k)),
@@ -324,22 +325,22 @@ class PartitionedCall:
                 values = [self._on_tower(k, taken) for taken in phase.takes]
                 if phase.draws:
                     values.append(self._rows(k))
-                made = self._call_on_tower(k, phase, values)
-                self._towers[k].update(zip(map(key, phase.makes), made, strict=True))
+                outputs = self._call_on_tower(k, phase, values)
+                self._towers[k].update(zip(map(key, phase.makes), outputs, strict=True))
                 self._add(k, phase.makes)
-            self._computed[k // self._in_turn] += made
+            self._computed[k // self._in_turn] += outputs
 
     def _call_on_tower(self, k, phase, values):
-        """Calls a phase with a tower's values, also if the tower may have no rows."""
+        """Calls a phase with a tower's values, even if the tower may have no rows."""
         size, usual = self._sizes[k], None
         xla = self._execution.towers_by_xla
         xla = xla and phase.compiles_on(self._plan.towers[k].device)
         if isinstance(size, int) and size > 0:
             return phase(values, xla)
         if self._execution.usual_rows and (self._plan.on_gpus or xla):
-            # On a GPU, the host would wait for shapes.
+            # With unknown shapes, the host would wait for the GPU.
             usual = self._plan.sizes(self._execution.usual_rows)[k] or None
-        # The first of all towers always has an example, unless there is none.
+        # The first of all towers has an example, unless the batch is empty.
         idle = self._plan.towers[k].index > 0
         return phase.of_rows(values, size, idle, usual, xla)
 
@@ -351,20 +352,20 @@ class PartitionedCall:
                 self._take_turns(replica, phase)
 
     def _take_turns(self, replica, phase):
-        """Has the stages of a tower compute a phase for each of its micro-batches."""
+        """Runs a phase of a tower, in stages, for each of its micro-batches."""
         timed = self._timers is not None and not self._plan.on_gpus
         staged = phase.staged(timed)
-        turns = self._timers.turns_of_tower() if timed else None
+        turn_timer = self._timers.turns_of_tower() if timed else None
         takes = dict(zip(map(key, staged.inputs), phase.takes, strict=False))
         makes = dict(zip(map(key, staged.outputs), phase.makes, strict=True))
-        made: list[dict[Any, tf.Tensor]] = [{} for _ in range(self._in_turn)]
+        results: list[dict[Any, tf.Tensor]] = [{} for _ in range(self._in_turn)]
         last = collections.defaultdict(list)
         slots = staged.slots(self._in_turn)
         for slot, after in zip(slots, staged.waits(slots), strict=True):
-            stage, known = staged.turns[slot.turn].stage, made[slot.micro_batch]
+            stage, known = staged.turns[slot.turn].stage, results[slot.micro_batch]
             k = replica * self._in_turn + slot.micro_batch
             size = self._sizes[k]
-            # The first of all towers always has an example, unless there is none.
+            # The first of all towers has an example, unless the batch is empty.
             some = self._plan.towers[k].index == 0
             some = some or (isinstance(size, int) and size > 0)
             with (
@@ -389,11 +390,11 @@ class PartitionedCall:
                         if name in makes:
                             self._towers[k][key(makes[name])] = value
                             self._add(k, [makes[name]])
-            if turns is not None:
-                turns.note(stage, after, values[:1], end)
+            if turn_timer is not None:
+                turn_timer.note(stage, after, values[:1], end)
 
     def _on_stage(self, k, taken, stage):
-        """Returns what a stage takes; `None` stands for the rows that it draws for."""
+        """Returns an input of a stage; `taken` is `None` for the row range of draws."""
         return self._rows(k) if taken is None else self._on_tower(k, taken, stage)
 
     def _rows(self, k):
@@ -401,7 +402,7 @@ class PartitionedCall:
         return tf.cast(tf.stack([self._bounds[k][0], self._sizes[k]]), tf.int32)
 
     def _copy_of(self, k):
-        """Returns which of the copies of variables a tower computes with."""
+        """Returns the index of the variable copy that a tower computes with."""
         return k // self._in_turn if len(self._copies) > 1 else 0
 
     def _scope(self, k):
@@ -409,36 +410,36 @@ class PartitionedCall:
             return f"tower_{k}"
         return f"tower_{k // self._in_turn}/micro_batch_{k % self._in_turn}"
 
-    # What a tower takes, and what it adds up.
+    # Inputs of a tower, and its sums.
 
     def _send(self, k, takes, stage=0):
-        """Sends a tower in one piece, where that pays, what home has of the batch."""
+        """Sends a tower the values that home has; packed, where this is faster."""
         plan, device = self._plan, self._plan.towers[k].devices[stage]
         sent = self._sent[k // self._in_turn, stage]
         copy = self._copies[self._copy_of(k)]
         wanted = {
             key(tensor): self._home[key(tensor)]
-            for tensor, whole, _ in takes
+            for tensor, is_total, _ in takes
             if key(tensor) not in sent
             and (copy is self._home or key(tensor) not in copy)
-            and (whole or key(tensor) not in self._towers[k])
-            and (whole or self._placement.kind(tensor) is not ROWS)
+            and (is_total or key(tensor) not in self._towers[k])
+            and (is_total or self._placement.kind(tensor) is not ROWS)
             and packing.fits(self._home[key(tensor)])
         }
         numbers = {n: v for n, v in wanted.items() if v.dtype == packing.INTEGER}
         others = {n: v for n, v in wanted.items() if n not in numbers}
         if plan.packs(device):
-            arrived = self._in_one_piece(others, plan.home)
-            sent.update(arrived)
+            received = self._in_one_piece(others, plan.home)
+            sent.update(received)
             if self._begins:
-                self._received += arrived.values()
+                self._received += received.values()
         if is_gpu(device):
-            # GPUs have whole numbers, such as seeds, in the host's memory.
+            # GPUs read integers such as seeds in the host's memory.
             source = HOST if is_gpu(plan.home) else plan.home
             sent.update(self._in_one_piece(numbers, source))
 
     def _in_one_piece(self, values, source):
-        """Returns values, by their names, as they come packed from a device."""
+        """Returns values, by their names, as received packed from a device."""
         if (names := tuple(values)) not in self._buffers:
             with tf.device(source), tf.name_scope("read"):
                 self._buffers[names] = packing.pack([*values.values()])
@@ -446,29 +447,29 @@ class PartitionedCall:
         return dict(zip(names, received, strict=True))
 
     def _on_tower(self, k, taken, stage=0):
-        """Returns a tensor for a stage of a tower: the tower's, or what home sends."""
-        tensor, whole, _ = taken
-        if not whole and key(tensor) in self._towers[k]:
+        """Returns an input for a stage of a tower: the tower's value, or home's."""
+        tensor, is_total, _ = taken
+        if not is_total and key(tensor) in self._towers[k]:
             return self._towers[k][key(tensor)]
-        if not whole and self._placement.kind(tensor) is ROWS:
+        if not is_total and self._placement.kind(tensor) is ROWS:
             value = self._home[key(tensor)]
             rows = self._rows_of_tower(k, value, self._placement.blocks(tensor))
             self._towers[k][key(tensor)] = packing.copy(rows)
             return self._towers[k][key(tensor)]
         sent = self._sent[k // self._in_turn, stage]
         if key(tensor) not in sent:
-            # Where there are no copies, home has the only one.
+            # Without copies, home has the only value.
             value = self._copies[self._copy_of(k)].get(key(tensor))
             value = self._home[key(tensor)] if value is None else value
-            # On a GPU, a loop has its device from the copy that it takes: without one,
-            # TensorFlow keeps what goes round on the device that is the default.
+            # On a GPU, a loop runs on the device of this copy. Without the copy,
+            # TensorFlow keeps the values of the loop on the default device.
             home = self._plan.home
-            here = self._plan.towers[k].devices[stage] == home and not is_gpu(home)
-            sent[key(tensor)] = value if here else packing.copy(value)
+            is_local = self._plan.towers[k].devices[stage] == home and not is_gpu(home)
+            sent[key(tensor)] = value if is_local else packing.copy(value)
         return sent[key(tensor)]
 
     def _rows_of_tower(self, k, value, blocks):
-        """Cuts a tower's rows of a tensor of the whole batch."""
+        """Slices a tower's rows from a tensor of the whole batch."""
         if blocks is None:
             return batch.take(value, *self._bounds[k])
         total = batch.batch_size(value) // sum(blocks)
@@ -481,7 +482,7 @@ class PartitionedCall:
         return tf.concat(rows, axis=0)
 
     def _add(self, k, tensors):
-        """Adds a micro-batch's parts of sums to what those before it have made."""
+        """Adds a micro-batch's parts of sums to those of earlier micro-batches."""
         if self._in_turn == 1:
             return
         sums = self._sums[k // self._in_turn]
@@ -493,7 +494,7 @@ class PartitionedCall:
             sums[key(tensor)] = value if before is None else before + value
 
     def _is_added(self, tensor):
-        """Tells whether micro-batches' parts of a tensor are added as they come."""
+        """Checks whether the parts of a tensor are accumulated over micro-batches."""
         return packing.fits(tensor) and self._placement.kind(tensor) is SUM
 
     # A phase at home, or on the device of each copy of the variables.
@@ -516,15 +517,15 @@ class PartitionedCall:
         device = self._plan.replicas[k].device if k else self._device(phase)
         with tf.device(device):
             values = [self._of_copy(k, taken.tensor) for taken in phase.takes]
-            made = phase(values, self._compiles_update(phase, device), self._gate)
-        self._copies[k].update(zip(map(key, phase.makes), made, strict=True))
+            outputs = phase(values, self._compiles_update(phase, device), self._gate)
+        self._copies[k].update(zip(map(key, phase.makes), outputs, strict=True))
 
     def _device(self, phase):
         """Returns the device of a phase that does not run on towers."""
         return self._plan.home if phase.place.on_device else HOST
 
     def _compiles_update(self, phase, device):
-        """Tells whether XLA compiles a phase; not if anew for each number of rows."""
+        """Checks whether XLA compiles a phase; not if shapes vary."""
         wanted = self._execution.updates_by_xla and phase.place.updates
         return wanted and has_known_shapes(phase) and phase.compiles_on(device)
 
@@ -547,9 +548,9 @@ class PartitionedCall:
         return self._home[key(tensor)] if fixed is None else fixed
 
     def _parts(self, tensor):
-        """Returns what towers, or all towers of a device in turn, have of a tensor."""
+        """Returns the parts of a tensor, one a tower; one a device if accumulated."""
         if self._in_turn == 1 or not self._is_added(tensor):
-            return [made[key(tensor)] for made in self._towers]
+            return [values[key(tensor)] for values in self._towers]
         return [tf.cast(sums[key(tensor)], tensor.dtype) for sums in self._sums]
 
     def _of_copy(self, k, tensor):
@@ -560,7 +561,7 @@ class PartitionedCall:
         return known[key(tensor)]
 
     def _all_reduce(self, tensors):
-        """Adds gradients for all copies, and keeps the sums on the device of each."""
+        """All-reduces gradients over the copies, and keeps the sums on each device."""
         gradients = [
             tensor
             for tensor in tensors
@@ -569,7 +570,7 @@ class PartitionedCall:
             and self._is_added(tensor)
         ]
         if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
-            # What hosts add is sent to the copies of each.
+            # The sums over hosts are sent to the copies of each host.
             return
         devices = [tower.device for tower in self._plan.replicas]
         keys = [*map(key, gradients)]
@@ -582,21 +583,23 @@ class PartitionedCall:
         for known, of_copy in zip(self._copies, sums, strict=True):
             known.update(zip(keys, of_copy, strict=True))
 
-    # Gradients are looked at before they are used.
+    # Checks of gradients before their use.
 
     def _guarded_phase(self, phase):
-        """Returns the context in which a phase at home takes gradients of towers."""
+        """Returns the context in which a phase at home uses the towers' gradients."""
         wanted = self._trace.gradients_of(phase.operations)
         gradients = {key(t): t for t, *_ in phase.takes if key(t) in wanted}
         if not gradients:
             return nullcontext()
-        parts = [[made[n] for n in gradients if n in made] for made in self._towers]
+        parts = [
+            [values[n] for n in gradients if n in values] for values in self._towers
+        ]
         sums = self._at_home([*gradients.values()])
         return self._guarded(parts, sums, self._packed_among([*gradients]))
 
     @contextmanager
     def _guarded(self, parts, sums, packed=()):
-        """Inside, gradients are used. What comes later in the step waits, too."""
+        """Guards the use of gradients; later phases of the step wait for the guard."""
         if self._guard is None:
             yield
             return
@@ -606,13 +609,13 @@ class PartitionedCall:
             yield
 
     def _losses(self):
-        """Returns what gradients were taken of, as far as it was made by now."""
-        made = [self._home, *self._towers]
+        """Returns the differentiated tensors that have been made by now."""
+        known = [self._home, *self._towers]
         targets = self._trace.targets
-        return self._at_home([t for t in targets if any(key(t) in m for m in made)])
+        return self._at_home([t for t in targets if any(key(t) in m for m in known)])
 
     def _packed_among(self, names):
-        """Returns which of some tensors travelled packed; none with many hosts."""
+        """Returns the packed messages among some tensors; none with several hosts."""
         plan = self._plan
         if plan.hosts.count > 1 or not any(map(plan.packs, plan.devices)):
             return []
@@ -623,27 +626,28 @@ class PartitionedCall:
             if {*travelled} <= numbers.keys()
         ]
 
-    # Variables in parts: their owners update them, and hosts exchange rows of tables.
+    # Sharded variables: owners update them, and hosts exchange rows of tables.
 
     def _update_apart(self, phase):
-        """Has the owners of variables apply the optimizers of a phase."""
+        """Lets the owners of variables apply the optimizers of a phase."""
         for name in phase.operations:
             update = self._trace.updates[name]
-            parts, whole = self._gradients_for(update)
-            # Gradients are added as they come; only the update waits for checks.
-            sums = self._updates_apart.add(update, parts, whole)
+            parts, at_home = self._gradients_for(update)
+            # Gradients are reduced as they arrive; only the update waits for checks.
+            sums = self._updates_apart.add(update, parts, at_home)
             gates = [] if self._gate is None else [self._gate]
-            every = [gradient for gradient in sums[0] if gradient is not None]
-            with tf.control_dependencies(gates), self._guarded(parts, every):
+            gradients = [gradient for gradient in sums[0] if gradient is not None]
+            with tf.control_dependencies(gates), self._guarded(parts, gradients):
                 self._updates_apart.apply(sums)
 
     def _gradients_for(self, update):
         """Returns the gradients that an optimizer's call takes.
 
-        They are each device's part of each, and those of which home has all, by their
-        places.
+        Returns:
+            Each device's part of each gradient; and the gradients that home has, by
+            their indices.
         """
-        parts, whole = [[] for _ in self._plan.replicas], {}
+        parts, at_home = [[] for _ in self._plan.replicas], {}
         for i, gradient in enumerate(update.gradients):
             of_devices = [None] * len(parts)
             if gradient is not None and self._is_in_parts(gradient):
@@ -652,22 +656,22 @@ class PartitionedCall:
                 tensors = tf.nest.flatten(gradient, expand_composites=True)
                 with tf.device(self._plan.home):
                     values = self._at_home(tensors)
-                whole[i] = tf.nest.pack_sequence_as(
+                at_home[i] = tf.nest.pack_sequence_as(
                     gradient, values, expand_composites=True
                 )
             for of_device, part in zip(parts, of_devices, strict=True):
                 of_device.append(part)
-        return parts, whole
+        return parts, at_home
 
     def _is_in_parts(self, gradient):
-        """Tells whether towers have parts of a gradient, or some of its rows."""
+        """Checks whether each tower has a part of a gradient, or some of its rows."""
         if not isinstance(gradient, tf.IndexedSlices):
             return key(gradient) in self._trace.gradients
         indices = key(gradient.indices) in self._trace.indices
         return indices and key(gradient.values) in self._trace.gradients
 
     def _parts_of_gradient(self, gradient):
-        """Returns the towers' parts of a gradient, one for each device."""
+        """Returns the parts of a gradient, one for each device."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._parts(gradient)
         shape = gradient.dense_shape
@@ -676,9 +680,9 @@ class PartitionedCall:
                 (shape,) = self._at_home([shape])
         of_towers = [
             tf.IndexedSlices(
-                made[key(gradient.values)], made[key(gradient.indices)], shape
+                values[key(gradient.values)], values[key(gradient.indices)], shape
             )
-            for made in self._towers
+            for values in self._towers
         ]
         count, of_devices = self._in_turn, []
         for k, tower in enumerate(self._plan.replicas):
@@ -688,15 +692,15 @@ class PartitionedCall:
         return of_devices
 
     def _exchange(self, phase):
-        """Gives home and towers what a phase reads of variables in parts.
+        """Gives home and towers the values that a phase reads of sharded variables.
 
-        Whole values are gathered once in a step. Rows are looked up where they lie.
+        Full values are gathered once a step. Rows are looked up where these are stored.
         """
         operations = [*map(self._trace.graph.get_operation_by_name, phase.operations)]
         of_parameters, of_tables = [], []
         for op in operations:
-            here = isinstance(self._placement.parts_read(op), ShardedParameter)
-            (of_parameters if here else of_tables).append(op)
+            is_parameter = isinstance(self._placement.parts_read(op), ShardedParameter)
+            (of_parameters if is_parameter else of_tables).append(op)
         on_towers = phase.place.on_towers
         self._gather_once([op for op in of_parameters if op.type != LOOK_UP])
         for op in of_parameters:
@@ -705,14 +709,14 @@ class PartitionedCall:
         with tf.device(self._plan.home), tf.name_scope("exchange"):
             for op in of_tables:
                 if op.type != LOOK_UP:
-                    whole = tf.convert_to_tensor(self._placement.parts_read(op))
-                    self._home[key(op.outputs[0])] = whole
+                    value = tf.convert_to_tensor(self._placement.parts_read(op))
+                    self._home[key(op.outputs[0])] = value
             self._look_up_on_hosts(
                 [op for op in of_tables if op.type == LOOK_UP], on_towers
             )
 
     def _look_up_on_hosts(self, look_ups, on_towers):
-        """Looks up rows of tables that hosts divide: of all towers, in one exchange."""
+        """Looks up rows of tables that hosts shard, for all towers in one exchange."""
         if not look_ups:
             return
         tables = [*map(self._placement.parts_read, look_ups)]
@@ -722,11 +726,11 @@ class PartitionedCall:
         )
         makers = self._towers if on_towers else [self._home]
         for op, of_makers in zip(look_ups, rows, strict=True):
-            for made, value in zip(makers, of_makers, strict=True):
-                made[key(op.outputs[0])] = value
+            for values, value in zip(makers, of_makers, strict=True):
+                values[key(op.outputs[0])] = value
 
     def _ids_of(self, op, on_towers):
-        """Returns the numbers of rows that each tower, or home, looks up."""
+        """Returns the row indices that each tower, or home, looks up."""
         ids = op.inputs[1]
         if not on_towers:
             return self._at_home([ids])
@@ -734,39 +738,39 @@ class PartitionedCall:
         return [self._on_tower(k, taken) for k in range(len(self._towers))]
 
     def _look_up(self, op, on_towers):
-        """Looks up rows of a parameter whose parts are on this host's devices."""
+        """Looks up rows of a parameter that is sharded over this host's devices."""
         parameter = self._placement.parts_read(op)
         devices = self._plan.devices if on_towers else [self._plan.home]
         makers = self._towers if on_towers else [self._home]
         with tf.device(self._plan.home):
             ids_of_makers = self._ids_of(op, on_towers)
-        for made, device, ids in zip(makers, devices, ids_of_makers, strict=True):
+        for values, device, ids in zip(makers, devices, ids_of_makers, strict=True):
             with tf.device(device), tf.name_scope("look_up"):
                 flat = tf.reshape(ids, [-1])
-                rows = [found for found, _ in parameter.look_up(flat)]
+                rows = [shard_rows for shard_rows, _ in parameter.look_up(flat)]
                 shape = tf.concat([tf.shape(ids), parameter.shape[1:]], 0)
                 rows = tf.reshape(parameter.join(flat, rows), shape)
-                made[key(op.outputs[0])] = tf.ensure_shape(rows, op.outputs[0].shape)
+                values[key(op.outputs[0])] = tf.ensure_shape(rows, op.outputs[0].shape)
 
     def _gather_once(self, reads):
-        """Gives the towers' devices the values of parameters that are read whole.
+        """Gathers, on the towers' devices, parameters that are read in full.
 
-        Those of a stage have the stage's parameters.
+        The devices of a stage gather the parameters of that stage.
         """
         values, replicas = [op.outputs[0] for op in reads], self._plan.replicas
         parameters = [self._placement.parts_read(op) for op in reads]
         for stage in range(self._plan.pipeline.stages):
             devices = [tower.devices[stage] for tower in replicas]
-            places = [
+            indices = [
                 i
                 for i, parameter in enumerate(parameters)
                 if any(map(parameter.shards[0].device.endswith, devices))
             ]
-            if not places:
+            if not indices:
                 continue
-            mine = [parameters[i] for i in places]
-            gathered = gather_once(mine, devices, self._plan.packs)
-            names = [key(values[i]) for i in places]
+            stage_parameters = [parameters[i] for i in indices]
+            gathered = gather_once(stage_parameters, devices, self._plan.packs)
+            names = [key(values[i]) for i in indices]
             for replica, of_device in enumerate(gathered):
                 of_read = zip(names, of_device, strict=True)
                 self._sent[replica, stage] |= of_read
@@ -774,5 +778,5 @@ class PartitionedCall:
 
 
 def has_known_shapes(phase: Phase) -> bool:
-    """Tells whether the shape of all that a phase takes is known."""
+    """Checks whether the shapes of all inputs of a phase are known."""
     return all(taken.tensor.shape.is_fully_defined() for taken in phase.takes)

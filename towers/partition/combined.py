@@ -1,7 +1,7 @@
-"""Puts together what the towers of all hosts have of a tensor.
+"""Combines the values that the towers of all hosts have of a tensor.
 
-Hosts add where towers do: sums in one message for each phase, rows one after another.
-So all hosts have the same values at home, and do the same there.
+Hosts reduce where towers do: sums in one all-reduce for each phase, rows by all-gather.
+All hosts therefore have the same values at home, and do the same there.
 """
 
 import collections
@@ -31,18 +31,18 @@ from towers.partition.placement import Placement
 from towers.plan import Plan
 from towers.tower.errors import PartitionError
 
-# Where TensorBoard shows what adds over towers: the name is used as it stands.
+# The scope of reductions over towers in TensorBoard; the slash keeps the name as it is.
 REDUCE_SCOPE = "reduce/"
-# Where the number of rows is among the numbers of a shape.
+# The index of the number of rows in a shape.
 _PLACES = {SHAPE: 0, TURNED: 1}
 
 
 class Travelled(NamedTuple):
-    """Tensors that towers have sent in one piece, to be added.
+    """Tensors that towers have sent packed, to be summed.
 
     Attributes:
         names: The keys of the tensors of the traced function.
-        packed: How they have travelled; `places` are those among `names`.
+        packed: The layout of the message; its `places` are indices into `names`.
     """
 
     names: Sequence[Any]
@@ -50,10 +50,10 @@ class Travelled(NamedTuple):
 
 
 class Combination:
-    """Makes the whole batch's values of what the towers have, where it is called.
+    """Computes the whole batch's values from the values of the towers.
 
     Attributes:
-        travelled: What has come in one piece.
+        travelled: The packed messages so far.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Combination:
         fractions: Sequence[tf.Tensor],
         timers: StepTimers | None = None,
     ):
-        """Takes what tells the kinds of tensors, and what each tower has of a batch.
+        """Takes the kinds of tensors, and the share of the batch that each tower has.
 
         Args:
-            plan: The towers and hosts that compute it.
-            placement: Tells the kinds.
+            plan: The towers and hosts that compute the step.
+            placement: Determines the kinds of tensors.
             sizes: Number of examples of each tower of this host.
-            fractions: What part of the batch that is.
-            timers: Measure how long hosts take to add, if anything does.
+            fractions: The fraction of the batch that each tower has.
+            timers: Measure how long reductions over hosts take, if given.
         """
         self._timers = timers
         self._plan, self._hosts, self._placement = plan, plan.hosts, placement
@@ -86,11 +86,11 @@ class Combination:
         """Returns the whole batch's values of some tensors.
 
         Args:
-            tensors: Those of the traced function.
-            parts: What this host's towers have of each.
+            tensors: The tensors of the traced function.
+            parts: The values of each tensor on this host's towers.
 
         Raises:
-            PartitionError: One of them cannot be put together.
+            PartitionError: The values of a tensor cannot be combined.
         """
         values = self._of_this_host(tensors, parts)
         if self._hosts.count == 1 or not values:
@@ -101,20 +101,21 @@ class Combination:
         return [*map(self._of_hosts, tensors, kinds, values)]
 
     def _of_this_host(self, tensors, parts):
-        """Puts together what this host's towers have; sums travel in one piece."""
+        """Combines the values of this host's towers; sums are packed."""
         plan, sums = self._plan, {}
         to_add = {
             i: self._to_add(tensor, parts[i])
             for i, tensor in enumerate(tensors)
             if any(map(plan.packs, plan.devices)) and self._is_packed(tensor)
         }
-        # What is added in turn has a part for each device, all else for each tower.
-        # Gradients travel by themselves, so that the guard may look at what is sent.
+        # Sums over micro-batches have a part for each device, all others one for each
+        # tower. Gradients are sent separately, so that the guard can check the packed
+        # messages.
         groups = collections.defaultdict(dict)
         for i, of_towers in to_add.items():
             sources = plan.devices[:: len(plan.devices) // len(of_towers)]
             if plan.pipeline.stages > 1:
-                # A stage has made them, which need not be the first.
+                # The stage that computed the parts need not be the first.
                 sources = tuple(part.device for part in of_towers)
             group = sources, self._placement.is_gradient(tensors[i])
             groups[group][i] = of_towers
@@ -140,7 +141,7 @@ class Combination:
         return floating and packing.fits(tensor) and kind in (MEAN, SIZE, SUM)
 
     def _to_add(self, tensor, parts):
-        """Returns the towers' parts of a tensor, which add up to that of the batch."""
+        """Returns the towers' parts of a tensor, which add up to the batch's value."""
         if self._placement.kind(tensor) is not MEAN:
             return parts
         weighted = []
@@ -150,20 +151,22 @@ class Combination:
         return weighted
 
     def _fractions_in(self, dtype):
-        """The fractions in a type, in which many means take them."""
+        """Returns the fractions in a type, cast once for all means."""
         if dtype not in self._cast:
-            self._cast[dtype] = [tf.cast(each, dtype) for each in self._fractions]
+            self._cast[dtype] = [
+                tf.cast(fraction, dtype) for fraction in self._fractions
+            ]
         return self._cast[dtype]
 
     def _of_host(self, tensor, parts):
-        """Puts together what this host's towers have of one tensor."""
+        """Combines the values of this host's towers for one tensor."""
         kind = self._placement.kind(tensor)
         if kind is NONE:
             return parts[0]
         if kind is ROWS:
             blocks = self._placement.blocks(tensor)
             if blocks is None:
-                # Of rows of a table, each tower has as many as it looked up.
+                # The rows of a table are as many as each tower looked up.
                 return batch.join(parts, [tf.shape(part)[0] for part in parts])
             return self._joined(parts, blocks)
         if kind in (COLUMNS, LAST):
@@ -187,13 +190,13 @@ class Combination:
             fractions = self._fractions_in(tensor.dtype)
             return tf.add_n([*map(reduce.part_of_mean, parts, fractions)])
         if kind is COUPLED:
-            # What a tower without rows has counts for nothing.
-            some = [
+            # The value of a tower without rows must not count.
+            values = [
                 tf.where(size > 0, part, parts[0])
                 for part, size in zip(parts, self._sizes, strict=True)
             ]
-            return EXTREMES[tensor.op.type](tf.stack(some), axis=0)
-        # Home takes all others from the batch, unless towers have it in parts alone.
+            return EXTREMES[tensor.op.type](tf.stack(values), axis=0)
+        # Home has all of a packed batch, unless only the towers have the batch.
         raise PartitionError(
             "Received a ragged or sparse tensor in a batch that was placed ahead, of "
             "which one device needs all rows; expected dense tensors, such as of "
@@ -201,19 +204,19 @@ class Combination:
         )
 
     def _of_one_shape(self, parts):
-        """Gives a tower without rows, which knows no shape, zeros like the first's."""
+        """Replaces the value of a tower without rows by zeros of the right shape."""
         first = parts[0]
 
         def of_tower(part, size):
-            has = tf.convert_to_tensor(size) > 0
-            some = tf.cond(has, lambda: part, lambda: tf.zeros_like(first))
-            some.set_shape(first.shape)
-            return some
+            has_rows = tf.convert_to_tensor(size) > 0
+            value = tf.cond(has_rows, lambda: part, lambda: tf.zeros_like(first))
+            value.set_shape(first.shape)
+            return value
 
         return [first, *map(of_tower, parts[1:], self._sizes[1:])]
 
     def _joined(self, parts, blocks):
-        """Joins the rows of all towers, block by block."""
+        """Concatenates the rows of all towers, block by block."""
         cut = [
             tf.split(part, [count * size for count in blocks])
             for part, size in zip(parts, self._sizes, strict=True)
@@ -225,7 +228,7 @@ class Combination:
         return tf.concat(joined, axis=0)
 
     def _added(self, tensors, kinds, values):
-        """Adds, in one sum over hosts, those values of this host that are parts."""
+        """All-reduces, in one go, the values of this host that are parts of totals."""
         sums = {
             i: _rows_in(value, kind) if kind in _PLACES else value
             for i, (kind, value) in enumerate(zip(kinds, values, strict=True))
@@ -249,10 +252,10 @@ class Combination:
         ]
 
     def _of_hosts(self, tensor, kind, value):
-        """Puts together what hosts have of one tensor; sums were added before."""
+        """Combines the values of all hosts for one tensor; sums are reduced already."""
         hosts, purpose = self._hosts, f"'{tensor.name}'"
         if kind is NONE:
-            # Of a host without rows, it is nothing.
+            # The value of a host without rows would be empty.
             return hosts.broadcast([value], purpose)[0]
         if kind in _PLACES and value.shape[0] != 1:
             (first,) = hosts.broadcast([value], purpose)
@@ -271,10 +274,17 @@ class Combination:
             rows = _swapped(value, axis)
             return _swapped(hosts.all_gather(rows, None, purpose), axis)
         if kind is COUPLED:
-            some = tf.reduce_any([size > 0 for size in self._sizes])
-            has, values = hosts.stack(some, purpose), hosts.stack(value, purpose)
-            has = tf.reshape(has, [hosts.count, *[1] * (values.shape.rank - 1)])
-            return EXTREMES[tensor.op.type](tf.where(has, values, values[:1]), axis=0)
+            has_rows = tf.reduce_any([size > 0 for size in self._sizes])
+            hosts_with_rows, values = (
+                hosts.stack(has_rows, purpose),
+                hosts.stack(value, purpose),
+            )
+            hosts_with_rows = tf.reshape(
+                hosts_with_rows, [hosts.count, *[1] * (values.shape.rank - 1)]
+            )
+            return EXTREMES[tensor.op.type](
+                tf.where(hosts_with_rows, values, values[:1]), axis=0
+            )
         return value
 
 
@@ -290,7 +300,7 @@ def _with_rows(shape, kind, rows):
 
 
 def _swapped(tensor, axis):
-    """Returns a tensor with an axis and the first one exchanged."""
+    """Returns a tensor with an axis and the first axis exchanged."""
     order = [*range(tensor.shape.rank)]
     order[0], order[axis] = axis, 0
     return tf.transpose(tensor, order)

@@ -1,10 +1,11 @@
-"""Gathers parameters in parts: once in a step (`gather_once`), or for each use.
+"""Gathers sharded parameters: once a step (`gather_once`), or for each use.
 
-For each use, an operation that takes a parameter takes what a gather of its own makes
-of the parts on all devices. So the whole value is there while it is needed, and no
-longer: the gradient of a layer gathers its parameters again. A gather begins when the
-one before the last was used up, as otherwise all would begin at once, and all
-parameters would be there. So one parameter travels while another one is used.
+With a gather for each use, an operation that takes a parameter takes the result of a
+gather of its own from the shards on all devices. The full value exists only while it is
+needed: the gradient of a layer gathers the layer's parameters again. A gather waits
+until the result of the one before the last was used. Otherwise all gathers would begin
+at once, and all parameters would be in memory. One parameter thus is sent while another
+one is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from towers.collectives import packing
 from towers.keras_adapter.graphs import GraphDef, add_copy
 from towers.layers.parameters import ShardedParameter
 
-# How many whole parameters a tower has at once: one in use, and one that arrives.
+# The full parameters that a tower holds at once: one in use, and one that arrives.
 _AT_ONCE = 2
 
 
@@ -26,12 +27,12 @@ def gather_once(
     devices: Sequence[str],
     packs: Callable[[str], bool],
 ) -> list[list[tf.Tensor]]:
-    """Puts parameters together on each of several devices.
+    """Gathers parameters on each of several devices.
 
     Args:
         parameters: The parameters.
         devices: The devices.
-        packs: Tells whether values travel packed to a device.
+        packs: Returns whether values are sent packed to a device.
 
     Returns:
         For each device, the value of each parameter.
@@ -70,10 +71,10 @@ class _Gather(NamedTuple):
     """A gather in a graph.
 
     Attributes:
-        of: What it stands for: a parameter, however often the function reads it, or a
-            tensor that was made of one, by its key.
-        output: The name of the tensor that it makes.
-        takers: The names of the operations that take it.
+        of: The gathered value: the `id` of the parameter for a read, or the key of a
+            tensor that was derived from one.
+        output: The name of the resulting tensor.
+        takers: The names of the operations that take the result.
     """
 
     of: Any
@@ -85,45 +86,58 @@ class Gathers:
     """The gathers of a part of a graph, in the order in which they run.
 
     Attributes:
-        captured: By the name of its feed, the handle of each shard that is read.
+        captured: The handle of each shard that is read, by the name of its feed.
         reads: The names of the operations that read shards.
     """
 
     def __init__(self, graph: GraphDef, feed: str):
-        """Adds nothing yet.
+        """Starts without gathers.
 
         Args:
             graph: The part of a graph to which gathers are added.
-            feed: How the names of its feeds begin.
+            feed: The prefix of the names of feeds.
         """
         self._graph, self._feed = graph, feed
         self.captured: dict[str, tf.Tensor] = {}
         self.reads: list[str] = []
         self._feeds: dict[int, str] = {}
         self._last: list[_Gather] = []
+        # The results that the current operation takes, by what they are of.
+        self._taker, self._taken = "", {}
 
     def add(
         self, taker: tf.Operation, tensor: tf.Tensor, parameter: ShardedParameter
     ) -> str:
-        """Adds a gather for an operation; returns the name of the tensor it makes.
+        """Adds a gather for an operation; returns the name of the resulting tensor.
 
-        An operation that takes what one of the last gathers has made shares that.
+        An operation that takes the value of one of the last gathers shares that gather,
+        as do all inputs of one operation that have the same value. Call this for all
+        inputs of an operation in turn.
 
         Args:
             taker: The operation that takes the value.
-            tensor: The value in the traced function: that of a read of the stand-in, or
-                of operations such as casts behind it.
+            tensor: The value in the traced function: a read of the stand-in, or the
+                result of operations such as casts on the read value.
             parameter: The parameter.
         """
         is_read = tensor.op.type == "ReadVariableOp"
         of = id(parameter) if is_read else key(tensor)
+        if taker.name != self._taker:
+            self._taker, self._taken = taker.name, {}
+        if of in self._taken:
+            return self._taken[of]
+        self._taken[of] = self._of_taker(of, taker, tensor, parameter)
+        return self._taken[of]
+
+    def _of_taker(self, of, taker, tensor, parameter):
+        """Returns the name of a value that an operation has not taken before."""
         for gather in self._last:
             if gather.of == of:
                 gather.takers.append(taker.name)
                 return gather.output
         ended = []
         if len(self._last) == _AT_ONCE:
-            # An operation may take more parameters than that, such as a loop.
+            # One operation, such as a loop, may take more parameters than `_AT_ONCE`.
             takers = [name for name in self._last.pop(0).takers if name != taker.name]
             ended = [f"^{name}" for name in takers]
         scope = f"gather/{taker.name}/{tensor.op.name}"
@@ -132,7 +146,7 @@ class Gathers:
         return output
 
     def _read(self, parameter, scope, ended):
-        """Reads all shards, and puts them together; returns the name of the value."""
+        """Reads and concatenates all shards; returns the name of the value."""
         reads = []
         for k, shard in enumerate(parameter.shards):
             read = self._node(f"{scope}/read_{k}", "ReadVariableOp", shard.dtype)
@@ -156,7 +170,7 @@ class Gathers:
         return value
 
     def _behind(self, tensor, scope, value):
-        """Copies what stands between the read and a tensor, such as casts."""
+        """Copies the operations between the read and a tensor, such as casts."""
         chain = []
         while tensor.op.type != "ReadVariableOp":
             chain.append(tensor.op)
@@ -164,9 +178,11 @@ class Gathers:
         for op in reversed(chain):
             others = [
                 self._constant(
-                    f"{scope}/{op.name}/{i}", tf.get_static_value(each), each.dtype
+                    f"{scope}/{op.name}/{i}",
+                    tf.get_static_value(operand),
+                    operand.dtype,
                 )
-                for i, each in enumerate(op.inputs[1:], start=1)
+                for i, operand in enumerate(op.inputs[1:], start=1)
             ]
             node = add_copy(self._graph, op, [value, *others])
             node.name, node.device = f"{scope}/{op.name}", ""
@@ -174,7 +190,7 @@ class Gathers:
         return value
 
     def _handle(self, shard):
-        """The name of the feed of a shard's handle."""
+        """Returns the name of the feed of a shard's handle."""
         if id(shard.handle) not in self._feeds:
             feed = f"{self._feed}shard_{len(self._feeds)}:0"
             self._feeds[id(shard.handle)] = feed
@@ -188,7 +204,7 @@ class Gathers:
 
     def _constant(self, name, value, dtype=tf.int32):
         node = self._graph.node.add(name=name, op="Const")
-        # Without a type, an empty shape would be of floats.
+        # Without a type, an empty shape would become a float tensor.
         proto = tf.make_tensor_proto(value, dtype)
         node.attr["dtype"].type = proto.dtype
         node.attr["value"].tensor.CopyFrom(proto)

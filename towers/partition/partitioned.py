@@ -1,10 +1,10 @@
-"""Runs a function of a batch on several towers, as one device would.
+"""Runs a function of a batch on several towers, with the results of one device.
 
-`judge` decides before anything runs, and returns a `Verdict`, a value: whoever asks
-decides what to do if it refuses. `Partitioned` cuts what was judged into phases, and
-says what it does otherwise than one device. Each call of it is a `PartitionedCall`
-(`call.py`). XLA compiles what a tower computes in one go, and updates; home it does
-not.
+`judge` traces and places the function before anything runs, and returns a `Verdict`, a
+value: the caller decides how to handle a refusal. `Partitioned` cuts the judged
+function into phases, and reports differences from one device. Each call of a
+`Partitioned` is a `PartitionedCall` (`call.py`). XLA compiles whole phases of towers,
+and updates, but no other phases at home.
 """
 
 import functools
@@ -36,18 +36,19 @@ from towers.partition.trace import Trace
 from towers.plan import Plan
 from towers.tower.errors import PartitionError, where
 
-# Most functions need one, and those with totals behind what is own some more.
+# The most traces of a function. Most functions need one; totals behind tensors that are
+# each tower's own take more.
 _TRACES = 9
 
 
 class Verdict(NamedTuple):
-    """Tells what becomes of a function's operations, before any of them runs.
+    """The decisions about a function's operations, before any of them runs.
 
     Attributes:
-        trace: The function as it was traced.
-        placement: Where its operations run, what is gathered, and what is refused.
-        copied: The variables that towers have copies of, if they have some.
-        updates_apart: Does what optimizers do, if the function leaves that out.
+        trace: The traced function.
+        placement: Where its operations run, which are gathered, and which are refused.
+        copied: The variables that towers have copies of, if any.
+        updates_apart: Applies the optimizers in place of the function, if not `None`.
         pipeline: How the devices of a tower share the model.
     """
 
@@ -74,41 +75,42 @@ def judge(
     keeps_loss_scale: bool = False,
     stand_ins: Mapping[int, ShardedVariable] = MappingProxyType({}),
 ) -> Verdict:
-    """Traces a function of a batch, and decides what becomes of its operations.
+    """Traces a function of a batch, and decides where its operations run.
 
     Args:
         function: Takes a batch; see `Trace`.
         spec: As for `Trace`.
-        copied: Returns the variables that have copies, for the function as it was
-            traced; the variables that it creates are there then.
-        loss_placement: Where examples meet: "auto" is at home, on the rows of all
-            towers. "tower" is on each tower, which takes its rows for the batch.
-        updates_apart: Does what optimizers do, if the function is to leave that out.
+        copied: Returns the variables that have copies, for the traced function; the
+            variables that the function creates exist by then.
+        loss_placement: Where operations that mix examples run: "auto" is at home, on
+            the rows of all towers. "tower" is on each tower, which takes its rows for
+            the batch.
+        updates_apart: Applies the optimizers in place of the function, if not `None`.
         home: The device of home.
         pipeline: How the devices of a tower share the model, whose layers are known.
         keeps_loss_scale: See `Trace`.
-        stand_ins: As for `Placement`; the function reads them.
+        stand_ins: As for `Placement`; the function reads these.
     """
-    own = Decided() if loss_placement == "tower" else None
+    decided = Decided() if loss_placement == "tower" else None
     trace = functools.partial(
         *(Trace, function, spec),
         updates_apart=updates_apart is not None,
         parts=None if pipeline.alone else pipeline.parts,
         keeps_loss_scale=keeps_loss_scale,
     )
-    given = {"copied": copied, "decided": own, "home": home}
-    given["stand_ins"] = stand_ins
-    given |= {"updates_apart": updates_apart, "pipeline": pipeline}
-    settled = functools.partial(_settled, **given)
+    arguments = {"copied": copied, "decided": decided, "home": home}
+    arguments["stand_ins"] = stand_ins
+    arguments |= {"updates_apart": updates_apart, "pipeline": pipeline}
+    settled = functools.partial(_settled, **arguments)
     verdict = settled(functools.partial(trace, True))
     if verdict.refused is None:
         return verdict
-    # Operations within a layer are needed outside: all are read one by one.
+    # A tensor within a region is needed outside: all operations are read one by one.
     return settled(functools.partial(trace, False))
 
 
 def _settled(trace, copied, decided, home, updates_apart, pipeline, stand_ins):
-    """Traces and places, again where one trace decides for the next."""
+    """Traces and places a function until the decisions no longer change."""
     at_home = frozenset()
     for traces in itertools.count(1):
         traced = trace(decided=decided, at_home=at_home)
@@ -132,9 +134,9 @@ def _settled(trace, copied, decided, home, updates_apart, pipeline, stand_ins):
 
 
 def _decided_by(verdict, at_home):
-    """Returns what a verdict decides for another trace: `Decided`, and what is home's.
+    """Returns the decisions for another trace: `Decided`, and operations of home.
 
-    `at_home` has the names of operations that were home's before.
+    `at_home` has the names of operations that were placed at home before.
     """
     decided, at_home = verdict.trace.decide(), at_home | verdict.placement.unreadable
     if decided is not None:
@@ -143,12 +145,12 @@ def _decided_by(verdict, at_home):
 
 
 class Partitioned:
-    """A function of a batch, traced and divided among home and towers.
+    """A function of a batch, traced and partitioned among home and towers.
 
     Attributes:
-        trace: The function as it was traced.
+        trace: The traced function.
         placement: Where its operations run.
-        copied: The variables that towers have copies of, if they have some.
+        copied: The variables that towers have copies of, if any.
         pipeline: How the devices of a tower share the model.
     """
 
@@ -158,12 +160,12 @@ class Partitioned:
         towers_stay: bool = False,
         differentiable: bool = False,
     ):
-        """Takes a function that was judged.
+        """Takes a judged function.
 
         Args:
-            verdict: What was decided about it.
+            verdict: The decisions about the function.
             towers_stay: See `phases.phases`.
-            differentiable: The same.
+            differentiable: See `phases.phases`.
 
         Raises:
             PartitionError: Towers cannot compute the function.
@@ -176,39 +178,44 @@ class Partitioned:
 
     @functools.cached_property
     def phases(self) -> list[list[Phase]]:
-        """The phases in order: each for every copy of the variables."""
-        of_first = phases(
+        """The phases in order, each as a list with one phase for each copy."""
+        first_phases = phases(
             *(self.trace, self.placement),
             pipeline=self.pipeline,
             towers_stay=self._towers_stay,
             differentiable=self._differentiable,
         )
         return [
-            [phase.of_copy(handles) for handles in self.handles] for phase in of_first
+            [phase.of_copy(handles) for handles in self.handles]
+            for phase in first_phases
         ]
 
     def staged(self, rows: int) -> list[Any]:
-        """Returns what the stages of a tower compute, in order, if layers are placed.
+        """Returns the staged phases of a tower, in order, if layers are placed.
 
         Args:
-            rows: Number of a tower's examples.
+            rows: The number of a tower's examples.
         """
         first_copies = [phase for phase, *_ in self.phases]
-        some = [p for p in first_copies if p.makes and p.labels is not None]
+        staged_phases = [p for p in first_copies if p.makes and p.labels is not None]
         shapes: dict[Any, tf.TensorShape] = {}
-        return [phase.staged_of(rows, shapes) for phase in some]
+        return [phase.staged_of(rows, shapes) for phase in staged_phases]
 
     @property
     def handles(self) -> Sequence[Mapping[int, tf.Tensor]]:
-        """See `Copied`; without copies, that of home alone."""
+        """The handles of each copy, as in `Copied`; an empty mapping without any."""
         return [{}] if self.copied is None else self.copied.handles
 
     def lines(self, name: str) -> Sequence[str]:
-        """Says what the function, of some name, cannot compute on towers."""
+        """Returns sentences about operations that towers cannot compute on their own.
+
+        Args:
+            name: The name of the function, for the sentences.
+        """
         return [*self.placement.lines(name), *self.compiled(name)]
 
     def by_xla(self, name: str) -> Sequence[str]:
-        """Says what the function, of some name, does otherwise if XLA compiles it."""
+        """Returns sentences about differences if XLA compiles the named function."""
         lines = []
         phases = [phase for phase, *_ in self.phases if phase.place.on_towers]
         on_device = [phase for phase in phases if phase.place.on_device]
@@ -231,7 +238,7 @@ class Partitioned:
         return lines
 
     def updated(self, name: str) -> Sequence[str]:
-        """Says which updates of the function, of some name, XLA would not compile."""
+        """Returns sentences about updates of the function that XLA does not compile."""
         updates = [phase for phase, *_ in self.phases if phase.place.updates]
         if all(map(has_known_shapes, updates)):
             return []
@@ -241,7 +248,7 @@ class Partitioned:
         ]
 
     def compiled(self, name: str) -> Sequence[str]:
-        """Says what the function, of some name, does without XLA."""
+        """Returns sentences about XLA that the named function asks for in vain."""
         if not self.trace.compiled:
             return []
         return [
@@ -251,7 +258,7 @@ class Partitioned:
 
     @property
     def stateful_draws(self) -> list[str]:
-        """Phrases that tell where random numbers are drawn of no variable's state."""
+        """The locations of random draws that use no state of a variable, as phrases."""
         return [where(op) for op in self.placement.order if op.type in STATEFUL_DRAWS]
 
     def __call__(
@@ -267,16 +274,16 @@ class Partitioned:
         """Adds a call to the graph being built.
 
         Args:
-            plan: Which towers compute, and where home is.
-            local_batches: What each tower has of the batch, on its device.
+            plan: The towers and the home device.
+            local_batches: Each tower's part of the batch, on its device.
             size: Number of examples of the batch.
-            whole: The batch, if all of it is there.
-            execution: How it is executed.
-            timers: Measure its phases, if anything does.
-            guard: Stops it if gradients are not finite, if anything does.
+            whole: The whole batch, if available.
+            execution: How to execute the call.
+            timers: Measure the phases, if given.
+            guard: Stops the step if gradients are not finite, if given.
 
         Returns:
-            What the function returns for the whole batch, at home.
+            The function's results for the whole batch, at home.
         """
         return self.on_copies(
             plan, local_batches, size, whole, execution, timers, guard
@@ -295,9 +302,9 @@ class Partitioned:
         """Adds a call to the graph being built; see `__call__`.
 
         Returns:
-            What the function returns, at home; then what of it the device of each other
-            copy has, in the same structure: sums that were all-reduced, `None` for all
-            else.
+            The function's results at home; then, in the same structure, the results on
+            the device of each other copy: sums that were all-reduced, `None` for all
+            others.
         """
         about = self.trace, self.placement, self.copied, self.updates_apart
         cut = Cut(*about, self.phases)

@@ -1,4 +1,4 @@
-"""Makes functions of a traced function's operations: of those that run in one go."""
+"""Makes functions of the operations of a traced function that run together."""
 
 import collections
 import dataclasses
@@ -34,12 +34,12 @@ _OF_ROWS = {COLUMNS, LAST, PACKED, ROWS, SHAPE, TURNED}
 
 
 class Group(NamedTuple):
-    """Operations that run in one go.
+    """Operations that run together.
 
     Attributes:
         place: Where and when they run.
-        operations: In an order in which they may run.
-        exported: The names of those of which others take what they make from here.
+        operations: The operations, in an order in which they may run.
+        exported: The names of operations whose results other groups take from this one.
     """
 
     place: Place
@@ -48,12 +48,12 @@ class Group(NamedTuple):
 
 
 class StateUse(NamedTuple):
-    """Tells what a group of operations does to variables and other state.
+    """The use that a group of operations makes of variables and other state.
 
     Attributes:
-        stateful: Whether it has to do with any.
-        reads: Whether it reads a trainable variable.
-        updates: Whether it may change one.
+        stateful: Whether the group uses any state.
+        reads: Whether the group reads a trainable variable.
+        updates: Whether the group may change a trainable variable.
     """
 
     stateful: bool
@@ -62,19 +62,19 @@ class StateUse(NamedTuple):
 
 
 def as_placed(placement: Placement) -> list[Group]:
-    """Returns the groups of operations, each of which runs once."""
+    """Returns the groups of operations with equal places, each to run once."""
     groups = collections.defaultdict(list)
     for op in placement.order:
-        if (place := placement.places.get(op.name)) is not None:
-            groups[place].append(op)
+        if (op_place := placement.places.get(op.name)) is not None:
+            groups[op_place].append(op)
     return [
-        Group(place, groups[place], {op.name for op in groups[place]})
-        for place in sorted(groups)
+        Group(op_place, groups[op_place], {op.name for op in groups[op_place]})
+        for op_place in sorted(groups)
     ]
 
 
 def use_of_state(group: Group, trace: Trace, placement: Placement) -> StateUse:
-    """Returns what a group does to variables and other state."""
+    """Returns the use that a group makes of variables and other state."""
     trained = {id(variable.handle) for variable in trace.graph.trainable_variables}
     stateful = reads = updates = False
     for op in group.operations:
@@ -87,7 +87,7 @@ def use_of_state(group: Group, trace: Trace, placement: Placement) -> StateUse:
 
 
 class Late:
-    """Groups in which home reads as late as it can.
+    """Groups in which home reads variables as late as possible.
 
     Attributes:
         groups: The groups, in the order in which they run.
@@ -100,15 +100,15 @@ class Late:
         self._pure = {
             op.name
             for op in placement.order
-            if (place := placement.places.get(op.name)) is not None
-            and not place.on_towers
-            # Nobody may ask for what checks.
+            if (op_place := placement.places.get(op.name)) is not None
+            and not op_place.on_towers
+            # Operations that only check have no output to ask for.
             and op.outputs
             and op.name not in trace.loss_scales
             and not effects.checks(op)
             and not any(effects.of([op]))
         }
-        # By handle, the operations that may change a variable.
+        # The operations that may change a variable, by its handle.
         self._writes = collections.defaultdict(list)
         for op in self._placed():
             if any(effects.of([op])):
@@ -120,12 +120,12 @@ class Late:
         self._send()
         for op in self._placed():
             if op.name not in self._pure:
-                # An optimizer runs where what it needs is computed again.
-                place = dataclasses.replace(placement.places[op.name], updates=False)
-                self._export(op, place)
+                # An update runs on the level where its inputs are computed again.
+                op_place = dataclasses.replace(placement.places[op.name], updates=False)
+                self._export(op, op_place)
         for tensor in [*trace.returned, *trace.targets]:
             self._run_early(tensor.op)
-        self.groups = [self._group(place) for place in sorted(self._members)]
+        self.groups = [self._group(op_place) for op_place in sorted(self._members)]
 
     def _placed(self):
         return [op for op in self._placement.order if op.name in self._placement.places]
@@ -137,11 +137,11 @@ class Late:
         return Group(place, operations, exported)
 
     def _send(self):
-        """Places what home makes for towers, where the first of them needs it."""
+        """Places home's results for towers on the level that first needs them."""
         needed: dict[str, int] = {}
         for op in reversed(self._placed()):
-            place = self._placement.places[op.name]
-            level = place.level if place.on_towers else needed.get(op.name)
+            op_place = self._placement.places[op.name]
+            level = op_place.level if op_place.on_towers else needed.get(op.name)
             for tensor in op.inputs if level is not None else ():
                 if (name := tensor.op.name) in self._pure:
                     needed[name] = min(needed.get(name, level), level)
@@ -150,31 +150,36 @@ class Late:
                 level = self._placement.places[op.name].level
                 if self._may_read(op, needed[op.name], None):
                     level = needed[op.name]
-                made = [self._exported.get(tensor.op.name) for tensor in op.inputs]
-                level = max([level, *(p.level for p in made if p and not p.on_towers)])
+                input_places = [
+                    self._exported.get(tensor.op.name) for tensor in op.inputs
+                ]
+                level = max(
+                    [level, *(p.level for p in input_places if p and not p.on_towers)]
+                )
                 on_device = self._placement.places[op.name].on_device
                 self._export(op, Place(level, on_towers=False, on_device=on_device))
 
     def _export(self, op, place):
-        """Has an operation run at a place, for all that take what it makes."""
+        """Makes an operation run at a place, for all consumers of its results."""
         self._exported[op.name] = place
         self._members[place].add(op.name)
         if not place.on_towers:
             root = None if op.name in self._pure else op
-            # It is computed where it is needed: a seed on the host, say.
+            # Inputs are computed at the same place: a seed on the host, say.
             at = Place(place.level, on_towers=False, on_device=place.on_device)
             for tensor in op.inputs:
                 self._schedule(tensor.op, at, root)
 
     def _run_early(self, op):
-        """Has an operation run as soon as it can, if nobody needs it before."""
+        """Makes an operation run as early as possible, unless it is placed already."""
         if op.name in self._pure and op.name not in self._exported:
             self._export(op, self._placement.places[op.name])
 
     def _schedule(self, op, place, root):
         """Schedules an operation at home at a place, where a consumer needs it.
 
-        `root` is the operation that changes something, and needs it in the end.
+        `root` is the operation that changes a variable, and needs the result in the
+        end.
         """
         level = place.level
         if (op.name, place) in self._seen:
@@ -191,7 +196,7 @@ class Late:
             self._schedule(tensor.op, place, root)
 
     def _is_fresh(self, op, level, root):
-        """Tells whether an operation may make another value if it runs at a level."""
+        """Checks whether an operation may return another value if run at a level."""
         waiting, seen = [op], set()
         while waiting:
             op = waiting.pop()
@@ -204,7 +209,7 @@ class Late:
         return False
 
     def _is_added_to(self, op, level, root):
-        """Tells whether a tower would add to what home assigns, having been sent it."""
+        """Checks whether `root` assigns a variable's old value plus a tower's."""
         if root.type != "AssignVariableOp":
             return False
         waiting, seen = [op], set()
@@ -221,24 +226,24 @@ class Late:
         return False
 
     def _may_come_home(self, op):
-        """Tells whether a tower makes something without rows, and of no gradient."""
-        place = self._placement.places.get(op.name)
-        if place is None or not place.on_towers or any(effects.of([op])):
+        """Checks whether a tower's result has no rows, and is part of no gradient."""
+        op_place = self._placement.places.get(op.name)
+        if op_place is None or not op_place.on_towers or any(effects.of([op])):
             return False
         region = self._trace.regions.get(op.name)
         kinds = {*map(self._placement.kind, op.outputs)}
         return (region is None or region.layer is not None) and not kinds & _OF_ROWS
 
     def _may_read(self, op, level, root):
-        """Tells whether an operation reads a variable, and may do so at a level."""
-        handles, places = self._handles(op), self._placement.places
+        """Checks whether an operation reads a variable, and may do so at a level."""
+        handles, place_of = self._handles(op), self._placement.places
         if not handles:
             return False
         for handle in handles:
             writes = self._writes[handle]
-            if not any(places[write.name].level < level for write in writes):
+            if not any(place_of[write.name].level < level for write in writes):
                 continue
-            # The step has written it before, and now adds something, say.
+            # The step has written the variable before, and now adds to it, say.
             if root is None or root.type != "AssignVariableOp":
                 return False
             begin, end = self._order[op.name], self._order[root.name]
@@ -261,12 +266,12 @@ _ROWS = "towers_rows"
 
 
 class Taken(NamedTuple):
-    """What a phase is called with.
+    """An input of a phase.
 
     Attributes:
         tensor: A tensor of the traced function.
-        whole: Whether it is the whole batch's, where towers have parts.
-        rows: Whether it has a tower's rows, one an example.
+        whole: Whether the input is the whole batch's value, where towers have parts.
+        rows: Whether the input has a tower's rows, one an example.
     """
 
     tensor: tf.Tensor
@@ -279,12 +284,13 @@ class _Part:
 
     Attributes:
         graph: The graph.
-        operations: The operations, as the trace has them.
-        takes: What it is fed with.
-        feeds: The names of that.
-        captured: What it takes from outside of the function, by the names of that.
-        draws: Whether it draws a tower's rows of random numbers.
-        makes: The tensors that it returns.
+        operations: The operations of the trace.
+        takes: The inputs of the phase.
+        feeds: The names of the inputs in the graph.
+        captured: The captured tensors from outside the function, by their names in the
+            graph.
+        draws: Whether the phase draws a tower's rows of random numbers.
+        makes: The tensors that the phase returns.
     """
 
     def __init__(self, placement, place, operations, read_before, wanted, exported):
@@ -328,9 +334,9 @@ class _Part:
             add_copy(self.graph, op, inputs + waits).device = ""
 
     def _waits(self, op):
-        """The names of those of its operations that one waits for.
+        """Yields the names of the operations in this part that an operation waits for.
 
-        What it waits for may be in another phase, and wait for one of these.
+        A chain of waits may lead through operations of another phase.
         """
         waits = self._placement.waits
         waiting, seen = [*waits.get(op.name, ())], set()
@@ -345,25 +351,25 @@ class _Part:
                 waiting += waits.get(name, ())
 
     def function(self, gated: bool = False, stays: bool = False) -> PartFunction:
-        """Returns what takes what it is fed with, and behind that what it captures.
+        """Returns the function of the inputs and the captured tensors, in this order.
 
-        It is the same for all copies of the variables.
+        The function is the same for all copies of the variables.
 
         Args:
-            gated: Whether it takes, before all else, what has to be there before it
-                does anything: a boolean scalar.
-            stays: Whether it stays a function in the step's graph.
+            gated: Whether the function takes, before all else, a gate: a boolean scalar
+                that has to be computed before the function has any effect.
+            stays: Whether the function stays a function in the step's graph.
         """
         if (gated, stays) not in self._functions:
             types = [taken.tensor.dtype for taken in self.takes]
             types += [tf.int32] if self.draws else []
-            types += [each.dtype for each in self.captured.values()]
+            types += [captured.dtype for captured in self.captured.values()]
             self._functions[gated, stays] = PartFunction(
                 self.graph,
                 [*zip([*self.feeds, *self.captured], types, strict=True)],
                 self.makes,
                 self._written,
-                # An update waits for what has read the variable.
+                # An update waits for the gathers that read the variable.
                 runs_anyway(self.operations[0].graph)
                 | dict.fromkeys(self._gathers.reads, False),
                 self.captured.keys() if gated else None,
@@ -372,56 +378,58 @@ class _Part:
         return self._functions[gated, stays]
 
     def _drawn_by(self, op):
-        """The function that draws a tower's rows, one for all operations alike."""
-        made = op.outputs[0]
-        alike = op.type, made.dtype, made.shape.rank
-        alike += tuple((each.dtype, str(each.shape)) for each in op.inputs)
-        if alike not in self._drawing:
-            self._drawing[alike] = draws_of(op)
-        return self._drawing[alike]
+        """Returns the function that draws a tower's rows; equal draws share it."""
+        output = op.outputs[0]
+        signature = op.type, output.dtype, output.shape.rank
+        signature += tuple((tensor.dtype, str(tensor.shape)) for tensor in op.inputs)
+        if signature not in self._drawing:
+            self._drawing[signature] = draws_of(op)
+        return self._drawing[signature]
 
     def _has_rows(self, tensor, whole):
         rows = self._place.on_towers and not whole and tensor.shape.rank
         return bool(rows) and self._placement.is_a_row_an_example(tensor)
 
     def _name(self, op, i):
-        """The name of an input of an operation, as the phase has it."""
+        """Returns the name, in the phase's graph, of an input of an operation."""
         tensor, placement = op.inputs[i], self._placement
         if (parameter := placement.parameter(tensor)) is not None:
             return self._gathers.add(op, tensor, parameter)
         if tensor.op.name not in self._members:
             tensor = self._read_before.get(key(tensor), tensor)
-        whole = self._place.on_towers and placement.takes_total(op, i)
-        if tensor.op.name in self._members and not whole:
+        is_total = self._place.on_towers and placement.takes_total(op, i)
+        if tensor.op.name in self._members and not is_total:
             return tensor.name
         if tensor.op.type == "Const":
             self._constants[tensor.op.name] = tensor.op
             return tensor.name
-        named = key(tensor), whole
-        if named not in self._names:
-            self._names[named] = feed = f"{_FEED}{len(self._names)}:0"
+        cache_key = key(tensor), is_total
+        if cache_key not in self._names:
+            self._names[cache_key] = feed = f"{_FEED}{len(self._names)}:0"
             if placement.is_captured(tensor):
                 self.captured[feed] = placement.outside(tensor)
             else:
-                self.takes.append(Taken(tensor, whole, self._has_rows(tensor, whole)))
+                self.takes.append(
+                    Taken(tensor, is_total, self._has_rows(tensor, is_total))
+                )
                 self.feeds.append(feed)
-        return self._names[named]
+        return self._names[cache_key]
 
 
 @dataclasses.dataclass
 class Phase:
-    """Operations that run in one go, at home or on each tower.
+    """Operations that run together, at home or on each tower.
 
     Attributes:
         place: Where and when they run.
         part: The operations.
-        captured: What it takes from outside of the function, by the names of that.
-        operations: The names of its operations.
+        captured: The captured tensors from outside the function, by their names.
+        operations: The names of the operations.
         labels: The part of the model that each operation was made for, if several
-            stages compute them, or parts compute again what they have not kept.
+            stages compute them, or if parts recompute activations.
         pipeline: How the devices of a tower share the model.
-        stays: Whether it stays a function in the step's graph; see `phases`.
-        differentiable: Whether TensorFlow may differentiate its calls.
+        stays: Whether the phase stays a function in the step's graph; see `phases`.
+        differentiable: Whether TensorFlow may differentiate calls of the phase.
     """
 
     place: Place
@@ -451,20 +459,20 @@ class Phase:
 
         Args:
             placement: Where the operations of the traced function run.
-            place: Where these do.
-            operations: In an order in which they may run.
-            wanted: The keys of what is needed of all operations.
-            exported: The names of those from which others take it here.
+            place: Where the operations of the phase run.
+            operations: The operations, in an order in which they may run.
+            wanted: The keys of tensors that are needed outside their phases.
+            exported: The names of operations whose results others take from this phase.
             read_before: See `Placement.reads`.
             labels: See the attributes.
-            pipeline: The same.
-            stays: The same, if it runs on towers.
-            differentiable: The same.
+            pipeline: See the attributes.
+            stays: See the attributes; applies to phases on towers.
+            differentiable: See the attributes.
         """
         part = _Part(placement, place, operations, read_before, wanted, exported)
         names = [op.name for op in operations]
         labels = labels if place.on_towers and place.on_device else None
-        # What is on several devices has to be copied.
+        # A function has one device; captured tensors may be on several.
         stays = stays and place.on_towers and not part.captured
         about = names, labels, pipeline, stays, differentiable
         return cls(place, part, part.captured, *about)
@@ -475,19 +483,20 @@ class Phase:
 
     @property
     def takes(self) -> list[Taken]:
-        """What it is called with."""
+        """The inputs of the phase."""
         return self.part.takes
 
     @property
     def makes(self) -> list[tf.Tensor]:
-        """The tensors that it returns."""
+        """The tensors that the phase returns."""
         return self.part.makes
 
     @property
     def draws(self) -> bool:
-        """Whether it takes, behind all else, the first example's number, and a count.
+        """Whether the phase takes, as its last input, the row range of its draws.
 
-        The count is that of the examples.
+        The range is an int32 vector: the index of the first example, and the number of
+        examples.
         """
         return self.part.draws
 
@@ -495,12 +504,13 @@ class Phase:
         """Returns the phase for a copy of some variables.
 
         Args:
-            handles: By the `id` of the handle of a variable, that of its copy.
+            handles: The handles of the copies, by the `id` of the variable's handle.
         """
         captured = {
-            feed: handles.get(id(each), each) for feed, each in self.captured.items()
+            feed: handles.get(id(handle), handle)
+            for feed, handle in self.captured.items()
         }
-        if all(each is self.captured[feed] for feed, each in captured.items()):
+        if all(handle is self.captured[feed] for feed, handle in captured.items()):
             return self
         return dataclasses.replace(self, captured=captured)
 
@@ -514,21 +524,21 @@ class Phase:
 
     @functools.cached_property
     def checks(self) -> bool:
-        """Whether it stops the program if something is not as expected."""
+        """Whether the phase stops the program if a check fails."""
         return any(map(effects.checks, self.part.operations))
 
     @property
     def has_stages(self) -> bool:
-        """Whether the stages of a tower share its operations."""
-        # What only checks makes nothing that stages could hand on.
-        several = self.labels is not None and self.pipeline.stages > 1
-        return several and bool(self.makes)
+        """Whether the stages of a tower share the operations of the phase."""
+        # A phase that only checks has no results that stages could hand on.
+        is_shared = self.labels is not None and self.pipeline.stages > 1
+        return is_shared and bool(self.makes)
 
     def staged(self, timed: bool = False) -> Any:
-        """Returns what the stages of a tower compute of it, in turns: a `Staged`.
+        """Returns the phase cut into stages that take turns: a `Staged`.
 
-        It takes what the phase takes, and behind that what it draws with; and returns
-        what the phase makes.
+        Its inputs are those of the phase, then the row range of draws; its outputs are
+        those of the phase.
 
         Args:
             timed: See `Staged`.
@@ -538,12 +548,12 @@ class Phase:
         return self._staged[timed]
 
     def staged_of(self, rows: int, shapes: dict[Any, tf.TensorShape]) -> Any:
-        """Returns the same for a known number of a tower's examples.
+        """Returns the staged phase for a known number of a tower's examples.
 
         Args:
-            rows: The number.
-            shapes: By their keys, the shapes of what phases before have made. Those of
-                what this one makes are added.
+            rows: The number of examples.
+            shapes: The shapes of the outputs of earlier phases, by their keys. The
+                shapes of this phase's outputs are added.
         """
         specs = self._specs
         for i, taken in enumerate(self.takes):
@@ -551,8 +561,8 @@ class Phase:
             shape = shapes.get(key(taken.tensor), shape)
             specs[i] = tf.TensorSpec(shape, specs[i].dtype)
         function = traced(self._run, *specs)
-        made = [tensor.shape for tensor in function.outputs]
-        shapes.update(zip(map(key, self.makes), made, strict=True))
+        output_shapes = [tensor.shape for tensor in function.outputs]
+        shapes.update(zip(map(key, self.makes), output_shapes, strict=True))
         return self._cut(function)
 
     def _cut(self, function, timed=False):
@@ -563,7 +573,10 @@ class Phase:
             id(self.captured[feed]): parts.get(id(handle))
             for feed, handle in self.part.captured.items()
         }
-        inside = {key(each): of_copy.get(id(of)) for of, each in graph.captures}
+        inside = {
+            key(captured): of_copy.get(id(outside))
+            for outside, captured in graph.captures
+        }
         return feature("stages.staged").Staged(
             *(graph, graph.inputs[:count], graph.outputs),
             *(self.labels, self.pipeline, inside),
@@ -572,7 +585,7 @@ class Phase:
 
     @functools.cached_property
     def _recomputing(self):
-        """A function that computes again what its parts have not kept."""
+        """The function that recomputes activations that its parts have not kept."""
         function = feature("stages.phases").recomputing(
             traced(self._run, *self._specs), self.labels
         )
@@ -582,7 +595,7 @@ class Phase:
 
     @functools.cached_property
     def _traced(self):
-        """A function that TensorFlow can differentiate, as it has its graph."""
+        """The function with a graph, which TensorFlow can differentiate."""
         return traced(self._run, *self._specs, stays=self.stays)
 
     @functools.cached_property
@@ -599,29 +612,29 @@ class Phase:
         return self._imported(values, [*map(_captured, self.captured.values())])
 
     def _imported(self, values, captured):
-        """Copies its operations into the graph being built."""
+        """Copies the operations into the graph being built."""
         fed = dict(zip(self.part.feeds, values, strict=True))
         fed.update(zip(self.captured, captured, strict=True))
         names = [tensor.name for tensor in self.makes]
-        found = tf.graph_util.import_graph_def(self.part.graph, fed, names, name="")
-        for tensor, like in zip(found, self.makes, strict=True):
+        outputs = tf.graph_util.import_graph_def(self.part.graph, fed, names, name="")
+        for tensor, like in zip(outputs, self.makes, strict=True):
             tensor.set_shape(like.shape)
-        return found
+        return outputs
 
     def compiles_on(self, device: str | None) -> bool:
-        """Tells whether XLA can compile it: if all that it takes is on that device.
+        """Checks whether XLA can compile the phase: all captures are on the device.
 
-        `device` is `None` if it is not known.
+        `device` is `None` if unknown.
         """
-        captured = {short(each.device) for each in self.captured.values()}
-        here = self.place.on_device and captured <= {device}
-        return here and not self.hands_on_lists
+        captured = {short(tensor.device) for tensor in self.captured.values()}
+        on_device = self.place.on_device and captured <= {device}
+        return on_device and not self.hands_on_lists
 
     @property
     def hands_on_lists(self) -> bool:
-        """Whether it takes or makes lists, as a loop does for its gradient."""
+        """Whether the phase takes or returns lists, as loops do for their gradients."""
         tensors = [*self.makes, *(taken.tensor for taken in self.takes)]
-        return any(each.dtype == tf.variant for each in tensors)
+        return any(tensor.dtype == tf.variant for tensor in tensors)
 
     @functools.cached_property
     def _compiled(self):
@@ -636,26 +649,27 @@ class Phase:
         """Adds a call to the graph being built, on the device of the scope.
 
         Args:
-            values: What it takes.
-            xla: Whether XLA compiles it.
-            gate: What has to be there before it does anything: a boolean scalar.
+            values: The inputs.
+            xla: Whether XLA compiles the call.
+            gate: A boolean scalar that has to be computed before the call has any
+                effect.
 
         Returns:
-            What it makes.
+            The outputs.
         """
         if xla:
             with tf.control_dependencies([] if gate is None else [gate]):
                 return self._compiled(*values)
-        again = self.labels is not None and self.pipeline.recompute != "none"
-        if again and self.pipeline.stages == 1:
+        recomputes = self.labels is not None and self.pipeline.recompute != "none"
+        if recomputes and self.pipeline.stages == 1:
             return self._recomputing(*values)
         if self.differentiable and gate is None:
             return self._traced(*values)
         if self.differentiable:
             return self._traced_and_gated(gate, *values)
         function = self.part.function(gate is not None, self.stays)
-        given = [*values, *self.captured.values()]
-        return function(given if gate is None else [gate, *given])
+        arguments = [*values, *self.captured.values()]
+        return function(arguments if gate is None else [gate, *arguments])
 
     def of_rows(
         self,
@@ -665,15 +679,15 @@ class Phase:
         usual: int | None,
         xla: bool = False,
     ) -> Sequence[tf.Tensor]:
-        """Adds a call for a number of rows that the graph finds out; see `__call__`.
+        """Adds a call for a number of rows that is known at run time; see `__call__`.
 
         Args:
-            values: What it takes.
+            values: The inputs.
             size: The number of rows, a scalar.
-            idle: Whether there may be none, for which nothing is computed.
+            idle: Whether there may be no rows, for which nothing is computed.
             usual: The usual number of rows, for which shapes are known in advance;
                 `None` to treat all numbers alike.
-            xla: Whether XLA compiles it for the usual number.
+            xla: Whether XLA compiles the call for the usual number.
         """
         if not idle and usual is None:
             return self(values)
@@ -701,19 +715,20 @@ class Phase:
         return tf.cond(size == usual, as_usual, some)
 
     def _shaped(self, values, rows):
-        """Values, with the number of rows in the shape of those that are rows."""
+        """Returns values with the row count in the shapes of those that have rows."""
         shaped = [*values]
         for i, taken in enumerate(self.takes):
             if taken.rows:
                 value = values[i]
-                # All of it. `ensure_shape` would be checked in the other branch, too.
+                # The slice takes all rows. `ensure_shape` would fail in the other
+                # branch, too.
                 shape = [rows, *(-1 if n is None else n for n in value.shape[1:])]
                 shaped[i] = tf.slice(value, [0] * len(shape), shape)
         return shaped
 
 
 def _captured(tensor):
-    """Returns what stands, in the graph being built, for a tensor from outside."""
+    """Returns the captured tensor, in the graph being built, of an outside tensor."""
     return tf.compat.v1.get_default_graph().capture(tensor)
 
 
@@ -728,17 +743,17 @@ def phases(
     """Returns the phases of a traced function, in the order in which they run.
 
     Args:
-        trace: The function.
+        trace: The traced function.
         placement: Where its operations run.
-        groups: What runs in one go, by default as it is placed.
+        groups: The operations that run together; by default, those with equal places.
         pipeline: How the devices of a tower share the model.
-        towers_stay: Whether what towers compute stays a function in the step's graph.
-            If not, TensorFlow copies it into that graph, once for each tower, and
-            optimises all of them together: a longer start for a slightly faster step.
-        differentiable: Whether TensorFlow may differentiate calls, for which it has to
-            trace the phases.
+        towers_stay: Whether the phases of towers stay functions in the step's graph. If
+            not, TensorFlow inlines them, once for each tower, and optimizes all of them
+            together: a longer start for a slightly faster step.
+        differentiable: Whether TensorFlow may differentiate calls, for which the phases
+            have to be traced.
     """
-    # Where home reads as late as it can, nothing is read once for several uses.
+    # Where home reads as late as possible, reads are not shared between uses.
     read_before = placement.reads() if groups is None else {}
     groups, wanted = as_placed(placement) if groups is None else groups, set()
     for group in groups:
@@ -753,8 +768,8 @@ def phases(
         wanted.add(key(tensor))
     return [
         Phase.of(
-            *(placement, place, operations, wanted, exported),
+            *(placement, group_place, operations, wanted, exported),
             *(read_before, trace.labels, pipeline, towers_stay, differentiable),
         )
-        for place, operations, exported in groups
+        for group_place, operations, exported in groups
     ]

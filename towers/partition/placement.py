@@ -1,17 +1,18 @@
 """Decides where each operation of a traced function runs: on the towers, or at home.
 
-What has one row an example runs on each tower, with the tower's rows. Sums and means
-over examples run there, too, and each tower has its part of them: they are added where
-something takes them that is not linear, such as an optimizer, a metric, or a norm. What
-does not depend on examples runs once, at home, and so does what lets examples meet, on
-the rows of all towers. Compilers call this partitioning by propagated shardings (GSPMD,
-Xu et al. 2021): a tensor is split by rows, replicated, or partial.
+Operations with one row an example run on each tower, with the tower's rows. Sums and
+means over examples run there, too, and each tower has its part of the total: the parts
+are reduced where a nonlinear operation takes them, such as an optimizer, a metric or a
+norm. Operations that do not depend on examples run once, at home, and so do operations
+that mix examples, on the rows of all towers. In the terms of GSPMD (Xu et al. 2021),
+which partitions by propagated shardings, a tensor is split by rows, replicated, or
+partial.
 
-What is small, whole, and made of what home reads, such as a seed, home makes on the
-host: a GPU reads seeds there, and would be waited for at each Dropout. What is small
-and made of totals alone runs at home, too, so that each tower computes once, and not
-again for a metric's mean. Look-ups are apart, where the table lives, so that only rows
-travel.
+Home computes small integers from its own values, such as a seed, on the host: a GPU
+reads seeds from host memory, and would otherwise stall at each Dropout. Small tensors
+that depend on totals alone are computed at home, too, so that each tower runs once, and
+not again for the mean of a metric. Look-ups run where the table is stored, so that only
+rows are sent.
 """
 
 import dataclasses
@@ -59,30 +60,30 @@ from towers.layers.sharded import WHOLE_SCOPE, ShardedVariable
 from towers.partition.trace import Region, Trace
 from towers.tower.errors import where
 
-# Each number takes as much of the counter as any other. Theirs are blocks of 16 bytes.
+# Draws in which each number advances the counter equally, by blocks of 16 bytes.
 SKIPPABLE = set(
     """StatelessRandomNormalV2 StatelessRandomUniformFullIntV2
     StatelessRandomUniformIntV2 StatelessRandomUniformV2""".split()
 )
 _SHAPE, _KEY, _COUNTER = range(3)
-# They make of a seed, which GPUs read in the host's memory, what the former take.
+# Operations that derive key and counter from a seed, which GPUs read in host memory.
 OF_SEED = {"StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg"}
-# What towers have of a tensor, so that it makes the batch's.
+# Kinds of tensors that towers compute parts of.
 _ON_TOWERS = COLUMNS, LAST, MEAN, OWN, PACKED, ROWS, SHAPE, SIZE, SUM, TURNED
 _TOTALS = MEAN, SIZE, SUM
-# Home computes nothing larger that towers can compute, too.
+# Home computes no tensor of this many elements that towers can compute, too.
 _MANY = 1024
 _OF_ONE_VARIABLE = set(
     "AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp".split()
 )
-# What reads a variable in a way that hosts can exchange.
+# The operation that looks up rows of a variable, which hosts can exchange.
 LOOK_UP = "ResourceGather"
 _EXCHANGED = {LOOK_UP, "ReadVariableOp"}
-# A value with another type or layout is made again from what is gathered.
+# Operations that are repeated on a gathered value, for another type or layout.
 _LAYOUT = set("Cast Identity Reshape Transpose ExpandDims Squeeze".split())
-# They are stateful for TensorFlow, as each makes another value.
+# Stateful for TensorFlow only because each call creates another value.
 _FRESH = {"EmptyTensorList"}
-# By type, the place of the shape among what a stateful operation takes that draws.
+# The index of the shape among the inputs of a stateful draw, by type of operation.
 STATEFUL_DRAWS = {
     "RandomStandardNormal": 0,
     "RandomUniform": 0,
@@ -100,21 +101,21 @@ _SHAPE_OF_DRAW = dict.fromkeys(STATELESS_DRAWS | SKIPPABLE, 0) | STATEFUL_DRAWS
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """Tells where and when an operation runs.
+    """Where and when an operation runs.
 
     Attributes:
-        level: Operations of one level run in one go: first those on the host, then at
-            home, then on the copies, then optimizers, then those on the towers.
+        level: Operations of one level run together: first those on the host, then those
+            at home, on the copies, of optimizers, and on the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
         updates: Whether it is an optimizer's `apply`, which runs by itself.
-        on_copies: Whether it runs on each copy of the variables, as at home.
+        on_copies: Whether it runs on each copy of the variables, home being the first.
         on_device: Whether it runs on the device of home, or of the tower. If not, home
-            runs it on the host, and a tower at home, as it does a look-up of rows.
-        exchanges: Whether it reads a variable in parts, which devices, or hosts,
-            exchange once for all towers of a host.
+            runs it on the host, and a tower runs it at home, as for look-ups of rows.
+        exchanges: Whether it reads a sharded variable, which devices or hosts exchange
+            once for all towers of a host.
     """
 
-    # In the order in which they are compared: what runs later is larger.
+    # In the order of comparison: later operations compare greater.
     level: int
     on_towers: bool
     on_device: bool = True
@@ -123,7 +124,7 @@ class Place:
     exchanges: bool = False
 
     def is_behind(self, other: "Place") -> bool:
-        """Tells whether, at the same level, it runs later than the other."""
+        """Checks whether this place, on the same level, comes later than the other."""
         return dataclasses.replace(self, level=other.level) > other
 
 
@@ -131,19 +132,21 @@ class Placement:
     """Places the operations of a traced function.
 
     Attributes:
-        places: By name, the place of each operation that is needed; constants have
-            none, as whoever takes one has it.
-        own_rows: The names of those that each tower runs with its rows, taken for the
-            batch; see `tower/preprocess.py`.
-        order: Those operations, each behind what it takes.
-        gathered: What lets examples meet, and so runs at home on rows of all towers.
-        hosted: The names of those that run on the host, as does a GPU's random seed.
-        unreadable: The names of operations of which nothing may be known in the next
-            trace of the same function, as home has to run them.
+        places: The place of each needed operation, by name; constants have none, as
+            every consumer has its own.
+        own_rows: The names of operations that each tower runs with its rows, taken for
+            the batch; see `tower/preprocess.py`.
+        order: The needed operations, each after its inputs.
+        gathered: Operations that mix examples, and run at home on rows of all towers.
+        hosted: The names of operations that run on the host, such as a GPU's random
+            seed.
+        unreadable: The names of operations whose results must count as unknown in the
+            next trace of the same function, as home has to run them.
         refused: Why towers cannot compute the function, a sentence for each reason.
-        waits: By name, those that an operation waits for, whatever it takes.
-        assigned: The sharded parameters that the function assigns itself, which it is
-            refused for.
+        waits: The names of operations that an operation waits for, apart from its
+            inputs, by its name.
+        assigned: The sharded parameters that the function assigns itself, for which it
+            is refused.
     """
 
     def __init__(
@@ -157,24 +160,24 @@ class Placement:
 
         Args:
             trace: The traced function.
-            is_copied: Tells of a handle from outside whether each tower has a copy of
-                its variable.
+            is_copied: Returns whether each tower has a copy of the variable of an
+                outside handle.
             home: The device of home.
-            stand_ins: By the `id` of the handle of its stand-in, each variable in parts
-                that the function reads; see `sharded.stand_ins`.
+            stand_ins: The sharded variables that the function reads, by the `id` of the
+                handle of the stand-in; see `sharded.stand_ins`.
         """
         self._home, self._stand_ins = home, stand_ins
-        # What is gathered for each use, and what is read once for all.
+        # Variables gathered for each use, and variables read once for all towers.
         self._parameters, self._divided = {}, {}
         for handle, parts in stand_ins.items():
             known = self._parameters if parts.gathered_by_use else self._divided
             known[handle] = parts
-        # By the key of a parameter's value, as it is read or cast: the parameter.
+        # Sharded parameters, by the keys of their values as read or cast.
         self._values: dict[object, ShardedParameter] = {}
-        # By the same key: the operation that reads the variable. The value is that from
-        # before an update, or from after it, as this operation is.
+        # The operation that reads the variable, by the same keys. It decides whether
+        # the value is that before or after an update.
         self._read_by: dict[object, tf.Operation] = {}
-        # The names of operations that take such values; an update runs behind them.
+        # Names of operations that take such values; an update runs after all of them.
         self._gathering: list[str] = []
         self._outdated = (
             self._outdated_values(trace) if self._parameters else frozenset()
@@ -221,7 +224,7 @@ class Placement:
                 updates = op.name in trace.updates
                 exchanges = op.type in _EXCHANGED and self.parts_read(op) is not None
                 on_device = op.name not in self.hosted and not self._looks_up(op)
-                place = Place(
+                op_place = Place(
                     level=0,
                     on_towers=on_towers,
                     on_device=on_device and not exchanges,
@@ -229,8 +232,8 @@ class Placement:
                     on_copies=op.name in on_copies,
                     exchanges=exchanges,
                 )
-                level = self._level(op, place)
-                self.places[op.name] = dataclasses.replace(place, level=level)
+                level = self._level(op, op_place)
+                self.places[op.name] = dataclasses.replace(op_place, level=level)
         for tensor in trace.returned:
             if self._on_towers.get(tensor.op.name):
                 self._check_combined(None, tensor)
@@ -247,14 +250,14 @@ class Placement:
             self.refused += _refused_own(self._reader.own, trace.returned, self.order)
 
     def kind(self, tensor: tf.Tensor) -> Dependence:
-        """Tells how the towers' values of a tensor make the batch's."""
+        """Returns how to reduce the towers' values of a tensor to the batch's."""
         if self.is_extreme(tensor):
             return COUPLED
         kind = self._by_design.get(key(tensor)) or self._trace.added.get(key(tensor))
         return kind or self._reader.of(tensor)
 
     def is_extreme(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is the largest or smallest value over the rows."""
+        """Checks whether a tensor is the largest or smallest value over the rows."""
         return key(tensor) in self._reader.extremes
 
     def blocks(self, tensor: tf.Tensor) -> Blocks | None:
@@ -264,22 +267,23 @@ class Placement:
         return self._reader.blocks.of(tensor) or ((count,) if count > 1 else None)
 
     def is_a_row_an_example(self, tensor: tf.Tensor) -> bool:
-        """Tells whether it is known that each example has one row of a tensor."""
+        """Checks whether each example is known to have one row of a tensor."""
         rows = self.blocks(tensor) is None and self.kind(tensor) is ROWS
         return rows and self._reader.counts.of(tensor) == 1
 
     def takes_total(self, op: tf.Operation, index: int) -> bool:
-        """Tells whether an operation takes the whole batch's value of an input."""
+        """Checks whether an operation takes the whole batch's value of an input."""
         return self._trace.is_total(op, index)
 
     def is_gradient(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is a variable's gradient, or rows of a sparse one."""
+        """Checks whether a tensor is a gradient, or the values of a sparse one."""
         return key(tensor) in self._trace.gradients
 
     def reads(self) -> dict[object, tf.Tensor]:
-        """Returns, by the key of what reads a variable again, what has read it before.
+        """Returns the earlier reads of variables that are read again unchanged.
 
-        Nothing changes the variable in between.
+        Returns:
+            The value of the first read, by the key of the value of a later read.
         """
         first: dict[object, tf.Tensor] = {}
         again = {}
@@ -295,69 +299,66 @@ class Placement:
         return again
 
     def is_given(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor is a part of the batch, or the tower's fraction."""
+        """Checks whether a tensor is a part of the batch, or the tower's fraction."""
         return key(tensor) in self._given
 
     def parameter(self, tensor: tf.Tensor) -> ShardedParameter | None:
-        """Returns the sharded parameter of which a tensor is the value.
+        """Returns the sharded parameter that a tensor is the value of, or `None`.
 
-        Whoever takes the tensor gathers it, as nobody keeps it. It may be cast, or have
-        another layout. `None` if it is the value of none.
+        The value may be cast, or have another layout. Each consumer gathers the value,
+        as no device keeps it.
         """
         return self._values.get(key(tensor))
 
     def is_captured(self, tensor: tf.Tensor) -> bool:
-        """Tells whether a tensor comes from outside of the function."""
+        """Checks whether a tensor is captured from outside the function."""
         return key(tensor) in self._handles
 
     def outside(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the tensor that one of those stands for."""
+        """Returns the outside tensor of a captured tensor."""
         return self._handles[key(tensor)]
 
     def fixed(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Returns what a tensor is that no operation makes, or `None`.
-
-        That is a constant, or what comes from outside of the function.
-        """
+        """Returns the value of a constant or captured tensor; `None` for all others."""
         if tensor.op.type == "Const":
             return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         return self.outside(tensor) if self.is_captured(tensor) else None
 
     def parts_read(self, op: tf.Operation) -> Any:
-        """Returns the variable in parts, read once for all, that an operation takes."""
+        """Returns the sharded variable, read once for all, that an operation takes."""
         handles = (self._handles.get(key(tensor)) for tensor in op.inputs)
         known = (self._divided.get(id(handle)) for handle in handles)
         return next((parts for parts in known if parts is not None), None)
 
     def stand_ins_of(self, handles: Iterable[tf.Tensor | None]) -> list[Any]:
-        """Returns what some handles stand in for: tables, and sharded parameters."""
+        """Returns the tables and sharded parameters that some handles stand in for."""
         known = self._stand_ins
         return [known[id(handle)] for handle in handles if id(handle) in known]
 
     def _changes_divided(self, op):
-        """Whether it is no optimizer's, and changes what a stand-in stands for."""
+        """Checks whether an operation, no optimizer's, changes a sharded variable."""
         if op.name in self._trace.updates or not any(effects.of([op])):
             return False
         handles = (self._handles.get(key(tensor)) for tensor in may_change(op))
         return bool(self.stand_ins_of(handles))
 
     def _is_value(self, op):
-        """Whether an operation makes the value of a sharded parameter, and no more."""
+        """Checks whether an operation only makes the value of a sharded parameter."""
         return bool(op.outputs) and key(op.outputs[0]) in self._values
 
     def _note_value(self, op):
-        """Notes the value of a sharded parameter; returns whether it is one."""
+        """Records values of sharded parameters; returns whether the result is one."""
         if not self._parameters or not op.inputs or not op.outputs:
             return False
         value = key(op.outputs[0])
         if value in self._returned or value in self._outdated:
-            # Home makes it, and fills the stand-in for that.
+            # Home makes the value, and fills the stand-in for this purpose.
             return False
         source, *others = op.inputs
         if op.type == "ReadVariableOp":
             parameter = self._parameters.get(id(self._handles.get(key(source))))
             read = op
-        elif op.type in _LAYOUT and all(each.op.type == "Const" for each in others):
+        elif op.type in _LAYOUT and all(tensor.op.type == "Const" for tensor in others):
             parameter = self._values.get(key(source))
             read = self._read_by.get(key(source))
         else:
@@ -367,9 +368,9 @@ class Placement:
         return parameter is not None
 
     def _outdated_values(self, trace):
-        """Returns the keys of values that are read before an update, and used after it.
+        """Returns the keys of values read before an update and used after the update.
 
-        A gather after the update would make the new value.
+        A gather after the update would return the new value.
         """
         numbers = {op.name: i for i, op in enumerate(trace.graph.get_operations())}
         updates = sorted(numbers[name] for name in trace.updates)
@@ -378,24 +379,24 @@ class Placement:
             for op in trace.graph.get_operations()
             if op.type == "ReadVariableOp" or op.type in _LAYOUT
             for tensor in op.outputs
-            for taker in tensor.consumers()
-            if any(numbers[op.name] < n < numbers[taker.name] for n in updates)
+            for consumer in tensor.consumers()
+            if any(numbers[op.name] < n < numbers[consumer.name] for n in updates)
         }
 
     def is_on_towers(self, tensor: tf.Tensor) -> bool:
-        """Tells whether each tower makes a tensor, or is given its part of it."""
+        """Checks whether each tower makes a tensor, or is given its part."""
         if self.is_given(tensor):
             return True
         return bool(self._on_towers.get(tensor.op.name))
 
     def _roots(self) -> Iterator[tf.Operation]:
-        """Yields operations that have to run: they make outputs, or do something."""
+        """Yields operations that have to run, for their results or their effects."""
         for tensor in self._trace.returned:
             yield tensor.op
         graph = self._trace.graph
         for effect in effects.of(graph.get_operations()):
             op = graph.get_operation_by_name(effect.name)
-            # A generator's state is a variable, which others may read.
+            # The state of a generator is a variable, which other operations may read.
             if (
                 effect.type not in effects.RANDOM
                 or effect.type in effects.OF_GENERATORS
@@ -406,7 +407,7 @@ class Placement:
                 yield op
 
     def _needed(self):
-        """Returns all operations that the roots need, each behind what it takes."""
+        """Returns all operations that the roots need, each after its inputs."""
         waiting, seen = [*self.roots], set()
         while waiting:
             op = waiting.pop()
@@ -417,7 +418,7 @@ class Placement:
         skipped = {name for _, name in {*self._given, *self._handles}}
         order: dict[str, tf.Operation] = {}
         for op in self._trace.graph.get_operations():
-            # A gradient gives a loop that was made before it more to take.
+            # A gradient adds inputs to a loop that was made before it.
             waiting = [op] if op.name in seen else []
             while waiting:
                 op = waiting[-1]
@@ -441,7 +442,7 @@ class Placement:
         return None if {*kinds} & {COUPLED, UNKNOWN} else region
 
     def _is_touched(self, op):
-        """Tells whether it takes something of a tower, or rows that home makes."""
+        """Checks whether an operation takes a tower's tensor, or rows made at home."""
         return any(
             (self.is_on_towers(t) and not self.takes_total(op, i))
             or key(t) in self._made_at_home
@@ -450,7 +451,11 @@ class Placement:
         )
 
     def _decide(self, op):
-        """Decides where it runs: True on towers, False at home, `None` on either."""
+        """Decides where an operation runs.
+
+        Returns:
+            True for on towers, False for at home, `None` for either.
+        """
         touched, region = self._is_touched(op), self._region(op)
         if op.type == "Const" or self._note_value(op):
             return None
@@ -476,7 +481,7 @@ class Placement:
         if kinds & {*_ON_TOWERS} or any(map(self.is_extreme, op.outputs)):
             return True
         if kinds & {COUPLED, UNKNOWN}:
-            # Of row splits, and such, home has as much as anybody.
+            # Home has all integers of the packed batch, such as row splits.
             counts = all(t.dtype.is_integer for t in op.outputs)
             if not (counts and all(map(self._is_of_packed_batch, op.inputs))):
                 self.gathered.append(op)
@@ -484,29 +489,29 @@ class Placement:
         return self._decide_alike(op)
 
     def _decide_alike(self, op):
-        """Decides where an operation runs that gives the same on home and towers.
+        """Decides where an operation runs if its result is the same everywhere.
 
-        Small whole numbers made of what home has, such as of a seed, are computed in
-        the host's memory, where GPUs read them, and then sent.
+        Small integers made of home's values, such as of a seed, are computed in host
+        memory, where GPUs read them, and then sent.
         """
         if is_stateful(op) and op.type not in _FRESH:
             self._note_hosted(op)
             return False
         if op.type in OF_SEED or not op.outputs:
             return None
-        made = [self._on_towers.get(t.op.name) for t in op.inputs]
-        few = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
-        whole = all(t.dtype.is_integer or t.dtype.is_bool for t in op.outputs)
-        if not (False in made and few and whole):
+        input_places = [self._on_towers.get(t.op.name) for t in op.inputs]
+        small = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
+        integers = all(t.dtype.is_integer or t.dtype.is_bool for t in op.outputs)
+        if not (False in input_places and small and integers):
             return None
         if any(tensor.op.name in self.hosted for tensor in op.inputs):
             self.hosted.add(op.name)
         return False
 
     def _looks_up(self, op):
-        """Tells whether an operation looks up rows of a table that only home has.
+        """Checks whether an operation looks up rows of a table that only home has.
 
-        What computes their numbers is of these, too.
+        The operations that compute the row indices count as well.
         """
         table = self._trace.lookups.get(op.name)
         if table is None or not self._on_towers[op.name]:
@@ -514,7 +519,7 @@ class Placement:
         return table.device.endswith(self._home) and not self._is_copied(table.handle)
 
     def _note_hosted(self, op):
-        """Notes what reads or assigns a variable on the host, beside home."""
+        """Records an operation on a variable in host memory, apart from home."""
         if op.type not in _OF_ONE_VARIABLE or self._home == HOST:
             return
         handle = self._handles.get(key(op.inputs[0]))
@@ -522,38 +527,38 @@ class Placement:
             self.hosted.add(op.name)
 
     def _is_of_packed_batch(self, tensor):
-        """Tells whether home has it for all rows, such as the row splits of a batch."""
-        made = self._on_towers.get(tensor.op.name, True)
+        """Checks whether home has all of a tensor, as the row splits of a batch."""
+        input_place = self._on_towers.get(tensor.op.name, True)
         return self._reader.of(tensor) in (NONE, PACKED) and (
-            key(tensor) in self._of_batch or not made
+            key(tensor) in self._of_batch or not input_place
         )
 
     def _decide_draw(self, op, touched):
-        """Decides where random numbers are drawn: home draws for all, or each tower."""
+        """Decides where random numbers are drawn: at home for all, or on each tower."""
         shape = _SHAPE_OF_DRAW[op.type]
         if shape is None or not touched:
             return False
-        # It is to be read before it is known as rows, for its blocks.
+        # The blocks have to be read before the draw is known as rows.
         blocks = self.blocks(op.outputs[0]) or (1,)
         count = self._reader.counts.of(op.inputs[shape])
         if count is None:
             self.gathered.append(op)
             return False
-        # Whose counter is read as the numbers are drawn, only home has.
+        # A counter that the draw itself reads is at home only.
         own = self._reader.of(op.outputs[0]) is ROWS
         if op.type in SKIPPABLE and len(blocks) == 1 and own:
             return True
         kind = self._reader.of(op.inputs[shape])
         if kind is SHAPE or (kind is SIZE and op.inputs[shape].shape.rank == 1):
-            # Drawn for the whole batch, and cut.
+            # Home draws for the whole batch, and the rows are split.
             self._made_at_home.update(key(t) for t in op.outputs)
             self._reader.know({key(t): ROWS for t in op.outputs})
-            for numbers in op.outputs:
-                self._reader.counts.set(numbers, count)
+            for drawn in op.outputs:
+                self._reader.counts.set(drawn, count)
         return False
 
     def _note_statistics(self, op, region):
-        """Notes that BatchNormalization's statistics are means, by design."""
+        """Records that BatchNormalization's statistics are means, by design."""
         if region is None or region.layer is None or not op.inputs:
             return
         handle = self._handles.get(key(op.inputs[0]))
@@ -564,19 +569,20 @@ class Placement:
                         self._by_design[key(op.inputs[1])] = MEAN
 
     def _bring_lists_home(self):
-        """Has home make lists of tensors that it takes, as they cannot be joined.
+        """Moves lists of tensors home that home takes, as lists cannot be joined.
 
-        A loop that home runs, as nobody can read it, takes such. What makes more than
-        that list, as a loop does for its gradient, is to be read as home's, and so is
-        what would take the list on towers.
+        An example is the input of a loop that runs at home because it cannot be
+        analysed. If the operation that makes the list has further outputs, as a loop
+        has for its gradient, it has to count as home's in the next trace; so has an
+        operation on towers that takes the list.
         """
         moved = set()
         for op in reversed(self.order):
-            takers = [t.consumers() for t in op.outputs if t.dtype == tf.variant]
+            consumers = [t.consumers() for t in op.outputs if t.dtype == tf.variant]
             if any(
-                self._on_towers.get(taker.name) is False
-                for of_output in takers
-                for taker in of_output
+                self._on_towers.get(consumer.name) is False
+                for of_output in consumers
+                for consumer in of_output
             ):
                 if self._on_towers[op.name]:
                     self.gathered.append(op)
@@ -597,7 +603,7 @@ class Placement:
         self.unreadable = frozenset(op.name for op in lists)
 
     def _decide_others(self):
-        """Has towers compute what is alike, where nobody else needs it."""
+        """Places equal results: on towers if no other consumer needs them."""
         on_towers: dict[str, bool] = {}
         for op in self.roots:
             on_towers.setdefault(op.name, False)
@@ -609,45 +615,46 @@ class Placement:
                 self._on_towers[op.name] = on_towers.get(op.name, False)
             elif op.name not in taken_by_towers and self._is_of_few_totals(op):
                 self._on_towers[op.name] = False
-            takes_here = bool(self._on_towers[op.name])
+            on_tower = bool(self._on_towers[op.name])
             for i, tensor in enumerate(op.inputs):
-                here = takes_here and not self.takes_total(op, i)
+                needs_part = on_tower and not self.takes_total(op, i)
                 name = tensor.op.name
-                on_towers[name] = on_towers.get(name, True) and here
-                if here:
+                on_towers[name] = on_towers.get(name, True) and needs_part
+                if needs_part:
                     taken_by_towers.add(name)
 
     def _is_of_few_totals(self, op):
-        """Tells whether home may compute it of what the towers' values add up to.
+        """Checks whether home may compute an operation on a few totals.
 
-        Such as a sum of losses, or of a loss and what a metric has had before.
+        Examples are a sum of losses, or a metric's addition of a loss to its former
+        value.
         """
         if op.name in self._trace.regions or is_stateful(op) or not op.inputs:
             return False
         if self._reader.own is not None:
             # A quotient of sums, say, is each tower's own.
             return False
-        few = all(
+        small = all(
             t.dtype != tf.variant and (t.shape.num_elements() or _MANY) < _MANY
             for t in op.outputs
         )
-        taken = {*map(self._reader.of, op.inputs)}
-        made = {*map(self._reader.of, op.outputs)}
-        return few and taken <= {NONE, *_TOTALS} and made <= {*_TOTALS}
+        input_kinds = {*map(self._reader.of, op.inputs)}
+        output_kinds = {*map(self._reader.of, op.outputs)}
+        return small and input_kinds <= {NONE, *_TOTALS} and output_kinds <= {*_TOTALS}
 
     def _level(self, op, own):
-        """Returns the level of an operation, whose place is known but for that."""
+        """Returns the level of an operation with an otherwise known place."""
         level = 0
         for i, tensor in enumerate(op.inputs):
-            place = self.places.get(tensor.op.name)
-            whole = not own.on_towers or self.takes_total(op, i)
+            other_place = self.places.get(tensor.op.name)
+            takes_total = not own.on_towers or self.takes_total(op, i)
             if self.is_given(tensor):
-                level = max(level, int(whole))
-                if whole:
+                level = max(level, int(takes_total))
+                if takes_total:
                     self._check_combined(op, tensor)
-            if place is None:
+            if other_place is None:
                 continue
-            sent = own.on_towers and not place.on_towers
+            sent = own.on_towers and not other_place.on_towers
             if sent and self.kind(tensor) is PACKED:
                 self.refused.append(self._why_not_packed(op, tensor))
             if sent and tensor.dtype == tf.variant and self.kind(tensor) is not NONE:
@@ -655,27 +662,29 @@ class Placement:
                     f"{_taker(op)} '{tensor.name}', a list that one device makes of "
                     "the rows of all towers; expected a tensor, such as of `stack()`."
                 )
-            away = place.on_towers and whole
-            level = max(level, place.level + (away or place.is_behind(own)))
-            if away:
+            is_combined = other_place.on_towers and takes_total
+            level = max(
+                level, other_place.level + (is_combined or other_place.is_behind(own))
+            )
+            if is_combined:
                 self._check_combined(op, tensor)
-        # The batch and variables are there, so nothing waits for them.
+        # The batch and captured variables are available: nothing waits for these.
         waits = [*before(op, self.places)] if op.control_inputs else []
         self.waits[op.name] = waits
         reads = [self._read_by.get(key(tensor)) for tensor in op.inputs]
-        # The read of a parameter has no place. What takes its value waits in its stead.
+        # The read of a parameter has no place; the consumer of its value waits instead.
         waits = [*waits, *(n for r in reads if r for n in before(r, self.places))]
         if own.updates:
             waits += self._gathering
         elif any(reads):
             self._gathering.append(op.name)
         for name in waits:
-            place = self.places[name]
-            level = max(level, place.level + place.is_behind(own))
+            other_place = self.places[name]
+            level = max(level, other_place.level + other_place.is_behind(own))
         return level
 
     def _check_combined(self, op, tensor):
-        """Refuses what cannot be put together from what the towers have."""
+        """Refuses a tensor that cannot be combined from the towers' values."""
         if self._reader.own is not None:
             self._reader.own.need(tensor)
         packed = key(tensor) in self._of_batch and self.kind(tensor) is PACKED
@@ -698,9 +707,13 @@ class Placement:
         )
 
     def lines(self, name: str) -> Sequence[str]:
-        """Says what runs at home on the rows of all towers, for a function's name."""
+        """Returns sentences about operations that run at home on rows of all towers.
+
+        Args:
+            name: The name of the function, for the sentences.
+        """
         gathered = {op.name for op in self.gathered}
-        # An optimizer adds up sparse gradients of all towers, which is no news.
+        # That an optimizer adds sparse gradients of all towers is not worth a report.
         first = [
             op
             for op in self.gathered
@@ -713,17 +726,17 @@ class Placement:
                 f"{name} computes on one device, with the rows of all towers: "
                 f"{_listed(first)}."
             )
-        whole = [
+        full_reads = [
             op
             for op in self.order
             if op.type != LOOK_UP
             and op.name not in self._trace.updates
             and not isinstance(self.parts_read(op), ShardedParameter | None)
         ]
-        if whole:
+        if full_reads:
             lines.append(
                 f"{name} reads whole tables that hosts divide, in each step, and not "
-                f"only rows: {_listed(whole)}."
+                f"only rows: {_listed(full_reads)}."
             )
         if own := _own_firsts(self._reader.own, self.order):
             lines.append(
@@ -749,10 +762,10 @@ def _why_not_changed(op):
 
 
 def _refused_look_ups(order):
-    """Yields look-ups in the whole value of a table that lies in shards.
+    """Yields refusals of look-ups in the full value of a sharded table.
 
-    Their gradient has all rows, where that of one device has those that were looked up,
-    and an optimizer squares each of these by itself.
+    The gradient of such a look-up has all rows, while that on one device has the rows
+    that were looked up, and an optimizer squares each of these by itself.
     """
     for op in order:
         if op.type not in ("GatherNd", "GatherV2"):
@@ -769,7 +782,7 @@ def _refused_look_ups(order):
 
 
 def _refused_own(own, returned, order):
-    """Yields gradients of what is each tower's own, where they are not its own."""
+    """Yields refusals of gradient operations that take a tower's own tensors."""
     for tensor in returned:
         own.need(tensor)
     for op in order:
@@ -782,19 +795,19 @@ def _refused_own(own, returned, order):
 
 
 def _own_firsts(own, order):
-    """Returns what lets examples meet on each tower; counts only if that is all."""
+    """Returns a tower's operations that mix examples; counts only if no others."""
     names = {op.name for op in own.firsts} if own is not None else set()
     firsts = [op for op in order if op.name in names]
     return [op for op in firsts if op.outputs[0].dtype.is_floating] or firsts
 
 
 def _listed(operations: Sequence[tf.Operation]) -> str:
-    """Names the first of some operations, with the lines of the user's."""
+    """Returns the first operation types as a phrase, with the lines of user code."""
     phrases = dict.fromkeys(f"'{op.type}'{where(op)}" for op in operations)
     return ", ".join([*phrases][:5])
 
 
-# Finds the operations that run on each copy of the variables, if towers have some.
+# Operations that run on each copy of the variables.
 
 
 def on_each(
@@ -802,18 +815,18 @@ def on_each(
     gathered: Collection[str],
     is_copied: Callable[[tf.Tensor], bool],
 ) -> tuple[set[str], list[str]]:
-    """Returns the names of operations that each copy's device runs by itself.
+    """Returns the names of operations that the device of each copy runs by itself.
 
-    They read or change a variable that has copies, or make what those take. All get the
-    same, so that the copies stay equal.
+    These read or change variables that have copies, or make inputs of such operations.
+    Every copy gets the same inputs, so the copies stay equal.
 
     Args:
-        at_home: What does not run with a tower's rows, in order.
+        at_home: Operations that do not run with a tower's rows, in order.
         gathered: The names of those that take the rows of all towers, and run once.
-        is_copied: Tells of a handle whether its variable has copies.
+        is_copied: Returns whether the variable of a handle has copies.
 
     Returns:
-        The names; and a sentence for each operation that changes variables with copies
+        The names; and a refusal for each operation that changes variables with copies
         and others in one go, which no device can run.
     """
     names, wanted, mixed = set(), set(), []
@@ -827,7 +840,7 @@ def on_each(
                 "of the model's `add_weight`, or "
                 "variable_update='parameter_server'."
             )
-        # What may give another result at each call runs once.
+        # An operation that may return another result at each call runs once.
         alike = op.name not in gathered and not handles and not is_stateful(op)
         if any(copied) or (op.name in wanted and alike and op.type != "Const"):
             names.add(op.name)
@@ -838,14 +851,14 @@ def on_each(
 def together(
     graph: tf.Graph, handles: Collection[int], others: Collection[int]
 ) -> set[int]:
-    """Adds to handles those that a function's operations take together with them.
+    """Returns handles with all those that an operation of a function takes together.
 
     A branch that changes a variable with copies may change others in one go.
 
     Args:
-        graph: The function's.
-        handles: The `id`s of handles from outside of it.
-        others: Those that may be added.
+        graph: The graph of the function.
+        handles: The `id`s of handles from outside the function.
+        others: The `id`s of handles that may be added.
     """
     outside = {key(inside): id(handle) for handle, inside in graph.captures}
     groups = [
@@ -858,24 +871,24 @@ def together(
     return together
 
 
-# Random numbers of the whole batch, each tower's rows of them.
+# Random numbers of the whole batch, of which each tower draws its rows.
 #
 # TensorFlow's stateless random numbers come from a counter (Salmon et al. 2011): the
-# n-th block of them from the counter plus n. So a tower draws its rows alone, by a
-# counter that is ahead by what the rows before take. Draws that take an unknown part of
-# the counter are made at home, and cut.
+# n-th block of numbers follows from the counter plus n. A tower therefore draws only
+# its own rows, by a counter advanced by the numbers of the rows before. Draws that
+# advance the counter by an unknown number are made at home, and split.
 
 
 def draws_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
-    """Returns a function that draws a tower's rows of what an operation draws.
+    """Returns a function that draws a tower's rows of the numbers of an operation.
 
-    It takes what the operation takes, and behind that the number of the tower's first
-    example, and how many it has: an int32 vector. What the host has to know of numbers
-    is computed in its memory, also on a GPU.
+    The function takes the inputs of the operation, and then an int32 vector of the
+    index of the tower's first example and the number of its examples. Values that the
+    host has to know are computed in host memory, also on a GPU.
 
     Args:
-        op: One of a type in `SKIPPABLE`. It draws as many numbers for each example, one
-            example behind the other.
+        op: An operation of a type in `SKIPPABLE`. It draws equally many numbers for
+            each example, one example after the other.
     """
     draw = getattr(tf.raw_ops, op.type)
     names = [argument.name for argument in op.op_def.input_arg]
@@ -888,21 +901,21 @@ def draws_of(op: tf.Operation) -> tf.types.experimental.ConcreteFunction:
     def rows(*values):
         *values, (first, size) = *values[:-1], tf.unstack(values[-1])
         shape = values[_SHAPE]
-        # GPUs multiply a vector's numbers in their own memory.
+        # On GPUs, a reduction of the vector would run in GPU memory.
         count = functools.reduce(operator.mul, tf.unstack(shape))
         first, size = tf.cast(first, shape.dtype), tf.cast(size, shape.dtype)
         of_example = tf.math.floordiv(count, tf.maximum(size, 1))
         start = tf.cast(first, tf.uint64) * tf.cast(of_example, tf.uint64)
-        # GPUs do not unstack such numbers.
+        # GPUs cannot unstack uint64 tensors.
         low, high = values[_COUNTER][0], values[_COUNTER][1]
         moved = low + tf.math.floordiv(start, numbers)
         high += tf.cast(moved < low, tf.uint64)
-        given = dict(zip(names, values, strict=True))
-        given["shape"] = tf.stack([count + numbers])
-        given["counter"] = tf.stack([moved, high])
-        # A product that is too large wraps around, which leaves this as it is.
+        arguments = dict(zip(names, values, strict=True))
+        arguments["shape"] = tf.stack([count + numbers])
+        arguments["counter"] = tf.stack([moved, high])
+        # An overflow wraps around, which does not change this remainder.
         begin = tf.math.floormod(first * of_example, numbers)
-        drawn = draw(**given, **options)
+        drawn = draw(**arguments, **options)
         drawn = tf.slice(drawn, tf.stack([begin]), tf.stack([count]))
         drawn = tf.reshape(drawn, shape)
         drawn.set_shape([None] * rank)

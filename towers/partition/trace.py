@@ -1,19 +1,19 @@
-"""Traces a function of a batch once, as it stands, and notes what made what.
+"""Traces a function of a batch once, unchanged, and records the origin of operations.
 
 The function is the user's: a `train_step`, a loss, or anything else that TensorFlow can
-trace. It reads and assigns variables as it does on one device. Nothing is replaced but
-five things: gradients are taken of each tower's part of what is differentiated; layers
-look up rows of a table without reading it; BatchNormalization and the optimizers use
-fused kernels; an optimizer's `apply` is a call of one function; and other functions
-that are called are traced in place, so that all operations are in one graph.
+trace. It reads and assigns variables as on one device. Only five things are replaced:
+gradients are taken of each tower's part of the target; layers look up rows of a table
+without reading the table; BatchNormalization and the optimizers use fused kernels; an
+optimizer's `apply` becomes a call of one function; and other called functions are
+traced in place, so that all operations are in one graph.
 
-Its specs have an unknown number of rows: by a known one, Keras divides as by a
-constant, and a mean looks like a sum. An optimizer's call stays one operation, as
-nobody has to read and place the dozen that each variable needs; copies call the same
-function with their handles. Layers that are trusted, and gradients of sums and means,
-are known as a whole, since they consist of operations that nobody has a rule for. Where
-something within one is needed outside, the function is traced again, and read one by
-one.
+The input specs have an unknown number of rows. With a known number, Keras would divide
+by a constant, and a mean would look like a sum. The call of an optimizer stays one
+operation, so that the dozen operations for each variable need not be read and placed;
+the copies of the variables call the same function with their own handles. Trusted
+layers, and gradients of sums and means, are regions: their results are known although
+no rule exists for many of their operations. If a tensor within a region is needed
+outside, the function is traced again, without regions.
 """
 
 import collections
@@ -76,7 +76,7 @@ from towers.keras_adapter.variables import swapped_values, value_behind
 from towers.layers import sharded, substitutes
 from towers.tower.errors import ModelError
 
-# They assign no weight. Those of a user's might.
+# Keras's own recurrent cells and layers assign no weights; those of users might.
 _CELLS = (keras.layers.GRUCell, keras.layers.LSTMCell, keras.layers.SimpleRNNCell)
 _LAYERS = (
     *(keras.layers.ConvLSTM1D, keras.layers.ConvLSTM2D, keras.layers.ConvLSTM3D),
@@ -87,20 +87,20 @@ _FLOAT8 = [
     for of in ("inputs", "kernel", "outputs_grad")
     for what in ("scale", "amax_history")
 ]
-# Their gradients do not take what they have taken.
+# Operations whose gradients do not take their inputs.
 _PASS_ON = set(
     "AddN AddV2 Cast ExpandDims Identity Neg Pack Reshape Shape Squeeze Sub".split()
 )
-# Tells whether an operation takes the whole batch's value of an input.
+# Returns whether an operation takes the whole batch's value of an input.
 IsTotal = Callable[[tf.Operation, int], bool]
 
 
 class Region(NamedTuple):
-    """Operations whose result is known as a whole, whatever each of them does.
+    """Operations whose results are known as a whole, without reading each operation.
 
     Attributes:
-        outputs: The keys of what they return.
-        layer: The layer that they are of; `None` for those of a gradient.
+        outputs: The keys of the results.
+        layer: The layer that the operations belong to; `None` for a gradient.
     """
 
     outputs: Sequence[Any]
@@ -112,9 +112,8 @@ class OptimizerCall(NamedTuple):
 
     Attributes:
         optimizer: The optimizer.
-        variables: What it updates.
-        gradients: The tensors that it takes, one for each variable: dense, sparse or
-            `None`.
+        variables: The variables that the optimizer updates.
+        gradients: The gradient of each variable: dense, sparse or `None`.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -126,27 +125,26 @@ class Trace:
     """A function of a batch, traced once.
 
     Attributes:
-        graph: Its graph.
-        batch: What stands for the batch in it: a nest of tensors.
-        fraction: What stands for the part of the batch that a tower has: a scalar.
+        graph: The graph of the function.
+        batch: The nest of input tensors for the batch.
+        fraction: The input tensor for the tower's fraction of the batch, a scalar.
         returned: The tensors that the function returns.
-        reader: Tells how tensors depend on the examples.
-        added: The keys of gradients of variables, which are added over the towers at
-            once, whoever takes them.
-        gradients: The keys of those, and of rows of sparse ones.
-        indices: The keys of the numbers of rows of sparse ones.
+        reader: Determines how tensors depend on the examples.
+        added: The keys of gradients of variables, which are summed over the towers
+            whatever operation takes them.
+        gradients: The keys of these, and of the values of sparse gradients.
+        indices: The keys of the indices of sparse gradients.
         compiled: Whether a function that the step calls asks for XLA.
         reads_gradients: Whether a gradient is read operation by operation.
-        targets: What gradients were taken of: tensors, such as a loss that is not yet
-            scaled.
-        labels: The part of the model that each operation was made for, if it was asked.
+        targets: The tensors that were differentiated, such as a loss before loss
+            scaling.
+        labels: The part of the model that each operation was made for, if requested.
         lookups: The table of each operation that looks up rows, by its name.
-        updates: What optimizers do, by the name of the operation that does it.
-        updates_apart: Whether somebody else does it.
-        loss_scales: The names of operations that make what a loss was multiplied by, if
-            its gradient has to be divided by that.
-        regions: By the name of an operation, the outermost region that it is in.
-        variables: By the key of what stands for a variable's handle, the variable.
+        updates: The optimizer calls, by the names of their operations.
+        updates_apart: Whether the caller applies the optimizers itself.
+        loss_scales: The names of operations that make a loss scale, if gradients have
+            to be divided by that value.
+        regions: The outermost region of an operation, by its name.
     """
 
     def __init__(
@@ -165,23 +163,23 @@ class Trace:
         Args:
             function: Takes a batch.
             spec: The `tf.TypeSpec`s of a local batch, with an unknown number of rows.
-            knows_regions: Whether layers and gradients are known as a whole. If not,
-                each of their operations is read by itself.
-            updates_apart: Whether somebody else does what optimizers do. Then they are
-                not called, and it is only noted which variables change.
-            decided: Which tensors earlier traces have shown to be each tower's own;
-                `None` if none is to be.
-            parts: See `Labels`; `None` if nobody wants to know them.
+            knows_regions: Whether layers and gradients become regions. If not, each of
+                their operations is read by itself.
+            updates_apart: Whether the caller applies the optimizers itself. The
+                function then only records which variables they update.
+            decided: Tensors that earlier traces have found to be each tower's own;
+                `None` if there are none.
+            parts: The part of each layer, as for `Labels`; `None` to record no labels.
             keeps_loss_scale: Whether others may change the scale of a
                 `LossScaleOptimizer` between the loss and the update.
-            at_home: The names of operations that home runs, on rows of all towers.
+            at_home: The names of operations that home runs, on the rows of all towers.
         """
         self.labels = None if parts is None else Labels(parts)
         self._knows_regions, self._decided = knows_regions, decided
         self._at_home = at_home
         self.updates_apart = updates_apart
         self._keeps_loss_scale = keeps_loss_scale
-        # By the `id` of an optimizer, what its last loss was multiplied by.
+        # The scale of the last loss, by the `id` of the optimizer.
         self._scales: dict[int, tf.Tensor] = {}
         self.loss_scales: set[str] = set()
         self.updates: dict[str, OptimizerCall] = {}
@@ -197,7 +195,7 @@ class Trace:
         def step(batch, fraction):
             self.graph = tf.compat.v1.get_default_graph()
             self.batch, self.fraction = batch, fraction
-            # TensorFlow traces once more what creates variables.
+            # TensorFlow traces a function that creates variables twice.
             self.regions.clear()
             self.added.clear()
             self.targets.clear()
@@ -220,10 +218,10 @@ class Trace:
                     stack.enter_context(patched(apply, self._apply))
                 return function(batch)
 
-        noting = contextlib.nullcontext()
+        labelling = contextlib.nullcontext()
         if self.labels is not None:
-            noting = self.labels.noting_layers()
-        with tf.device(None), noting:
+            labelling = self.labels.noting_layers()
+        with tf.device(None), labelling:
             traced = tf.function(step, autograph=False)
             self.concrete = traced.get_concrete_function(
                 spec, tf.TensorSpec([], FRACTION)
@@ -231,7 +229,7 @@ class Trace:
         self.returned = [*map(_source, self.concrete.outputs)]
 
     def fed(self, data: Any) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-        """Yields each tensor that stands for the batch, and what it is of some data.
+        """Yields each input tensor of the batch with its value in the given data.
 
         Args:
             data: A batch, or a tower's part of one.
@@ -243,27 +241,27 @@ class Trace:
                 yield tensor, value
 
     def packed(self, values: Sequence[tf.Tensor | None]) -> Any:
-        """Returns values in the structure of what the function returns.
+        """Packs values in the structure of the function's results.
 
-        What lacks a component, such as its indices, is `None`.
+        A result is `None` if any of its components is, such as its indices.
         """
         return _packed(self.concrete.structured_outputs, iter(values))
 
     def gradients_of(self, operations: Iterable[str]) -> set[Any]:
-        """Returns the keys of gradients that operations of some names may take.
+        """Returns the keys of gradients that the named operations may take.
 
-        They are those that a tape gives, and those that an optimizer gets, which a user
-        may have changed before.
+        These are the gradients that a tape returns, and those passed to an optimizer,
+        which a user may have changed in between.
         """
         updates = (self.graph.get_operation_by_name(n) for n in operations)
         updates = (op for op in updates if op.name in self.updates)
-        given = {key(t) for op in updates for t in op.inputs if t.dtype.is_floating}
-        return self.gradients | given
+        passed = {key(t) for op in updates for t in op.inputs if t.dtype.is_floating}
+        return self.gradients | passed
 
     @contextlib.contextmanager
     def _reading(self, batch) -> Iterator[None]:
         def stop(original, tape):
-            # The graph does not tell what a tape has recorded of a sum.
+            # The graph does not show which operations a tape has recorded.
             self._records_all = False
             return original(tape)
 
@@ -274,14 +272,14 @@ class Trace:
                 decided=self._decided,
                 at_home=self._at_home,
             )
-            # It asks for no totals, so that it may read within gradients.
+            # This reader asks for no totals, so that it may read within gradients.
             self._apart = Reader(batch, calls, meets=lambda op: False)
             self._calls = calls
             if not self._knows_regions:
                 with patched(GRADIENT, self._gradient_by_hand):
                     yield
                 return
-            # It is each tower's own, and nobody's outside of a gradient.
+            # The fraction differs between towers, and has no value outside a gradient.
             self.reader.know({key(self.fraction): UNKNOWN})
             with (
                 patched(LAYER_CALL, self._call),
@@ -292,7 +290,7 @@ class Trace:
 
     @contextlib.contextmanager
     def _in_one_graph(self):
-        """Inside, functions that are called are traced in place."""
+        """Traces called functions in place within the context."""
 
         def call(original, function, *args, **kwargs):
             if not self._here():
@@ -304,7 +302,7 @@ class Trace:
             yield
 
     def _scale_loss(self, original, optimizer, loss):
-        """Multiplies a loss by an optimizer's scale, and notes both."""
+        """Multiplies a loss by the scale of an optimizer, and records both."""
         if not self._here():
             return original(optimizer, loss)
         if self._keeps_loss_scale:
@@ -319,7 +317,7 @@ class Trace:
         return scaled
 
     def _apply(self, original, optimizer, grads, trainable_variables=None):
-        """Has an optimizer update variables in a function of the gradients."""
+        """Wraps the updates of an optimizer in one function of the gradients."""
         unknown = trainable_variables is None and not optimizer.built
         if self.updates_apart and not self._here():
             _check_whole(optimizer)
@@ -331,6 +329,8 @@ class Trace:
             variables = [*trainable_variables]
         if any(map(sharded.of, variables)):
             _check_cut(optimizer)
+        if self.updates_apart or any(map(sharded.of, variables)):
+            _check_each_once(optimizer, variables)
         if not optimizer.built:
             with sharded.slots_like_variables():
                 optimizer.build(variables)
@@ -354,22 +354,24 @@ class Trace:
                 for value in sharded.places(variable):
                     value.assign(value)
 
-        given = [*map(_as_gradient, grads)], self._scales.get(id(optimizer))
-        specs = tf.nest.map_structure(tf.type_spec_from_value, given)
+        arguments = [*map(_as_gradient, grads)], self._scales.get(id(optimizer))
+        specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
         called = tf.function(apply, autograph=False).get_concrete_function(*specs)
-        own = [*variables, *all_variables(optimizer)]
-        known = {id(value.handle) for v in own for value in sharded.places(v)}
+        variables_of_call = [*variables, *all_variables(optimizer)]
+        known = {
+            id(value.handle) for v in variables_of_call for value in sharded.places(v)
+        }
         if effects.changed(called.graph) - known:
-            # It does more than optimizers do, and not all of that for each copy.
+            # The call has further effects, which must not be repeated for each copy.
             return original(optimizer, grads, trainable_variables)
-        with made_in(self.graph) as made:
-            called(*given)
-        update = OptimizerCall(optimizer, variables, given[0])
-        self.updates |= {op.name: update for op in made if calls_functions(op)}
+        with made_in(self.graph) as created:
+            called(*arguments)
+        update = OptimizerCall(optimizer, variables, arguments[0])
+        self.updates |= {op.name: update for op in created if calls_functions(op)}
         return None
 
     def _is_read(self, op):
-        """Tells whether what an operation does counts, as it is in no region."""
+        """Checks whether an operation is read by itself, outside all regions."""
         return op.name not in self.regions
 
     def _here(self):
@@ -378,7 +380,7 @@ class Trace:
     def _call(self, original, layer, *args, **kwargs):
         if not self._here():
             return original(layer, *args, **kwargs)
-        with made_in(self.graph) as made, _weights_read_once(layer):
+        with made_in(self.graph) as created, _weights_read_once(layer):
             outputs = original(layer, *args, **kwargs)
         keys = [
             key(t)
@@ -388,7 +390,7 @@ class Trace:
         calls = [self._calls[output] for output in keys if output in self._calls]
         if any(call.trusted and call.layer is layer for call in calls):
             region = Region(keys, layer)
-            self.regions.update((op.name, region) for op in made)
+            self.regions.update((op.name, region) for op in created)
         return outputs
 
     def _gradient(
@@ -400,19 +402,19 @@ class Trace:
         output_gradients=None,
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
-        """Takes a gradient of each tower's part of the target, where it has one."""
+        """Takes the gradient of each tower's part of the target, if there is one."""
         original = functools.partial(sharded.gradient, original)
         flat, flat_sources = tf.nest.flatten(target), tf.nest.flatten(sources)
         symbolic = all(map(tf.is_symbolic_tensor, flat))
         if self._here():
             targets = filter(tf.is_symbolic_tensor, flat)
             self.targets += [self._unscaled.get(key(t), t) for t in targets]
-        given = [None] * len(flat)
+        upstream = [None] * len(flat)
         if output_gradients is not None:
-            given = tf.nest.flatten(output_gradients)
+            upstream = tf.nest.flatten(output_gradients)
         if self._here() and symbolic and self._records_all:
             starts = source_keys(self.graph, sources)
-            flat, given = terms(flat, given, starts, self.reader.of)
+            flat, upstream = terms(flat, upstream, starts, self.reader.of)
         kinds = [*map(self.reader.of, flat)] if symbolic else []
         of_sources = [
             self.reader.of(source) if tf.is_symbolic_tensor(source) else NONE
@@ -424,12 +426,12 @@ class Trace:
             or not {*kinds} & {MEAN, ROWS, SUM}
             or not {*kinds} <= {MEAN, NONE, ROWS, SUM}
             or self._crosses(flat, flat_sources)
-            or not all(map(self._fits, flat, kinds, given))
+            or not all(map(self._fits, flat, kinds, upstream))
             or any(map(is_custom, operations_behind(flat)))
             or (totals := totals_within(flat, self.is_total, self.reader.totals))
             is None
         ):
-            # Each operation of the gradient is read by itself, as any other.
+            # Each operation of the gradient is read by itself, as any other operation.
             self.reads_gradients |= self._here()
             if symbolic and self._here() and (own := self.reader.own) is not None:
                 begin = source_keys(self.graph, sources)
@@ -440,23 +442,25 @@ class Trace:
                 *(original, tape, target, sources),
                 *(output_gradients, unconnected_gradients),
             )
-        with made_in(self.graph) as made:
-            seeds = [*map(functools.partial(_seed, self.fraction), flat, kinds, given)]
+        with made_in(self.graph) as created:
+            seeds = [
+                *map(functools.partial(_seed, self.fraction), flat, kinds, upstream)
+            ]
             of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
             gradients = [*map(self._kept, tf.nest.flatten(of_tape), flat_sources)]
             uses = [*map(_overwriting_uses, gradients, flat_sources)]
         if self.labels is not None:
-            self.labels.note_gradients(made)
+            self.labels.note_gradients(created)
         known = self._note_kinds(flat, gradients, flat_sources, of_sources)
         self.reader.know(known)
         region = Region([*known])
-        self.regions.update((op.name, region) for op in made)
-        for op in made:
+        self.regions.update((op.name, region) for op in created)
+        for op in created:
             for i, tensor in enumerate(op.inputs):
                 if key(tensor) in totals:
                     self.reader.totals[Edge(op.name, i)] = totals[key(tensor)]
         for use in itertools.chain(*uses):
-            # Each tower makes its own, of which home takes the largest.
+            # Each tower computes its own value; home takes the largest.
             self.reader.know({key(use): NONE})
             self.reader.extremes[key(use)] = Total(use, COUPLED)
         pairs = zip(gradients, uses, strict=True)
@@ -464,18 +468,18 @@ class Trace:
         return tf.nest.pack_sequence_as(of_tape, gradients)
 
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
-        """Takes a gradient of which each operation is read by itself."""
+        """Takes a gradient whose operations are read one by one."""
         own = self.reader.own
         original = functools.partial(sharded.gradient, original)
         if (own is None and self.labels is None) or not self._here():
             return original(tape, target, sources, *args, **kwargs)
-        with made_in(self.graph) as made:
+        with made_in(self.graph) as created:
             gradients = original(tape, target, sources, *args, **kwargs)
         if self.labels is not None:
-            self.labels.note_gradients(made)
+            self.labels.note_gradients(created)
         if own is None:
             return gradients
-        own.by_hand.update(op.name for op in made)
+        own.by_hand.update(op.name for op in created)
         targets = [*filter(tf.is_symbolic_tensor, tf.nest.flatten(target))]
         for tensor in [t for op in operations_behind(targets) for t in op.outputs]:
             self.reader.of(tensor)
@@ -483,7 +487,7 @@ class Trace:
         return gradients
 
     def decide(self) -> Decided | None:
-        """Returns what another trace has to know of what is each tower's own."""
+        """Returns decisions about each tower's own tensors, for another trace."""
         own, reader = self.reader.own, self.reader
         return own and own.decide(reader.totals, reader.extremes, self._in_gradient)
 
@@ -492,7 +496,7 @@ class Trace:
         return region is not None and region.layer is None
 
     def _fits(self, target, kind, given):
-        """Tells whether a tower has a target, and the gradient given for it."""
+        """Checks whether a tower has a target and the gradient given for it."""
         if key(target) in self.reader.extremes or key(target) in self.added:
             return False
         if given is None or not tf.is_symbolic_tensor(given):
@@ -502,7 +506,7 @@ class Trace:
         return self.reader.of(given) in ({NONE, ROWS} if kind is ROWS else {NONE})
 
     def _kept(self, gradient, source):
-        """Returns a gradient as it is, or of all rows if a total tells which."""
+        """Returns a gradient; all its rows if the indices depend on a total."""
         sparse = isinstance(gradient, tf.IndexedSlices)
         if sparse and self._rows_of(gradient, source) not in (NONE, ROWS):
             dense = tf.convert_to_tensor(gradient)
@@ -513,55 +517,62 @@ class Trace:
         if isinstance(gradient, tf.IndexedSlices):
             gradient = self._of_lookups(gradient)
         elif hasattr(source, "handle"):
-            # TensorFlow does not know it of each product, and home packs what it knows.
+            # TensorFlow does not infer the shape of every product; packing needs the
+            # shape.
             gradient.set_shape(source.shape)
-        with made_in(self.graph) as made:
+        with made_in(self.graph) as created:
             kept = tf.identity(gradient)
-        for op in made:
+        for op in created:
             if (table := self.lookups.get(op.inputs[0].op.name)) is not None:
                 self.lookups[op.name] = table
         return kept
 
     def _of_lookups(self, gradient):
-        """Returns a sparse gradient, with its rows' numbers as they were looked up.
+        """Returns a sparse gradient whose indices are the row numbers as looked up.
 
-        TensorFlow's own numbers depend on the shape of the values, which the tower has.
+        The indices that TensorFlow computes depend on the shape of the tower's values.
         """
-        numbers = joined_parts(gradient.indices)
-        values = joined_parts(gradient.values)
-        ids = [t.op.inputs[0] for t in numbers if t.op.type == "Reshape"]
-        known = all(t.op.name in self.lookups for t in ids)
-        shaped = all(t.op.type == "Reshape" for t in values)
-        if not (known and shaped and len(ids) == len(values) == len(numbers)):
+        index_parts = joined_parts(gradient.indices)
+        value_parts = joined_parts(gradient.values)
+        ids = [t.op.inputs[0] for t in index_parts if t.op.type == "Reshape"]
+        are_lookups = all(t.op.name in self.lookups for t in ids)
+        are_reshaped = all(t.op.type == "Reshape" for t in value_parts)
+        if not (
+            are_lookups
+            and are_reshaped
+            and len(ids) == len(value_parts) == len(index_parts)
+        ):
             return gradient
         table = self.lookups[ids[0].op.name]
-        with made_in(self.graph) as made:
+        with made_in(self.graph) as created:
             indices = tf.concat([tf.reshape(t, [-1]) for t in ids], axis=0)
-        self.lookups.update((op.name, table) for op in made)
+        self.lookups.update((op.name, table) for op in created)
         shape = [-1, *table.shape[1:]]
-        values = tf.concat([tf.reshape(t.op.inputs[0], shape) for t in values], axis=0)
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        value_parts = tf.concat(
+            [tf.reshape(t.op.inputs[0], shape) for t in value_parts], axis=0
+        )
+        return tf.IndexedSlices(value_parts, indices, gradient.dense_shape)
 
     def _rows_of(self, slices, source):
-        """Tells how the rows that a sparse gradient has depend on the examples."""
+        """Returns how the indices of a sparse gradient depend on the examples."""
         kind = self._apart.of(slices.indices)
         cut = next(sharded.sources_of([source])) is not source
-        # They were looked up, each in its shard.
+        # The rows were looked up, each in its shard.
         return ROWS if cut and kind is not NONE else kind
 
     def _note_kinds(self, targets, gradients, sources, kinds):
-        """Notes how gradients depend on the examples; returns that by their keys."""
+        """Records how gradients depend on the examples; returns this by their keys."""
         known, own = {}, self.reader.own
         is_own = own is not None and any(target in own for target in targets)
         for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
             sparse = isinstance(gradient, tf.IndexedSlices)
             if sparse and self._rows_of(gradient, source) is NONE:
-                # The same rows on each tower, as of a table of positions.
+                # The indices are the same on each tower, as for a table of positions.
                 self.added[key(gradient.values)] = SUM
                 self.gradients.add(key(gradient.values))
                 known |= {key(gradient.values): NONE, key(gradient.indices): NONE}
             elif sparse:
-                # Those of all towers, one behind the other, are the batch's.
+                # The rows of all towers, concatenated, are those of the batch.
                 known |= {key(gradient.values): ROWS, key(gradient.indices): ROWS}
                 self.gradients.add(key(gradient.values))
                 self.indices.add(key(gradient.indices))
@@ -579,15 +590,15 @@ class Trace:
         return known
 
     def _crosses(self, targets, sources):
-        """Tells whether a total of the batch that depends on the sources is on the way.
+        """Checks whether totals on the gradient's path depend on the sources.
 
-        Then the gradient of a tower's part is not a part of the gradient.
+        The gradient of a tower's part then is not a part of the gradient.
         """
         totals = totals_taken(targets, self.is_total).values()
         return flows_to([*totals], source_keys(self.graph, sources))
 
     def is_total(self, op: tf.Operation, index: int) -> bool:
-        """Tells whether an operation takes the whole batch's value of an input."""
+        """Checks whether an operation takes the whole batch's value of an input."""
         tensor = op.inputs[index]
         if Edge(op.name, index) in self.reader.totals:
             return True
@@ -606,8 +617,20 @@ def _check_cut(optimizer):
         )
 
 
+def _check_each_once(optimizer, variables):
+    """Raises if a call has two gradients of a variable, of which owners know one."""
+    counts = collections.Counter(map(id, variables))
+    twice = [variable for variable in variables if counts[id(variable)] > 1]
+    if twice:
+        raise ModelError(
+            f"Received a step that applies {type(optimizer).__name__} to variable "
+            f"'{twice[0].path}' twice in one call, with variables in parts or in "
+            "stages; expected each variable once in a call, or two calls."
+        )
+
+
 def _check_whole(optimizer):
-    """Checks that a call in a branch or a loop has no state in parts."""
+    """Raises if a call in a branch or a loop has sharded state."""
     if any(sharded.of(variable) is not None for variable in all_variables(optimizer)):
         raise ModelError(
             f"Received a step that applies {type(optimizer).__name__} in a branch or a "
@@ -629,14 +652,14 @@ def _scaled(factor, gradient):
 
 
 def _overwriting_uses(gradient, source):
-    """Returns what each use of a variable has made, if that is to overwrite it."""
+    """Returns the gradients of each use, if they overwrite the variable."""
     if gradient is None or not getattr(source, "overwrite_with_gradient", False):
         return []
     return largest_of_each_use(gradient)
 
 
 def _seed(fraction, target, kind, given):
-    """Returns the gradient of the batch's target, with respect to a tower's part."""
+    """Returns the gradient of the batch's target with respect to a tower's part."""
     if kind in (ROWS, SUM):
         return tf.ones_like(target) if given is None else given
     fraction = tf.cast(fraction, target.dtype)
@@ -646,7 +669,7 @@ def _seed(fraction, target, kind, given):
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor that an output stands for, without what comes before it."""
+    """Returns the tensor behind an output, without identities that only wait."""
     while tensor.op.type == "Identity" and tensor.op.control_inputs:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -665,15 +688,15 @@ def _packed(structure, values):
     return tf.nest.map_structure(one, structure)
 
 
-# Recurrent layers read their weights before the loop, and not in it.
+# Recurrent layers read their weights once, before the loop.
 
 
 @contextlib.contextmanager
 def _weights_read_once(layer: keras.layers.Layer) -> Iterator[None]:
-    """Inside, a recurrent layer may be called: it reads its weights here, once.
+    """Reads the weights of a recurrent layer once, for a call within the context.
 
-    Keras's loop would read them in each of its steps, which a tower on another device
-    would have to wait for. Layers whose cells are not Keras's own are left as they are.
+    The loop of Keras would read the weights in each iteration, which a tower on another
+    device would have to wait for. Layers with other cells than Keras's are left alone.
     """
     if not layer.built or not _is_kerass(layer) or stateless_scope_here() is not None:
         yield
@@ -689,26 +712,27 @@ def _is_kerass(layer):
         return True
     cell = layer.cell if type(layer) is keras.layers.RNN else None
     cells = cell.cells if type(cell) is keras.layers.StackedRNNCells else [cell]
-    return all(type(each) in _CELLS for each in cells)
+    return all(type(member) in _CELLS for member in cells)
 
 
-# Variables that are overwritten with their gradient, as Keras's float8 has them.
+# Variables that are overwritten with their gradient, as in Keras's float8.
 #
-# Where a layer computes in 8 bits, it keeps a scale and a history of largest absolute
-# values, for its inputs, its kernel and its outputs' gradient (delayed scaling, as in
-# NVIDIA's Transformer Engine). Their new values come as their gradients. The scale is
-# made of the old history, so it is the same on all towers. The new history is the old
-# one with the largest absolute value of the batch, which is the largest of the towers'.
-# A tower's gradients have the size that they have on one device (see `trace.py`), so
-# this holds for their histories, too. Keras also takes the largest when it accumulates
-# gradients.
+# A layer that computes in 8 bits keeps a scale and a history of largest absolute values
+# (amax), for its inputs, its kernel and the gradient of its outputs (delayed scaling,
+# as in NVIDIA's Transformer Engine). The new values arrive as the variables' gradients.
+# The scale follows from the old history, so it is the same on all towers. The new
+# history is the old one with the largest absolute value of the batch, which is the
+# largest of the towers' values. A tower's gradients are of the size that they have on
+# one device, so this holds for the history of gradients, too. Keras also takes the
+# largest value when it accumulates gradients.
 #
-# If a model uses a layer twice, one device adds up what both uses return. So a tower
-# keeps the uses apart: the largest is taken for each, and then they are added.
+# If a model uses a layer twice, one device adds the results of both uses. A tower
+# therefore keeps the uses apart: the maximum is taken for each use, and the maxima are
+# added.
 
 
 def overwritten_unlike_float8(model: keras.Model) -> list[keras.Variable]:
-    """Returns those that are not of Keras's float8: how they combine is unknown."""
+    """Returns overwritten variables outside float8, with an unknown reduction."""
     known = {
         id(getattr(layer, name, None))
         for layer in layers_of(model)
@@ -720,30 +744,30 @@ def overwritten_unlike_float8(model: keras.Model) -> list[keras.Variable]:
 
 
 def largest_of_each_use(gradient: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what each use of a variable returned for it, as a largest value.
+    """Returns the gradient of each use of a variable, as a maximum.
 
     Args:
-        gradient: The sum of all uses, in a graph.
+        gradient: The sum over all uses, in a graph.
     """
-    waiting, found = [gradient], []
+    waiting, largest = [gradient], []
     while waiting:
         current = waiting.pop()
         if current.op.type in ("AddN", "AddV2", "Identity"):
             waiting += current.op.inputs
         else:
-            found.append(tf.reduce_max(current[tf.newaxis], axis=0))
-    return found
+            largest.append(tf.reduce_max(current[tf.newaxis], axis=0))
+    return largest
 
 
-# Finds the operations of a graph that a gradient of some tensors flows through.
+# Operations that the gradient of some tensors flows through, and the terms of sums.
 #
-# A gradient of a sum of kinds is that of its terms. A masked mean is each tower's part
-# of a quotient, a norm of weights the same on each: so the tape is asked for the terms,
-# each with its own factor.
+# The gradient of a sum is the sum of the terms' gradients. A masked mean is a quotient
+# of towers' parts, and a norm of weights is the same on each tower: the tape therefore
+# differentiates the terms, each with its own factor.
 
 
 def operations_behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
-    """Yields the operations through which a gradient of some tensors flows."""
+    """Yields the operations through which the gradient of some tensors flows."""
     waiting, seen = [tensor.op for tensor in tensors], set()
     while waiting:
         op = waiting.pop()
@@ -754,7 +778,7 @@ def operations_behind(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Operation]:
 
 
 def flows_to(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
-    """Tells whether a gradient of some tensors flows to a tensor of those keys."""
+    """Checks whether the gradient of some tensors flows to one of the given keys."""
     return any(
         key(tensor) in keys
         for op in operations_behind(tensors)
@@ -763,10 +787,10 @@ def flows_to(tensors: Sequence[tf.Tensor], keys: Collection[Any]) -> bool:
 
 
 def source_keys(graph: tf.Graph, sources: Any) -> set[Any]:
-    """Returns the keys of what stands for variables and tensors in a graph."""
+    """Returns the keys of the tensors of variables and other sources in a graph."""
     sources = [*sharded.sources_of(tf.nest.flatten(sources))]
-    handles = {id(each.handle) for each in sources if hasattr(each, "handle")}
-    symbolic = {key(each) for each in sources if tf.is_symbolic_tensor(each)}
+    handles = {id(source.handle) for source in sources if hasattr(source, "handle")}
+    symbolic = {key(source) for source in sources if tf.is_symbolic_tensor(source)}
     return symbolic | {
         key(inside) for outside, inside in graph.captures if id(outside) in handles
     }
@@ -787,10 +811,10 @@ def totals_taken(
 def totals_within(
     targets: Sequence[tf.Tensor], is_total: IsTotal, known: Mapping[Edge, Total]
 ) -> dict[Any, Total] | None:
-    """Returns the totals behind some tensors, whose gradients take them as well.
+    """Returns the totals behind some tensors, which their gradients take as well.
 
-    Returns `None` where another operation, whose gradient takes it, too, takes a
-    tower's part of one. `known` has those that are more than sums.
+    Returns `None` if an operation whose gradient takes its inputs takes a tower's part
+    of one of these. `known` has the totals that are not plain sums.
     """
     behind, parts = {}, set()
     for op in operations_behind(targets):
@@ -809,31 +833,31 @@ def hindering(
     known: Mapping[Edge, Total],
     begin: Collection[Any],
 ) -> set[Any]:
-    """Returns the keys of totals without which a gradient is one of towers' parts.
+    """Returns the keys of totals that keep a gradient from being a sum over towers.
 
-    They are those that depend on its sources, whose keys are `begin`; or all, where
-    `totals` knows none.
+    These are the totals that depend on the sources, whose keys are `begin`; or all, if
+    `totals_within` returns `None`.
     """
-    every = totals_taken(targets, is_total)
+    totals = totals_taken(targets, is_total)
     if totals_within(targets, is_total, known) is None:
-        return {*every}
-    return {name for name, tensor in every.items() if flows_to([tensor], begin)}
+        return {*totals}
+    return {name for name, tensor in totals.items() if flows_to([tensor], begin)}
 
 
 def joined_parts(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what a tensor was joined from, in order; itself if from nothing."""
+    """Returns the tensors that were concatenated to a tensor, or the tensor itself."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "ConcatV2":
         return [tensor]
     inputs = tensor.op.inputs[:-1]
-    return [part for each in inputs for part in joined_parts(each)]
+    return [part for joined in inputs for part in joined_parts(joined)]
 
 
 def is_custom(op: tf.Operation) -> bool:
-    """Tells whether a user has defined the gradient of an operation.
+    """Checks whether a user has defined the gradient of an operation.
 
-    It may be in a branch or in a loop.
+    The search includes branches and loops.
     """
     return any(
         node.op == "IdentityN"
@@ -853,16 +877,16 @@ def terms(
     source_keys: Collection[Any],
     kind: Callable[[tf.Tensor], Dependence],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """Returns what a gradient may be taken of instead of some targets.
+    """Splits targets into terms that each tower can differentiate.
 
-    A scalar that is a sum of several kinds, such as of a quotient of totals, a mean and
-    a norm of weights, is no tower's part of anything. Its terms are.
+    A scalar that is a sum of several kinds, such as a quotient of totals, a mean and a
+    norm of weights, is no tower's part of a target. Its terms are.
 
     Args:
-        targets: What to differentiate.
-        given: The gradient given for each; `None` for one.
-        source_keys: The keys of what to differentiate for.
-        kind: Tells how a tensor depends on the examples.
+        targets: The tensors to differentiate.
+        given: The gradient given for each target; `None` for one.
+        source_keys: The keys of the sources of the gradient.
+        kind: Determines how a tensor depends on the examples.
 
     Returns:
         The terms, and the gradients given for them.
@@ -883,22 +907,22 @@ def _leaves(target, given, source_keys, kind):
     waiting = [(target, given)]
     while waiting:
         term, factor = waiting.pop()
-        before = None
-        # A mean that is a quotient of parts has no part of a mean to be divided.
+        operands = None
+        # A mean that is a quotient of parts has no terms that are parts of a mean.
         linear = kind(term) is NONE or (
             kind(term) is MEAN and {*map(kind, term.op.inputs)} <= {MEAN, NONE}
         )
-        # What it is differentiated for is no sum of others.
+        # A source of the gradient must not be split.
         if term.shape.rank == 0 and linear and key(term) not in source_keys:
-            before = _terms_of(term.op, factor, source_keys)
-        if before is None:
+            operands = _terms_of(term.op, factor, source_keys)
+        if operands is None:
             yield term, factor
         else:
-            waiting += before
+            waiting += operands
 
 
 def _terms_of(op, factor, source_keys):
-    """Returns the terms of a sum or of a multiple, each with its factor; or `None`."""
+    """Returns the terms of a sum or a multiple, each with its factor; or `None`."""
     if op.type in ("AddN", "AddV2"):
         return [(term, factor) for term in op.inputs]
     if op.type == "Identity":
@@ -918,28 +942,29 @@ def _terms_of(op, factor, source_keys):
     return [(left, right if factor is None else right * factor)]
 
 
-# Which part of a model each operation of a traced step was made for.
+# Labels: the part of a model that each operation of a traced step was made for.
 #
-# An operation that a layer makes belongs to the layer's part, and the operations of its
-# gradient do, too. TensorFlow notes what they are the gradient of; those of a tape are
-# named for it. All others, such as an addition between two layers or the loss, belong
-# to the last of the parts that they take something from; see `phases.py`.
+# The operations that a layer makes belong to the layer's part, and so do the operations
+# of their gradients. TensorFlow records which operation a gradient operation is
+# colocated with; the names of a tape's operations contain the forward scope. All other
+# operations, such as an addition between two layers or the loss, belong to the last of
+# the parts that their inputs come from; see `towers/stages/phases.py`.
 
 
 class Labels:
-    """Notes, while a step is traced, what each operation was made for.
+    """Records the part of the model that each operation of a step was made for.
 
     Attributes:
-        parts: The part of each operation that a layer of one has made, by name.
+        parts: The part of each operation that a layer of a part has made, by name.
         backward: The names of the operations of the gradient.
-        beside: For each of them, the names of operations that it is the gradient of, as
-            far as it is known.
-        enclosed: The names of layers that are called inside of an operation, such as a
+        beside: The names of the operations that a gradient operation belongs to, as far
+            as these are known, by its name.
+        enclosed: The names of layers that are called inside an operation, such as a
             loop or a branch.
     """
 
     def __init__(self, layers: Mapping[int, int]):
-        """Notes nothing yet; `layers` has the part of each layer, by its `id`."""
+        """Starts without records; `layers` has the part of each layer, by its `id`."""
         self.parts: dict[str, int] = {}
         self.backward: set[str] = set()
         self.beside: dict[str, list[str]] = {}
@@ -949,7 +974,7 @@ class Labels:
 
     @contextlib.contextmanager
     def noting_layers(self) -> Iterator[None]:
-        """Inside, a step is traced."""
+        """Records the operations of layers while a step is traced in the context."""
         outside = tf.compat.v1.get_default_graph()
 
         def call(original, layer, *args, **kwargs):
@@ -962,32 +987,34 @@ class Labels:
                 return original(layer, *args, **kwargs)
             self._within = True
             try:
-                with made_in(graph) as made:
+                with made_in(graph) as created:
                     return original(layer, *args, **kwargs)
             finally:
                 self._within = False
-                self.parts.update((op.name, part) for op in made)
+                self.parts.update((op.name, part) for op in created)
 
         with patched(LAYER_CALL, call):
             yield
 
     def forget(self) -> None:
-        """Forgets what was noted, as the step is traced once more."""
-        for noted in (self.parts, self.backward, self.beside, self.enclosed):
-            noted.clear()
+        """Discards the records, as the step is traced once more."""
+        for records in (self.parts, self.backward, self.beside, self.enclosed):
+            records.clear()
 
     def _of_scope(self, name, scopes):
-        """The operations of the scope that one of a tape's gradient is named for.
+        """Returns the forward operations of the scope in a gradient operation's name.
 
-        There are none if these are of several parts.
+        Returns none if these belong to several parts.
         """
         _, tape, name = name.rpartition(GRADIENT_SCOPE)
-        of_scopes = (scopes[each] for each in _scopes(name) if each in scopes)
-        found = next(of_scopes, []) if tape else []
-        return found if len({self.parts[each] for each in found}) == 1 else []
+        of_scopes = (scopes[scope] for scope in _scopes(name) if scope in scopes)
+        operations = next(of_scopes, []) if tape else []
+        return (
+            operations if len({self.parts[scope] for scope in operations}) == 1 else []
+        )
 
     def note_gradients(self, made: Sequence[tf.Operation]) -> None:
-        """Notes the operations of a gradient, the last ones of their graph."""
+        """Records the operations of a gradient, the last ones of their graph."""
         self.backward.update(op.name for op in made)
         scopes = collections.defaultdict(list)
         for name in self.parts:
@@ -997,13 +1024,21 @@ class Labels:
             self.beside[op.name] = colocated_with(op) or self._of_scope(op.name, scopes)
         for op in reversed(made):
             if not self.beside[op.name]:
-                # Such as a sum of gradients: it is for what takes it.
-                takers = (each.name for t in op.outputs for each in t.consumers())
-                found = (self.beside[each] for each in takers if each in self.beside)
-                self.beside[op.name] = next(filter(None, found), [])
-        # A loop is given the lists that it is to keep its values in for its gradient.
-        every = made[0].graph.get_operations() if made else []
-        waiting = every[: len(every) - len(made)]
+                # A sum of gradients, say, belongs with the operation that takes the
+                # sum.
+                consumers = (
+                    consumer.name for t in op.outputs for consumer in t.consumers()
+                )
+                forward = (
+                    self.beside[consumer]
+                    for consumer in consumers
+                    if consumer in self.beside
+                )
+                self.beside[op.name] = next(filter(None, forward), [])
+        # The lists in which a forward loop stores values for its gradient are forward
+        # operations.
+        operations = made[0].graph.get_operations() if made else []
+        waiting = operations[: len(operations) - len(made)]
         while waiting:
             for tensor in waiting.pop().inputs:
                 if tensor.op.name in self.backward:
@@ -1012,7 +1047,7 @@ class Labels:
 
 
 def _scopes(name):
-    """The scopes that an operation is in, the innermost first."""
+    """Yields the scopes of an operation, the innermost first."""
     while "/" in name:
         name, _, _ = name.rpartition("/")
         yield name

@@ -1,1 +1,1 @@
-"""How a program starts, reads its flags and speaks. Nothing here needs TensorFlow."""
+"""Starts programs, reads their flags and prints messages, all without TensorFlow."""

@@ -1,4 +1,4 @@
-"""Parts of a command line that several programs have."""
+"""Functions that the command lines of several programs share."""
 
 import importlib.util
 import os
@@ -19,10 +19,10 @@ def read_image_size(text: str | None) -> tuple[int, int] | None:
     """Reads the value of --image_size.
 
     Returns:
-        Height and width, or None where nothing was asked for.
+        Height and width, or None if no size was given.
 
     Raises:
-        ValueError: it is neither N nor HxW.
+        ValueError: The text is neither N nor HxW.
     """
     if text is None:
         return None
@@ -39,10 +39,10 @@ def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
     """Reads the value of --randaugment.
 
     Returns:
-        Layers and magnitude, or None where nothing was asked for.
+        Layers and magnitude, or None if none were given.
 
     Raises:
-        ValueError: they are not two numbers in their ranges.
+        ValueError: The parts are not two numbers in their ranges.
     """
     if parts is None:
         return None
@@ -57,11 +57,11 @@ def read_randaugment(parts: Sequence[str] | None) -> tuple[int, int] | None:
 
 
 def on_hosts(hosts: int, num_gpus: int | None, log_dir: str | None = None) -> list[str]:
-    """Returns how a command line begins that starts hosts; "-m", a module... follow.
+    """Returns the start of a command line that starts hosts; "-m", a module... follow.
 
     Args:
-        hosts: How many, on this machine.
-        num_gpus: GPUs of each, if that is asked for.
+        hosts: Number of hosts, all on this machine.
+        num_gpus: Number of GPUs of each host, if given.
         log_dir: Folder for the output of hosts other than the first.
     """
     command = [sys.executable, "-m", "towers.launch", f"--hosts={hosts}"]
@@ -76,11 +76,11 @@ def check_plot(path: str | None, *examples: str) -> None:
     """Checks the value of --plot.
 
     Args:
-        path: The file to write; None for no chart.
-        examples: A name of each kind of file that can be written, such as "a.png".
+        path: File to write; None for no chart.
+        examples: File names of each supported format, such as "a.png".
 
     Raises:
-        ValueError: it is of another kind, or cannot be written.
+        ValueError: The format is not supported, or the file cannot be written.
     """
     if path is None:
         return
@@ -100,16 +100,16 @@ def check_plot(path: str | None, *examples: str) -> None:
 
 
 def check_folder(name: str, path: str, option: str, new: bool = False) -> None:
-    """Checks that a folder can be written to, or made; leaves nothing behind.
+    """Checks that a folder can be created and written to; leaves nothing behind.
 
     Args:
-        name: What to call it.
+        name: Name of the folder in error messages.
         path: The folder, in any file system; only local ones are checked.
-        option: What names another, such as "--model_dir".
-        new: Whether one that is there already need not be written to.
+        option: The option that names another folder, such as "--model_dir".
+        new: Whether an existing folder need not be writable.
 
     Raises:
-        ValueError: it cannot, or it is a file.
+        ValueError: The folder cannot be written to, or is a file.
     """
     if "://" in path:
         return
@@ -119,7 +119,7 @@ def check_folder(name: str, path: str, option: str, new: bool = False) -> None:
     if new and os.path.isdir(path):
         return
     try:
-        # Only writing tells: permissions say nothing of root, /proc or a full disk.
+        # Only a write is conclusive: permissions ignore root, /proc and full disks.
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ValueError(
@@ -129,12 +129,12 @@ def check_folder(name: str, path: str, option: str, new: bool = False) -> None:
 
 
 def check_data_service(address: str | None) -> None:
-    """Checks that --data_service names a service that runs.
+    """Checks that the service of --data_service runs.
 
-    TensorFlow would wait for ever.
+    TensorFlow would wait for it forever.
 
     Raises:
-        ValueError: it has another form, or no dispatcher or no worker answers.
+        ValueError: The address is malformed, or no dispatcher or no worker answers.
     """
     if address is None:
         return
@@ -147,7 +147,7 @@ def check_data_service(address: str | None) -> None:
 
     try:
         with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
-            # TensorFlow has no Python for it; an empty message asks for all of them.
+            # TensorFlow has no Python API for this; an empty message asks for all.
             ask = channel.unary_unary("/tensorflow.data.DispatcherService/GetWorkers")
             answer = ask(b"", timeout=_SECONDS)
     except grpc.RpcError as error:
@@ -176,15 +176,15 @@ def _answers(address: str) -> bool:
 
 
 def fail(reason: object, program: str) -> int:
-    """Says in one line why a program ends, and returns its exit code."""
-    # Keras colors what a layer has raised.
-    said = re.sub(r"\x1b\[[\d;]*m", "", str(reason))
-    print(f"{program}: {' '.join(said.split())}", file=sys.stderr)
+    """Prints a line that says why a program ends, and returns its exit code."""
+    # Keras colors the messages of errors in layers.
+    message = re.sub(r"\x1b\[[\d;]*m", "", str(reason))
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return 1
 
 
 def quieten() -> None:
-    """Leaves out what TFDS tells its own authors, and its bars where nobody watches."""
+    """Hides TFDS's messages for its own authors, and its bars without a terminal."""
     logging.use_absl_handler()
     verbosity = flags.FLAGS["verbosity"]
     if not verbosity.present:

@@ -1,4 +1,4 @@
-"""How a program ends: its exit code, and a sentence that says why if it is not 0."""
+"""Ends a program with an exit code, and a sentence that says why if it is not 0."""
 
 import gc
 import signal
@@ -8,20 +8,22 @@ from towers.program import forks, startup
 from towers.program.commands import fail, quieten
 
 ANOTHER_FAILED = 75
-"""The exit code of a host that ends because another one has failed: EX_TEMPFAIL."""
+"""Exit code of a host that ends because another one has failed: EX_TEMPFAIL."""
 
 STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""The exit codes of a run that was asked to end, and has saved."""
+"""Exit codes of a run that was asked to end, and has saved."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived."""
+    """The program has received SIGTERM."""
 
 
 def run(program: str, body: Callable[[], int | None]) -> int:
-    """Runs a program, once `startup.begin` has read its flags.
+    """Runs the body of a program, after `startup.begin` has read the flags.
 
-    The body returns an exit code, or nothing for 0.
+    Args:
+        program: Name of the program.
+        body: Returns an exit code, or `None` for 0.
 
     Returns:
         The exit code.
@@ -37,12 +39,12 @@ def run(program: str, body: Callable[[], int | None]) -> int:
     except (ValueError, OSError) as error:
         return fail(error, program)
     finally:
-        # A half-read epoch ends here: TensorFlow warns if Python has gone before it.
+        # Frees the iterator of a half-read epoch: TensorFlow warns after Python's end.
         gc.collect()
 
 
 def stop_at_sigterm() -> None:
-    """Has SIGTERM end the program by an exception, as Ctrl-C does."""
+    """Makes SIGTERM end the program with an exception, as Ctrl-C does."""
     forks.handle(signal.SIGTERM, _terminate)
 
 
@@ -51,5 +53,5 @@ def _terminate(number, frame):
 
 
 def cause_of(stop: KeyboardInterrupt) -> tuple[str, int]:
-    """Returns what has stopped a program, and its exit code."""
+    """Returns the signal that has stopped a program, and its exit code."""
     return ("SIGTERM", 143) if isinstance(stop, Terminated) else ("Ctrl-C", 130)

@@ -11,7 +11,7 @@ def install_command(extra: str) -> str:
     package index has Towers.
 
     Args:
-        extra: Its name, such as "plots".
+        extra: Name of the extra, such as "plots".
 
     Returns:
         A command such as ``pip install 'pyarrow>=20'``.

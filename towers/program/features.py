@@ -1,7 +1,7 @@
-"""Features that stand beside the core: a run imports those alone that it asks for.
+"""Features beside the core, which a run imports only if it uses them.
 
-No import statement of the core names them. So whoever reads a plain step need not read
-how hosts meet, and whoever changes that changes nothing else.
+No import statement of the core names a feature. So readers of a plain step need not
+read how hosts meet, and changes to that code do not affect the core.
 """
 
 import importlib
@@ -26,7 +26,7 @@ FEATURES = {
     "loop.host_times": "several hosts: which of them holds up the others",
     "model.generations": "hosts that come and go",
     "model.rehearsal": "hosts that come and go: a first step before they wait",
-    "model.update.remembered": "choice_file=, and what towers train measures",
+    "model.remembered": "choice_file=, and what towers train measures",
     "monitoring.bottleneck.hosts": "several hosts: a sentence on their times",
     "monitoring.bottleneck.stages": "several stages: a sentence on their times",
     "monitoring.stall.hosts": "several hosts: which of them is waited for",
@@ -41,11 +41,11 @@ FEATURES = {
     "train.parts.auto_count": "--num_gpus=auto",
     "train.parts.fine_tune": "--init_weights, --freeze",
 }
-"""Modules of towers, each with who asks for it."""
+"""Modules of towers, each with the option or the code that uses it."""
 
 
 def feature(name: str) -> Any:
-    """Imports a feature.
+    """Imports a feature, and returns its module.
 
     Args:
         name: One of `FEATURES`.

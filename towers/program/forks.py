@@ -1,9 +1,9 @@
-"""Keeps from forked children what is of this process alone.
+"""Keeps the locks, connections and signal handlers of this process from its children.
 
-A fork copies descriptors, signal handlers and functions for the exit, but no threads. A
-child would answer signals for its parent, keep its parent's locks and connections open,
-and remove its parent's files at its own end. With what is registered here, a child acts
-as one of a plain Python process, whoever has forked it.
+A fork copies descriptors, signal handlers and exit functions, but no threads. A child
+would answer signals for its parent, keep its parent's locks and connections open, and
+remove its parent's files as it ends. After registration here, a child behaves like one
+of a plain Python process, whichever library has forked it.
 """
 
 import atexit
@@ -33,19 +33,19 @@ _masks = threading.local()
 
 
 class _OwnHandler:
-    """A handler of this process alone.
+    """A signal handler of this process alone.
 
     Attributes:
         function: Handles the signal in this process.
-        children: The handler that children have.
+        children: The handler of child processes.
     """
 
     def __init__(self, function: Callable[[int, Any], Any], children: Handler):
-        """Takes both."""
+        """Takes the handler of this process and that of its children."""
         self.function, self.children = function, children
 
     def __call__(self, number: int, frame: Any) -> Any:
-        """Handles the signal, as `signal.signal` asks of a handler."""
+        """Handles the signal; see `signal.signal`."""
         return self.function(number, frame)
 
 
@@ -53,10 +53,10 @@ def close_in_children(file: F) -> F:
     """Closes a file, socket or pipe in each child that is forked from now on.
 
     Args:
-        file: It keeps its descriptor until it is closed.
+        file: The file; it has to keep its descriptor until it is closed.
 
     Returns:
-        The same.
+        The same file.
     """
     _own_files.add(file)
     return file
@@ -65,14 +65,14 @@ def close_in_children(file: F) -> F:
 def handle(number: int, handler: Callable[[int, Any], Any]) -> Handler:
     """Sets the handler of a signal for this process alone.
 
-    Children have the handler that was there before the first one of this kind.
+    Children get the handler that was set before the first call for this signal.
 
     Args:
         number: The signal.
         handler: A function, as `signal.signal` takes it.
 
     Returns:
-        The handler before, as `signal.signal` does.
+        The previous handler, as `signal.signal` returns it.
     """
     before = signal.getsignal(number)
     children = before.children if isinstance(before, _OwnHandler) else before
@@ -80,16 +80,16 @@ def handle(number: int, handler: Callable[[int, Any], Any]) -> Handler:
 
 
 def handler_of(number: int) -> Handler:
-    """Returns the handler of a signal, as it was given to `handle`."""
+    """Returns the handler of a signal, as it was passed to `handle`."""
     handler = signal.getsignal(number)
     return handler.function if isinstance(handler, _OwnHandler) else handler
 
 
 def at_exit(function: Callable, *args: Any, **options: Any) -> Callable[[], None]:
-    """Calls a function as this process exits, and not as its children do.
+    """Calls a function as this process exits, but not as its children exit.
 
     Returns:
-        What `atexit.unregister` takes.
+        The function to pass to `atexit.unregister`.
     """
     process = os.getpid()
 
@@ -101,7 +101,7 @@ def at_exit(function: Callable, *args: Any, **options: Any) -> Callable[[], None
 
 
 def _hold_signals():
-    """Keeps signals from a child that has its parent's handlers still."""
+    """Blocks signals during a fork, as the child still has its parent's handlers."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
@@ -135,9 +135,9 @@ def _let_go():
 def _own_descriptors():
     descriptors = set()
     for file in [*_own_files]:
-        with contextlib.suppress(OSError, ValueError):  # it is closed
+        with contextlib.suppress(OSError, ValueError):  # It is closed.
             descriptors.add(file.fileno())
-    return descriptors - {-1}  # of closed sockets
+    return descriptors - {-1}  # Closed sockets return -1.
 
 
 os.register_at_fork(
@@ -147,22 +147,22 @@ os.register_at_fork(
 )
 
 
-# Ends pools of processes as the program exits, also those that would not end.
+# Ends process pools as the program exits, even if they would hang.
 
 
 @functools.cache
 def end_pools_at_exit() -> None:
-    """Has the exit wait for no pool of `multiprocessing` for ever.
+    """Makes sure that the exit does not wait forever for a pool of `multiprocessing`.
 
-    A signal that is sent to a group of processes ends those of a pool while one of them
-    has the lock of the pool. Python, as it exits, would wait for that lock. It ends the
-    processes that stay afterwards.
+    A signal to a process group may end a pool's processes while one of them holds the
+    lock of the pool. Python would wait for that lock as it exits. It ends the remaining
+    processes afterwards.
     """
     begun, ended = threading.Event(), threading.Event()
 
     def end():
         begun.wait()
-        # What Python does first as well.
+        # Python does the same at first.
         end_pools()
         ended.set()
 
@@ -170,6 +170,6 @@ def end_pools_at_exit() -> None:
         begun.set()
         ended.wait(_SECONDS)
 
-    # Now: while Python exits, it begins no thread.
+    # Started now, as Python starts no threads while it exits.
     threading.Thread(target=end, daemon=True).start()
     at_exit(wait)

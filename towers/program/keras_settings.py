@@ -1,8 +1,8 @@
-"""The user's own settings of Keras, which other projects may need otherwise.
+"""Reads the user's settings of Keras, which other projects may need to differ.
 
-They are in the environment and in keras.json. Programs do as their flags say, and tell
-what they ignore. In Python they are the user's, but for the backend, which must be
-TensorFlow.
+Settings are in the environment and in keras.json. Programs follow their flags instead,
+and report the settings they ignore. In Python the settings apply, except for the
+backend, which must be TensorFlow.
 """
 
 import json
@@ -12,40 +12,40 @@ from typing import Any
 
 from towers.program import small_file
 
-# What programs work with, and what else Keras knows.
+# The values that programs use, and other values that Keras knows.
 _OURS = {
     "floatx": ("float32", ("float16", "float64")),
     "image_data_format": ("channels_last", ("channels_first",)),
 }
-# They would end training early, without a word.
+# These would end training early, without a message.
 _LIMITS = "KERAS_MAX_EPOCHS", "KERAS_MAX_STEPS_PER_EPOCH"
 
 
 def ignored() -> list[str]:
-    """Says which of the user's settings programs ignore, a sentence each.
+    """Returns a sentence for each of the user's settings that programs ignore.
 
     Raises:
         ValueError: Keras could not be imported with this keras.json.
     """
     path, settings = _read()
-    said = []
+    notes = []
     backend, where = _backend(path, settings)
     if backend != "tensorflow":
-        said.append(f"{where} is ignored: Towers trains with Keras on TensorFlow.")
+        notes.append(f"{where} is ignored: Towers trains with Keras on TensorFlow.")
     for name in _LIMITS:
         if name in os.environ:
             value = os.environ[name]
-            said.append(f"{name}={value} is ignored: flags say how long to train.")
-    for name, (ours, _) in _OURS.items():
-        if (value := settings.get(name, ours)) != ours:
-            said.append(f'"{name}": "{value}" in {path} is ignored for "{ours}".')
-    return said
+            notes.append(f"{name}={value} is ignored: flags say how long to train.")
+    for name, (used, _) in _OURS.items():
+        if (value := settings.get(name, used)) != used:
+            notes.append(f'"{name}": "{value}" in {path} is ignored for "{used}".')
+    return notes
 
 
 def override() -> None:
-    """Has Keras work as programs expect, whatever the user's settings are.
+    """Sets Keras up as programs expect, whatever the user's settings are.
 
-    To be called before the import of TensorFlow, which imports Keras.
+    Call it before TensorFlow is imported, which imports Keras.
 
     Raises:
         ValueError: Keras could not be imported with this keras.json.
@@ -54,29 +54,29 @@ def override() -> None:
     os.environ["KERAS_BACKEND"] = "tensorflow"
     for name in _LIMITS:
         os.environ.pop(name, None)
-    if any(settings.get(name, ours) != ours for name, (ours, _) in _OURS.items()):
+    if any(settings.get(name, used) != used for name, (used, _) in _OURS.items()):
         from keras import config
 
-        for name, (ours, _) in _OURS.items():
-            getattr(config, f"set_{name}")(ours)
+        for name, (used, _) in _OURS.items():
+            getattr(config, f"set_{name}")(used)
 
 
 def check_backend() -> None:
-    """Checks that Keras computes by TensorFlow, or will once it is imported.
+    """Checks that Keras uses TensorFlow, or will use it once it is imported.
 
     Raises:
-        ImportError: It does not.
+        ImportError: Keras uses another backend.
     """
     if "keras" in sys.modules:
         config = getattr(sys.modules["keras"], "config", None)
         backend = config.backend() if config else "tensorflow"
         where = f"Keras was imported with the backend {backend}"
-        _, found = _backend(*_read())
-        if found:
-            where += f" ({found})"
+        _, setting = _backend(*_read())
+        if setting:
+            where += f" ({setting})"
     else:
-        backend, found = _backend(*_read())
-        where = f"Received {found}"
+        backend, setting = _backend(*_read())
+        where = f"Received {setting}"
     if backend != "tensorflow":
         raise ImportError(
             f"{where}; Towers trains with Keras on TensorFlow, so set "
@@ -85,7 +85,7 @@ def check_backend() -> None:
 
 
 def _backend(path: str, settings: dict[str, Any]) -> tuple[str, str]:
-    """Returns Keras's backend, and where that is set; empty if it is not."""
+    """Returns Keras's backend, and the setting that selects it; "" without one."""
     if value := os.environ.get("KERAS_BACKEND"):
         return value, f"KERAS_BACKEND={value}"
     if "backend" in settings:
@@ -95,10 +95,10 @@ def _backend(path: str, settings: dict[str, Any]) -> tuple[str, str]:
 
 
 def _read() -> tuple[str, dict[str, Any]]:
-    """Reads keras.json, where Keras does.
+    """Reads keras.json from the same path as Keras.
 
     Raises:
-        ValueError: A value is none that Keras knows.
+        ValueError: Keras does not know a value.
     """
     home = os.environ.get("KERAS_HOME")
     if home is None:
@@ -108,17 +108,17 @@ def _read() -> tuple[str, dict[str, Any]]:
     try:
         settings = small_file.read_json(path)
     except (FileNotFoundError, small_file.FileError):
-        return path, {}  # as Keras takes it
+        return path, {}  # Keras does the same.
     if not isinstance(settings, dict):
         raise ValueError(
             f"{path} holds {settings!r}; expected Keras's settings, such as "
             '{"backend": "tensorflow"}, so correct it or remove it.'
         )
-    for name, (ours, others) in _OURS.items():
-        if (value := settings.get(name, ours)) not in (ours, *others):
+    for name, (used, others) in _OURS.items():
+        if (value := settings.get(name, used)) not in (used, *others):
             raise ValueError(
                 f'Received "{name}": {json.dumps(value)} in {path}; expected '
-                f"{' or '.join((ours, *others))}, so correct it or remove the file."
+                f"{' or '.join((used, *others))}, so correct it or remove the file."
             )
     if not isinstance(epsilon := settings.get("epsilon", 1e-7), float):
         raise ValueError(

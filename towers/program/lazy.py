@@ -1,4 +1,4 @@
-"""Gives a package's names when they are asked for, so that importing it is cheap."""
+"""Imports the names of a package on first use, so that importing it is cheap."""
 
 import ast
 import importlib
@@ -11,22 +11,22 @@ from typing import Any
 def attach(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes the `__getattr__`, `__dir__` and `__all__` of a package, as of PEP 562.
+    """Makes the `__getattr__`, `__dir__` and `__all__` of a package; see PEP 562.
 
-    The names are those in its __init__.pyi, which type checkers read. `lazy_loader`
-    does the same (https://scientific-python.org/specs/spec-0001), but would have to be
-    there, and towers.doctor is for machines where nothing may be.
+    The names are those in the package's __init__.pyi, which type checkers read.
+    `lazy_loader` does the same (https://scientific-python.org/specs/spec-0001), but
+    would have to be installed, and towers.doctor is for machines without any packages.
 
     Args:
-        package: Its name.
-        file: Its `__file__`. Imports in the .pyi beside it are from within the package:
-            `from .module import name as name`.
+        package: Name of the package.
+        file: `__file__` of the package. Imports in the .pyi file beside it are relative
+            to the package: `from .module import name as name`.
 
     Returns:
         The two functions, and the names.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
-    # `from . import name` has no module: the name is one.
+    # `from . import name` has no module: the name is a module.
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     homes = {name.name: node.module for node in imports for name in node.names}
 
@@ -39,7 +39,7 @@ def attach(
             value = importlib.import_module(f"{package}.{home}.{name}")
         elif home:
             value = getattr(value, name)
-        # From now on it is found without this function.
+        # Later look-ups do not call this function.
         setattr(sys.modules[package], name, value)
         return value
 

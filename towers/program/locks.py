@@ -1,9 +1,9 @@
-"""Locks of folders, which end with their process, however that ends.
+"""Locks of folders, which are released when their process ends, however it ends.
 
-A lock is a file that flock(2) locks. Some file systems have no such locks: Lustre that
-is mounted without them, or NFS without its daemon. There, a link beside the file names
-the process that has the lock. A link has its target as soon as it exists, so nobody
-reads half of it.
+A lock is a file that is locked with flock(2). Some file systems have no such locks:
+Lustre that is mounted without them, or NFS without its daemon. There, a link beside the
+file names the process that holds the lock. A link is created together with its target,
+so no process reads an incomplete name.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ _BOOT = "/proc/sys/kernel/random/boot_id"
 _PROCESSES = "/proc/self/ns/pid"
 _CHECK_PAUSE_S = 0.1
 _WAIT_PAUSE_S = 0.05
-# The locks that this process has.
+# The locks that this process holds.
 _held: set[str] = set()
 
 
 @contextlib.contextmanager
 def made_folder(path: str) -> Iterator[None]:
-    """Makes a folder, and those above it, for the time inside.
+    """Creates a folder and its missing parents; they exist inside the context.
 
-    Folders that were made are removed at the end if they are empty.
+    Folders that were created are removed at the end if they are empty.
 
     Args:
         path: The folder.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     with contextlib.ExitStack() as stack:
         for folder in _missing(path):
@@ -49,7 +49,7 @@ def made_folder(path: str) -> Iterator[None]:
 
 
 def _missing(folder: str) -> list[str]:
-    """Returns the folders of a path that are not there, the outermost first."""
+    """Returns the missing folders of a path, the outermost first."""
     if not folder or os.path.isdir(folder):
         return []
     return [*_missing(os.path.dirname(folder)), folder]
@@ -62,9 +62,9 @@ def _remove_if_empty(folder: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Inside, no other process has the lock; this one may take it again.
+    """Holds a lock inside the context; this process may take it again.
 
-    Args and errors are those of `taken`.
+    See `taken` for arguments and errors.
     """
     if _place(path) in _held:
         yield
@@ -75,17 +75,17 @@ def locked(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken(path: str) -> Iterator[None]:
-    """Inside, nobody else has the lock.
+    """Holds a lock inside the context, against all other threads and processes.
 
-    The file is removed at the end. Only its owner can open it, so that nobody else can
-    keep it locked.
+    The file is removed at the end. Only its owner can open it, so that no other user
+    can keep it locked.
 
     Args:
-        path: The file of the lock, whose folder has to be there.
+        path: The file of the lock, in an existing folder.
 
     Raises:
-        BlockingIOError: Another process has the lock, or this one has it already.
-        OSError: The file cannot be made.
+        BlockingIOError: Another process, or this one, holds the lock already.
+        OSError: The file cannot be created.
     """
     path = _place(path)
     with contextlib.ExitStack() as stack:
@@ -97,16 +97,17 @@ def taken(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waited_for(path: str, seconds: float, message: str = "") -> Iterator[None]:
-    """Waits for a lock, and has it inside.
+    """Waits for a lock, and holds it inside the context.
 
     Args:
-        path: As of `taken`.
-        seconds: How long to wait for a process that has it.
-        message: A line to say once if another process has it.
+        path: See `taken`.
+        seconds: Maximum time to wait for a process that holds the lock.
+        message: A line to print once if another process holds the lock.
 
     Raises:
-        TimeoutError: Another process still has it: it stands still, or is none of ours.
-        OSError: The file cannot be made.
+        TimeoutError: Another process still holds the lock: it hangs, or is not a
+            process of Towers.
+        OSError: The file cannot be created.
     """
     end = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -127,15 +128,15 @@ def waited_for(path: str, seconds: float, message: str = "") -> Iterator[None]:
 
 
 def is_locked(path: str) -> bool:
-    """Tells whether a process has a lock."""
+    """Returns whether a process holds a lock."""
     if _place(path) in _held:
         return True
     try:
         with _open(path, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        # Another user's file cannot be asked. It stays if its process was killed, but
-        # nobody else can take the lock then, either.
+        # Another user's file cannot be opened. If its process was killed, the file
+        # stays, but then no other user can take the lock either.
         return True
     except OSError as error:
         return error.errno in (*_NO_LOCKS, errno.ENOENT) and _is_taken(_link(path))
@@ -143,7 +144,7 @@ def is_locked(path: str) -> bool:
 
 
 def _place(path: str) -> str:
-    """Returns one path for a lock, whose folder may be a link."""
+    """Returns the canonical path of a lock, whose folder may be a link."""
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name)
 
@@ -162,15 +163,15 @@ def _take(path: str, stack: contextlib.ExitStack) -> None:
             return
         if _is_at(file, path):
             break
-        file.close()  # The process that had it has removed the file.
-    # A lock ends with the process that has it, and not with its children.
+        file.close()  # The process that held the lock has removed the file.
+    # A lock ends with the process that holds it, and not with its children.
     stack.callback(_release, forks.close_in_children(file), path)
 
 
 def _open(path: str, flags: int) -> IO:
-    """Opens the file of a lock, which nobody but its owner can open from now on."""
-    # A pipe in its place is not waited for. A link could lead to anybody's file, which
-    # would be removed at the end.
+    """Opens the file of a lock, and lets only its owner open it from now on."""
+    # Does not wait for a pipe with this name. Follows no link, which could lead to any
+    # file, and that file would be removed at the end.
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -190,7 +191,7 @@ def _open(path: str, flags: int) -> IO:
 
 
 def _lock(file: IO) -> None:
-    # A process that only looks whether it is locked has it for a moment.
+    # A process that only checks for a lock holds it for a moment.
     for again in (True, True, False):
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,13 +204,13 @@ def _lock(file: IO) -> None:
 def _is_at(file: IO, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except OSError:  # It is gone, or its folder is.
+    except OSError:  # The file or its folder has been removed.
         return False
 
 
 def _release(file: IO, path: str) -> None:
-    # While it is locked: later it may be another process's already. In a child, the
-    # descriptor leads nowhere.
+    # Removed while it is locked: later it may belong to another process. In a child,
+    # the descriptor is closed.
     if _is_at(file, path):
         _remove(path)
     file.close()
@@ -220,7 +221,7 @@ def _remove(path: str) -> None:
         os.remove(path)
 
 
-# Without flock.
+# Locks on file systems without flock.
 
 
 def _take_link(path: str, error: OSError, stack: contextlib.ExitStack) -> None:
@@ -251,7 +252,7 @@ def _link(path: str) -> str:
 
 
 def _this_process() -> str:
-    """Names this process, apart from all others of all machines and containers."""
+    """Returns a name of this process, unique over machines and containers."""
     pid = os.getpid()
     return " ".join([*_this_machine(), str(pid), _started(pid)])
 
@@ -281,7 +282,7 @@ def _is_taken(link: str) -> bool:
 
 
 def _is_dead(holder: str) -> bool:
-    """Tells whether a process is known to have ended; of other machines, none is."""
+    """Returns whether a process is known to have ended; False on other machines."""
     try:
         host, boot, processes, pid, started = holder.split(" ")
         here = _this_machine()
@@ -297,12 +298,12 @@ def _is_dead(holder: str) -> bool:
 
 
 def _remove_if_dead(link: str) -> bool:
-    """Removes a link that a process has left that is dead; tells whether it did so."""
+    """Removes a link that a dead process has left; returns whether it is gone."""
     try:
         holder = os.readlink(link)
         if not _is_dead(holder):
             return False
-        # One process at a time: another one's new link is not to be removed.
+        # One process at a time: another one's new link must not be removed.
         taking = f"{link}.taking"
         os.symlink(_this_process(), taking)
     except FileNotFoundError:

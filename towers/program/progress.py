@@ -1,7 +1,7 @@
-"""Shows how far something is that takes long: how much of it, and the time left.
+"""Shows the progress of slow operations: the amount done, and the time left.
 
-On a terminal, that is a bar, drawn again and again; elsewhere, a line now and then.
-Nothing is shown of what ends within seconds.
+On a terminal, progress is a bar that is redrawn; elsewhere, a line from time to time.
+Operations that end within seconds show nothing.
 """
 
 import os
@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from towers.program import voice
 
 SILENT_S = 5.0
-"""Nothing is said of what ends sooner."""
+"""Seconds during which no progress is shown."""
 
 EARLY_S = 1.0
-"""The same of what a program does before its first line, which is waited for."""
+"""The same before the first line of a program, for which the user waits."""
 
 SWITCH = "TOWERS_PROGRESS"
-"""Nothing is shown where the environment has 0 under this name."""
+"""The environment variable that turns progress off if it is 0."""
 
 _LINE_PAUSE_S = 10.0
 _BAR_PAUSE_S = 0.5
@@ -29,21 +29,21 @@ _BAR_WIDTH = 20
 T = TypeVar("T")
 
 
-# What has begun and not ended, the latest last: it alone is shown.
+# Operations in progress, the latest last; only the latest is shown.
 _active: list["Progress"] = []
 
 
 class Progress:
-    """Tells how far something is, if it takes longer than some seconds.
+    """Shows the progress of an operation that takes longer than some seconds.
 
-    A context manager. A thread of its own shows it, so that a single call that takes
-    long is shown as well, and `add` costs next to nothing. Any thread may call it. One
-    that begins inside another one is shown in its place.
+    A context manager. A separate thread shows the progress, so that a single slow call
+    is shown as well, and `add` is cheap. Any thread may call `add`. An operation that
+    begins inside another one is shown instead.
 
     Attributes:
-        what: Is done.
-        done: How much has been done.
-        total: How much there is to do; `None` if nobody knows.
+        what: Name of the operation.
+        done: Amount done.
+        total: Total amount; `None` if unknown.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ):
-        """Describes it; time begins as the context is entered.
+        """Describes the operation; time starts as the context is entered.
 
         Args:
-            what: Is done, such as "Reading labels".
-            total: How much there is to do. None if nobody knows.
-            unit: What is counted, in the plural.
-            silent_s: For how long nothing is shown.
+            what: Name of the operation, such as "Reading labels".
+            total: Total amount; `None` if unknown.
+            unit: Unit of the amount, in the plural.
+            silent_s: Seconds during which nothing is shown.
             clock: Returns seconds.
-            wait: Waits for an event, at most so many seconds; tells if it is set.
+            wait: Waits for an event, at most some seconds; returns whether it is set.
         """
         self.done = 0
         self.what, self.total, self._unit = what, total, unit
@@ -73,7 +73,7 @@ class Progress:
         self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __enter__(self) -> "Progress":
-        """Begins to count seconds."""
+        """Starts the clock and the thread."""
         self._began_s = self._clock()
         _active.append(self)
         if os.environ.get(SWITCH) != "0":
@@ -81,19 +81,19 @@ class Progress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Ends a bar with its last state."""
+        """Stops the thread, which draws the last state of a bar."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
         _active.remove(self)
 
     def add(self, count: int = 1) -> None:
-        """Takes note that so much more has been done."""
+        """Adds to the amount done."""
         with self._lock:
             self.done += count
 
     def _show(self) -> None:
-        """Shows it until it ends, in a thread."""
+        """Shows the progress until the operation ends; runs in a thread."""
         if self._wait(self._ended, self._silent_s):
             return
         is_terminal = sys.stderr.isatty()
@@ -114,7 +114,7 @@ class Progress:
             voice.say(self.line())
 
     def line(self) -> str:
-        """Says in a sentence how far it is."""
+        """Returns a sentence on the progress."""
         counted = self._counted()
         return f"{self.what}: {counted}." if counted else f"{self.what} ..."
 
@@ -127,19 +127,19 @@ class Progress:
         return f"{self.what} [{drawn}] {self._counted()}"
 
     def _counted(self) -> str:
-        """Says how much is done, how fast, and how long the rest takes."""
+        """Returns the amount done, the rate, and the time left, in words."""
         done = self.done
         if not done and self.total is None:
             return ""
         of = "" if self.total is None else f" of {self.total:,}"
-        said = f"{done:,}{of} {self._unit}"
+        text = f"{done:,}{of} {self._unit}"
         if not done:
-            return said
+            return text
         a_second = done / max(self._seconds(), 1e-9)
-        said += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
+        text += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
         if self.total is not None and done < self.total:
-            said += f", {_duration((self.total - done) / a_second)} left"
-        return said
+            text += f", {_duration((self.total - done) / a_second)} left"
+        return text
 
     def _seconds(self) -> float:
         return self._clock() - self._began_s
@@ -152,14 +152,14 @@ def over(
     unit: str = "rows",
     silent_s: float = SILENT_S,
 ) -> Iterator[T]:
-    """Yields what an iterable yields, and shows how far it is.
+    """Yields the items of an iterable, and shows the progress.
 
     Args:
         iterable: Each item counts as one.
-        what: As of `Progress`.
-        total: As of `Progress`.
-        unit: As of `Progress`.
-        silent_s: As of `Progress`.
+        what: See `Progress`.
+        total: See `Progress`.
+        unit: See `Progress`.
+        silent_s: See `Progress`.
     """
     with Progress(what, total, unit, silent_s) as progress:
         for item in iterable:
@@ -168,10 +168,10 @@ def over(
 
 
 def _duration(seconds: float) -> str:
-    """Says how long that is, such as "48 s" or "1:05:20"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, seconds = divmod(whole, 60)
+    """Formats a duration, such as "48 s" or "1:05:20"."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    minutes, seconds = divmod(rounded, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

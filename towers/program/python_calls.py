@@ -1,10 +1,10 @@
-"""Python functions that threads of TensorFlow call, until Python ends.
+"""Lets threads of TensorFlow call Python functions until Python ends.
 
-A thread that calls Python once Python has ended never returns, and whoever frees the
-iterator waits for it. So calls are counted. At exit they return no values, which
-TensorFlow takes for an error, and the exit waits for a tenth of a second without a
-call. `StopIteration` would be the end of the data, and `Dataset.cache` would keep a
-part.
+A thread that calls Python after Python has ended never returns, and the thread that
+frees the iterator waits for it. So calls are counted. At exit, functions return no
+values, which TensorFlow treats as an error, and the exit waits for a tenth of a second
+without a call. `StopIteration` would be the end of the data, and `Dataset.cache` would
+keep a part of them.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from typing import Any
 
 from towers.keras_adapter.datasets import guard_python
 
-# Threads of TensorFlow call no more once there were no calls for so long.
+# Threads of TensorFlow make no more calls after a pause of this length.
 _QUIET_S, _AT_MOST_S = 0.1, 10.0
 
 
@@ -30,7 +30,7 @@ class _Calls:
         self._ending = False
 
     def __enter__(self) -> bool:
-        """Tells whether the call may be."""
+        """Counts a call; returns whether it is allowed."""
         with self._lock:
             self._begun += 1
             self._running += 1
@@ -41,7 +41,7 @@ class _Calls:
             self._running -= 1
 
     def end(self) -> None:
-        """Refuses calls from now on, and waits until there are none."""
+        """Refuses calls from now on, and waits until none are running."""
         self._ending, seen = True, 0
         latest_s = time.monotonic() + _AT_MOST_S
         while self._begun != seen or self._running:
@@ -52,21 +52,21 @@ class _Calls:
 
 
 _calls = _Calls()
-# A child has none of the threads that call, and one of them may hold the lock.
+# A child has none of the calling threads, one of which may hold the lock.
 os.register_at_fork(after_in_child=_calls.__init__)
 atexit.register(_calls.end)
 
 
 def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function that may be called in the background, as tf.data does.
+    """Wraps a function so that it may be called in the background, as by tf.data.
 
-    A thread that waits in Python, or calls it, when Python has ended does not return.
-    TensorFlow would wait for it forever, to free an iterator.
+    A thread that waits in Python, or calls it, after Python has ended does not return.
+    TensorFlow would wait for the thread forever, to free an iterator.
 
     Returns:
-        The function, which returns no values once Python ends. TensorFlow makes an
-        error of that, without a stack trace. A StopIteration would be the end of the
-        data, of which `Dataset.cache` would keep the part as the whole.
+        The function, which returns no values once Python ends. TensorFlow raises an
+        error for that, without a stack trace. A StopIteration would be the end of the
+        data, of which `Dataset.cache` would keep a part as if it were complete.
     """
 
     @functools.wraps(function)
@@ -79,9 +79,9 @@ def until_exit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def guard_all() -> None:
-    """Does the same to all functions that TensorFlow calls: a user's data set has some.
+    """Wraps all functions that TensorFlow calls, such as those of user data sets.
 
-    Who keeps a user's iterator beyond its use has to call this. Keras alone would free
-    it while Python is there.
+    Call it to keep a user's iterator beyond its use. Keras alone would free the
+    iterator before Python ends.
     """
     guard_python(until_exit)

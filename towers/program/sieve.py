@@ -1,21 +1,21 @@
-"""Leaves out what TensorFlow logs of errors that Python raises as well.
+"""Drops TensorFlow's log lines of errors that Python raises as well.
 
-`startup` runs this file as a process, so it imports nothing of ours.
+`startup` runs this file as a process, so it imports no module of ours.
 """
 
 import re
 import sys
 from collections.abc import Iterable, Iterator
 
-# A line of an error, of a check that XLA leaves out, of an attribute of a node that is
-# ignored, or one that names a node.
+# A line of an error, of a check that XLA drops, of a node's attribute that is ignored,
+# or one that names a node.
 _TWICE = re.compile(
     rb"local_rendezvous\.cc:\d+\] |op_kernel\.cc:\d+\] (OP_REQUIRES failed|[A-Z_]+: )"
     rb"|assert_op\.cc:\d+\] Ignoring Assert operator"
     rb"|Unknown attributes will be ignored|^\s+\[\[\{?\{?[A-Za-z]"
 )
 _LOGGED = re.compile(rb"[IWEF]\d{4} .*\.cc:\d+\] ")
-# What follows an error without an empty line between, such as the end of a crash.
+# Lines that follow an error without an empty line, such as the end of a crash.
 _OTHERS = re.compile(_LOGGED.pattern + rb"|Fatal Python error")
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMOTE = b"multiprocessing.pool.RemoteTraceback:"
@@ -24,10 +24,10 @@ _BETWEEN = (b"The above exception was ", b"During handling of the above exceptio
 
 
 def sift(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines that are to be seen.
+    """Yields the lines to show.
 
-    A traceback that TensorFlow logs has empty lines between those of Python's own,
-    which are seen.
+    A traceback that TensorFlow logs has empty lines between its lines. Those of Python
+    itself do not, and are shown.
     """
     lines, before = iter(lines), b""
     line = next(lines, b"")
@@ -49,7 +49,7 @@ def sift(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _after_traceback(lines):
-    """Returns the first line behind the frames, the error and its empty lines."""
+    """Returns the first line after the frames, the error and its empty lines."""
     is_frame = True
     for line in lines:
         if _OTHERS.match(line):
@@ -63,7 +63,7 @@ def _after_traceback(lines):
 
 
 def _after_remote(lines):
-    """Returns the first line behind the traceback of a pool's process, in quotes."""
+    """Returns the first line after the quoted traceback of a pool's process."""
     quotes = 0
     for line in lines:
         if _OTHERS.match(line):

@@ -1,9 +1,9 @@
 """Reads the small files that our programs write: of a run, a queue, a cache.
 
-Such a folder may come from anybody. A name in it may be that of a pipe, on which a
-reader waits without end, of a device, of a folder, or of a file that fills the memory.
-JSON may be nested so deeply that Python gives up. Here, each of these is an error of
-one sentence. Links are followed, because stores of downloaded files consist of them.
+Such a folder may come from anyone. A name in it may be that of a pipe, which blocks a
+reader forever, of a device, of a folder, or of a file that fills the memory. JSON may
+be nested too deeply for Python. Here, each of these is an error of one sentence. Links
+are followed, because stores of downloaded files consist of links.
 """
 
 import json
@@ -12,18 +12,18 @@ import stat
 from typing import Any
 
 MOST_BYTES = 2**28
-"""Bounds what is read into memory; the largest of our files hold vocabularies."""
-# Keras describes a model within a model some four levels further down.
+"""Maximum size of a file in memory; the largest of our files hold vocabularies."""
+# In Keras's configurations, a model within a model is some four levels deeper.
 _MOST_LEVELS = 200
 _KINDS = {dict: "object", list: "list"}
 
 
 class FileError(ValueError):
-    """A file is not one that our programs write; the message says why, in a clause."""
+    """A file is not one that our programs write; the message says why, as a clause."""
 
 
 def is_name(name: object) -> bool:
-    """Tells whether something names a file in a folder, and nothing outside of it."""
+    """Returns whether a value is the name of a file in a folder, not a path."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return name == os.path.basename(name) and "\0" not in name
@@ -33,21 +33,21 @@ def read_bytes(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> bytes:
     """Reads a regular file without waiting for a writer.
 
     Args:
-        path: Its name.
-        most_bytes: How long it may be.
+        path: The file.
+        most_bytes: Maximum size of the file.
 
     Raises:
-        FileNotFoundError: There is none.
-        FileError: It is something else, too long, or cannot be read.
+        FileNotFoundError: The file does not exist.
+        FileError: It is not a regular file, is too large, or cannot be read.
     """
     try:
-        # To open a pipe that nobody writes to waits for a writer, without this flag.
+        # Without this flag, opening a pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise FileError("it is no regular file")
             with open(descriptor, "rb", closefd=False) as file:
-                # Somebody may make it longer meanwhile.
+                # The file may grow meanwhile.
                 content = file.read(most_bytes + 1)
         finally:
             os.close(descriptor)
@@ -66,13 +66,13 @@ def read_text(
     """Reads a file of text.
 
     Args:
-        path: Its name.
-        most_bytes: How long it may be.
-        errors: What to do about bytes that are not UTF-8; see `bytes.decode`.
+        path: The file.
+        most_bytes: Maximum size of the file.
+        errors: How to treat bytes that are not UTF-8; see `bytes.decode`.
 
     Raises:
-        FileNotFoundError: There is none.
-        FileError: As of `read_bytes`, or it is not UTF-8.
+        FileNotFoundError: The file does not exist.
+        FileError: See `read_bytes`; or the file is not UTF-8.
     """
     return _decode(read_bytes(path, most_bytes), errors)
 
@@ -83,22 +83,22 @@ def read_json(
     """Reads a file of JSON.
 
     Args:
-        path: Its name.
-        kind: What has to be in it: `dict`, `list`, or `object` for anything.
-        most_bytes: How long it may be.
+        path: The file.
+        kind: The expected type of its content: `dict`, `list`, or `object` for any.
+        most_bytes: Maximum size of the file.
 
     Raises:
-        FileNotFoundError: There is none.
-        FileError: As of `read_text`, or it is no JSON, or of another kind.
+        FileNotFoundError: The file does not exist.
+        FileError: See `read_text`; or the file is not JSON, or holds another type.
     """
     return parse_json(read_bytes(path, most_bytes), kind)
 
 
 def parse_json(text: bytes, kind: type = object) -> Any:
-    """Reads JSON of which somebody else has read the bytes; see `read_json`.
+    """Parses the bytes of a JSON file; see `read_json`.
 
     Raises:
-        FileError: It is not UTF-8, no JSON, or of another kind.
+        FileError: The text is not UTF-8, not JSON, or of another type.
     """
     decoded = _decode(text)
     try:
@@ -122,7 +122,7 @@ def _decode(content: bytes, errors: str = "strict") -> str:
 
 
 def _is_deep(content: Any) -> bool:
-    """Tells whether functions that call themselves for each level would give up."""
+    """Returns whether functions that recurse into each level would fail."""
     level = [content]
     for _ in range(_MOST_LEVELS):
         inner = [value for value in level if isinstance(value, dict | list)]

@@ -1,8 +1,8 @@
-"""How a program starts: quietly, and with a sentence if Ctrl-C ends it so early.
+"""Starts a program quietly, with a sentence if Ctrl-C ends it early.
 
-To import TensorFlow takes seconds. This module does without, to be there before.
+Importing TensorFlow takes seconds. This module does not import it, so as to run before.
 
-TensorFlow's lines of the import pass through `grep`, and warnings stay.
+TensorFlow's log lines during the import pass through `grep`, and warnings remain.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from towers.program import forks, keras_settings, progress, sieve, words
 
 T = TypeVar("T")
 
-# With less, TensorFlow's threads may have no stacks.
+# With a smaller address space, TensorFlow's threads may have no stacks.
 _ADDRESS_SPACE = 4 * 2**30
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Flags are read later, and by absl.
+# Flags are parsed later, and by absl.
 _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
-# That there is no driver or no GPU is told by the table of the devices.
+# The table of the devices reports a missing driver or GPU.
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
-# TensorFlow 2.19 and 2.20 register what they find twice, and say so as an error.
+# TensorFlow 2.19 and 2.20 register plugins twice, and log that as an error.
 _REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
-# In Keras's progress bar, what is still to come is told by its color alone.
+# In Keras's progress bar, only the color shows the remaining part.
 _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
 
 _stderr = 2
 # Whether `begin` has turned the garbage collector off.
 _paused = False
-# What `leave` was told.
+# The argument of `leave`.
 _exit_code: int | None = None
 
 
@@ -54,30 +54,30 @@ def begin(
     stopped: str = "Stopped by Ctrl-C.",
     sift: bool = True,
 ) -> T:
-    """Reads the flags, then imports TensorFlow without what it says of its start.
+    """Reads the flags, then imports TensorFlow without its log lines at start.
 
-    --verbosity=0, or more, shows what TensorFlow says, and so does an environment with
-    TF_CPP_MIN_LOG_LEVEL=0. Warnings and errors are shown in any case. There is no color
-    in files, nor on a terminal where NO_COLOR is set. No garbage is collected until
-    `end`. While TensorFlow is imported, a line or a bar says so.
+    --verbosity=0, or more, shows TensorFlow's log lines, and so does
+    TF_CPP_MIN_LOG_LEVEL=0 in the environment. Warnings and errors are always shown.
+    Output has no color in files, nor on a terminal if NO_COLOR is set. The garbage
+    collector is off until `end`. While TensorFlow is imported, a line or a bar says so.
 
     Args:
-        program: Its name, such as "towers.train".
-        read: Reads and checks the command line, with a ValueError for what is wrong.
-        stopped: What to say if Ctrl-C ends it before it calls `end`.
-        sift: Whether to leave out, until the program ends, what TensorFlow writes of
-            errors that Python raises.
+        program: Name of the program, such as "towers.train".
+        read: Reads and checks the command line; raises a ValueError if it is wrong.
+        stopped: Message if Ctrl-C ends the program before it calls `end`.
+        sift: Whether to drop, until the program ends, TensorFlow's log lines of errors
+            that Python raises.
 
     Returns:
-        What `read` returns.
+        The result of `read`.
 
     Raises:
-        SystemExit: The flags are wrong, or TensorFlow cannot be imported; either is
-            said. Or only the help was asked for.
+        SystemExit: The flags are wrong, or TensorFlow cannot be imported, with a
+            message; or only the help was requested.
     """
-    # First, to be called last.
+    # Registered first, so that it is called last.
     forks.at_exit(_end_at_once)
-    # What imports make stays: 600,000 objects. To look for garbage in them again and
+    # Imports create 600,000 objects, which stay. Searching them for garbage again and
     # again, as Python does, takes a quarter of the time.
     global _paused
     _paused = gc.isenabled()
@@ -90,23 +90,23 @@ def begin(
     if sys.stdout and (os.environ.get("NO_COLOR") or not sys.stdout.isatty()):
         sys.stdout = Plain(sys.stdout)
     sys.stdout, sys.stderr = map(outlive, (sys.stdout, sys.stderr))
-    # It is ignored in the jobs that a shell runs in the background.
-    ours = signal.default_int_handler, signal.SIG_DFL
-    if signal.getsignal(signal.SIGINT) in ours:
+    # Shells ignore SIGINT in background jobs.
+    defaults = signal.default_int_handler, signal.SIG_DFL
+    if signal.getsignal(signal.SIGINT) in defaults:
         leave = functools.partial(_leave, f"{program}: {stopped}\n")
         forks.handle(signal.SIGINT, leave)
     try:
-        found = read(sys.argv)
+        flags_read = read(sys.argv)
         notes = [*keras_settings.ignored(), *versions.notes(), *_address_space_notes()]
     except ValueError as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     for note in notes:
         print(f"{program}: Note: {note}", file=sys.stderr)
-    # A crash says where.
+    # Prints a traceback on a crash.
     faulthandler.enable(sys.__stderr__)
     prepare_gpus()
     _import_tensorflow(program)
-    return found
+    return flags_read
 
 
 def _address_space_notes() -> list[str]:
@@ -131,7 +131,7 @@ def _import_tensorflow(program: str) -> None:
 
             tf.config.list_physical_devices()
     except ImportError as error:
-        # TensorFlow's own adds the traceback to the reason.
+        # TensorFlow's error adds the traceback to the reason.
         reason = " ".join(str(error.__context__ or error).split())
         sys.exit(
             f"{program}: TensorFlow cannot be imported ({reason}); ask python -m "
@@ -140,11 +140,11 @@ def _import_tensorflow(program: str) -> None:
 
 
 def prepare_gpus() -> None:
-    """Sets what CUDA and TensorFlow read of the environment once, as GPUs start.
+    """Sets environment variables that CUDA and TensorFlow read once, as GPUs start.
 
-    What the user has set stays.
+    Variables that the user has set stay.
     """
-    # CUDA counts the GPUs as nvidia-smi does.
+    # CUDA then numbers the GPUs as nvidia-smi does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # Each GPU gets two threads that launch its kernels. Otherwise launches wait for the
     # threads that decode images.
@@ -152,9 +152,9 @@ def prepare_gpus() -> None:
 
 
 def end() -> None:
-    """Leaves Ctrl-C to the program, which from here on has something to say itself.
+    """Leaves Ctrl-C to the program, which now prints its own messages.
 
-    What there is by then is no longer looked through for garbage.
+    The garbage collector ignores all objects that exist by now.
     """
     global _paused
     if _paused:
@@ -166,10 +166,10 @@ def end() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the program with an exit code, after all that is to be done at exit.
+    """Ends the program with an exit code, after all exit functions.
 
-    Threads of TensorFlow may still run when its destructors do, and the process then
-    crashes at times, although all is saved and said. So these are left out.
+    Threads of TensorFlow may still run during its destructors, and the process then
+    crashes at times, although all output is complete. So the destructors are skipped.
     """
     global _exit_code
     _exit_code = code
@@ -179,7 +179,7 @@ def leave(code: int) -> NoReturn:
 
 def _end_at_once():
     if _exit_code is None:
-        return  # somebody else ends the program
+        return  # `leave` was not called.
     for stream in (sys.stdout, sys.stderr, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -187,9 +187,9 @@ def _end_at_once():
 
 
 def quiet_import() -> contextlib.AbstractContextManager[None]:
-    """In Python, has TensorFlow say nothing of its start where Towers imports it.
+    """Hides TensorFlow's log lines at start, where Towers imports it in Python.
 
-    A level that is set counts; else, warnings and errors are shown.
+    A log level that is set applies; otherwise, warnings and errors are shown.
     """
     if "tensorflow" in sys.modules:
         return contextlib.nullcontext()
@@ -198,9 +198,9 @@ def quiet_import() -> contextlib.AbstractContextManager[None]:
 
 
 def quiet_gpus() -> contextlib.AbstractContextManager[None]:
-    """In Python, leaves out TensorFlow's line that there is no GPU or no driver.
+    """Hides TensorFlow's line on a missing GPU or driver, in Python.
 
-    The table of the devices says so. With TF_CPP_MIN_LOG_LEVEL=0 it is shown.
+    The table of the devices reports that. TF_CPP_MIN_LOG_LEVEL=0 shows the line.
     """
     if os.environ.get(_LEVEL) == "0":
         return contextlib.nullcontext()
@@ -208,9 +208,9 @@ def quiet_gpus() -> contextlib.AbstractContextManager[None]:
 
 
 def quiet() -> contextlib.AbstractContextManager[None]:
-    """Leaves out what TensorFlow logs below TF_CPP_MIN_LOG_LEVEL, if that is above 0.
+    """Hides TensorFlow's log lines below TF_CPP_MIN_LOG_LEVEL, if that is above 0.
 
-    TensorFlow itself does so only once it is initialised.
+    TensorFlow itself applies the level only once it is initialised.
     """
     level = os.environ.get(_LEVEL, "")
     if not level.isdecimal() or int(level) == 0:
@@ -221,9 +221,9 @@ def quiet() -> contextlib.AbstractContextManager[None]:
 
 
 def _sift_from_now_on() -> None:
-    """Leaves out what TensorFlow writes of errors that Python raises as well.
+    """Drops TensorFlow's log lines of errors that Python raises as well.
 
-    Python's own standard error is another file from here on, with nothing left out.
+    From here on, Python's own standard error is a separate file, which is not filtered.
     """
     if os.environ.get(_LEVEL, "0") == "0" or sys.stderr is not sys.__stderr__:
         return
@@ -235,15 +235,15 @@ def _sift_from_now_on() -> None:
 
 
 def _without(unwanted: str) -> list[str | None]:
-    """A command that leaves out lines, and starts at once."""
+    """Returns a command that drops lines that match, and starts at once."""
     return [shutil.which("grep"), "--line-buffered", "-Ev", unwanted]
 
 
 @contextlib.contextmanager
 def _sifted(command: Sequence[str | None]) -> Iterator[None]:
-    """Leaves out lines that TensorFlow writes to the file of standard error.
+    """Filters the lines that TensorFlow writes to the file of standard error.
 
-    They go through a process of its own, so that the last words of a crash are seen.
+    A separate process filters them, so that the last lines of a crash are shown.
     """
     global _stderr
     if not command[0] or sys.stderr is None:
@@ -253,7 +253,7 @@ def _sifted(command: Sequence[str | None]) -> Iterator[None]:
         command,
         stdin=subprocess.PIPE,
         stdout=2,
-        process_group=0,  # not to be ended by Ctrl-C before all is said
+        process_group=0,  # Ctrl-C must not end it before all lines are written.
     )
     sys.stderr.flush()
     _stderr = os.dup(2)
@@ -266,15 +266,15 @@ def _sifted(command: Sequence[str | None]) -> Iterator[None]:
         os.dup2(_stderr, 2)
         os.close(_stderr)
         _stderr = 2
-        # For ever, if a process that was started meanwhile stays.
+        # It would wait forever if a process that was started meanwhile stays.
         with contextlib.suppress(subprocess.TimeoutExpired):
             sifting.wait(timeout=1)
 
 
 def _open_what_is_closed() -> None:
-    """Has what is written to a closed stream, as by `>&-`, written to nobody.
+    """Opens standard streams that are closed, as by `>&-`, on the null device.
 
-    Otherwise the next file that is opened would take its place.
+    Otherwise the next file that is opened would take the place of the stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, f"__{name}__") is None:
@@ -288,10 +288,10 @@ def _open_what_is_closed() -> None:
 
 
 class _Outlives(wrapt.ObjectProxy):
-    """A stream whose reader may go, such as `head`, or whose disk may be full.
+    """A stream whose reader may end, such as `head`, or whose disk may be full.
 
-    The rest is written to nobody. A run loses nothing by that: it saves, and writes its
-    files.
+    Further output is discarded. A run loses nothing by that: it continues to save, and
+    to write its files.
     """
 
     _self_lost = False
@@ -305,39 +305,39 @@ class _Outlives(wrapt.ObjectProxy):
             return len(text)
 
     def flush(self) -> None:
-        """Writes what is left to write."""
+        """Flushes the stream."""
         try:
             self.__wrapped__.flush()
         except OSError as error:
             self._write_to_nobody(error)
 
     def _write_to_nobody(self, error: OSError) -> None:
-        # Whoever has gone on purpose knows.
+        # A reader that has ended knows that output is lost.
         self._self_lost = not isinstance(error, BrokenPipeError)
         if self.fileno() != _stderr and not isinstance(error, BrokenPipeError):
-            said = f"The output cannot be written any more ({error.strerror}).\n"
+            message = f"The output cannot be written any more ({error.strerror}).\n"
             with contextlib.suppress(OSError):
-                os.write(_stderr, said.encode())
+                os.write(_stderr, message.encode())
         with open(os.devnull, "wb") as nobody:
             os.dup2(nobody.fileno(), self.fileno())
 
 
 def is_lost(stream: Any) -> bool:
-    """Tells whether a part of what was written is lost, as of a full disk."""
+    """Returns whether output was lost, for example as the disk was full."""
     return getattr(stream, "_self_lost", False)
 
 
 def outlive(stream: Any) -> Any:
-    """Returns a stream that goes on where nothing can be written; see `_Outlives`."""
+    """Returns a stream that continues if writing fails; see `_Outlives`."""
     try:
         stream.fileno()
     except (AttributeError, OSError, ValueError):
-        return stream  # none, or no file
+        return stream  # No stream, or not a file.
     return _Outlives(stream)
 
 
 class Plain(wrapt.ObjectProxy):
-    """A stream that writes texts without color, as https://no-color.org asks for."""
+    """A stream that writes text without color; see https://no-color.org."""
 
     def write(self, text: str) -> int:
         """Writes a text, and returns its length."""
@@ -346,15 +346,15 @@ class Plain(wrapt.ObjectProxy):
 
 
 def _asks_for_more(argv: Sequence[str]) -> bool:
-    """Tells whether --verbosity is 0, which is "info", or more."""
+    """Returns whether --verbosity is 0, which is "info", or more."""
     for arg, following in itertools.pairwise([*argv, ""]):
-        if found := _VERBOSITY.fullmatch(arg):
-            value = following if found[1] is None else found[1]
+        if match := _VERBOSITY.fullmatch(arg):
+            value = following if match[1] is None else match[1]
             return value.isdecimal() or value in ("info", "debug")
     return False
 
 
 def _leave(said: str, number: int, _) -> None:
-    """Ends the process at once: there is nothing to lose yet."""
+    """Ends the process at once, as there is nothing to save yet."""
     os.write(_stderr, said.encode())
     os._exit(128 + number)

@@ -1,7 +1,7 @@
-"""One voice for lines to the user.
+"""Prints messages to the user.
 
-They go to standard error, as they are no part of a run's results, and through Python's
-logger "towers", so that an application may filter them or add a handler of its own.
+Messages go to standard error, as they are no results, and through Python's logger
+"towers", so that an application may filter them or add its own handler.
 """
 
 import logging
@@ -10,35 +10,35 @@ import sys
 import threading
 
 _LOGGER = logging.getLogger("towers")
-# Signs that have a terminal forget the line it is on.
+# Control characters that clear the current line of a terminal.
 _TO_ITS_BEGINNING = "\r\x1b[K"
 
 
 def say(line: str) -> None:
-    """Tells the user something."""
+    """Prints a line for the user."""
     _LOGGER.info(line, stacklevel=2)
 
 
 def warn(line: str) -> None:
-    """Tells the user that something is wrong, while the run goes on."""
+    """Prints a warning for the user; the run continues."""
     _LOGGER.warning(line, stacklevel=2)
 
 
 def end_progress_bar() -> None:
-    """Ends the progress bar's line on a terminal, before something else is said."""
+    """Ends the line of a progress bar on a terminal, before another line."""
     if sys.stdout.isatty():
         print()
 
 
 class _Drawn:
-    """A line on the terminal that is drawn again and again, such as a progress bar."""
+    """A line on the terminal that is redrawn, such as a progress bar."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._is_there = False
 
     def draw(self, line: str) -> None:
-        """Draws it anew, as much of it as fits."""
+        """Draws the line again, cut to the width of the terminal."""
         width = shutil.get_terminal_size().columns - 1
         with self._lock:
             print(
@@ -50,7 +50,7 @@ class _Drawn:
             self._is_there = True
 
     def end(self, end: str = "\n") -> None:
-        """Leaves it, if there is one, and goes on below or over it."""
+        """Ends the line, if there is one; the next output goes below or over it."""
         with self._lock:
             if self._is_there:
                 print(end=end, file=sys.stderr, flush=True)
@@ -61,20 +61,20 @@ _drawn = _Drawn()
 
 
 def draw(line: str) -> None:
-    """Draws a line on the terminal over the one drawn before.
+    """Draws a line on the terminal over the line drawn before.
 
-    Lines that are said meanwhile take its place, and it is drawn anew below them.
+    Messages replace the line, which is drawn again below them.
     """
     _drawn.draw(line)
 
 
 def end_drawn() -> None:
-    """Leaves the line that is drawn as it is."""
+    """Ends the drawn line, which stays."""
     _drawn.end()
 
 
 class _OnStderr(logging.Handler):
-    """Prints on what is standard error at the time."""
+    """Prints to the current standard error."""
 
     def emit(self, record):
         _drawn.end(_TO_ITS_BEGINNING)

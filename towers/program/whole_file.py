@@ -1,4 +1,4 @@
-"""Writes a file that gets its name once it is whole, and the disk keeps it."""
+"""Writes files that get their names only when they are complete and on disk."""
 
 import contextlib
 import errno
@@ -17,23 +17,23 @@ from towers.program import small_file
 def opened(
     path: str, mode: str = "w", follows_link: bool = False, **options: Any
 ) -> Iterator[IO]:
-    """Opens a file to write to.
+    """Opens a file to write to, which gets its name when it is complete.
 
-    Whoever reads it sees all of it, or what was there before, also where the machine
-    loses its power. Threads and processes of a machine that write the same file use
-    different names until then, and the last one to end wins. If writing fails, nothing
-    is left; a process that is killed leaves PATH.ID.unfinished, with its thread's ID.
+    Readers see the complete file, or the previous one, even if the machine loses power.
+    Threads and processes of a machine that write the same file use different names
+    until then, and the last one to finish wins. If writing fails, no file is left; a
+    process that is killed leaves PATH.ID.unfinished, with its thread's ID.
 
     Args:
-        path: Its name, in any file system. The folder has to be there.
+        path: The file, in any file system, in an existing folder.
         mode: "w", or "wb" for bytes.
-        follows_link: Whether a link stays, and what it leads to is written, as for a
-            file that a user has named. In a folder, which may come from anybody, the
-            link is replaced.
-        options: Further ones of `open`, for a file of this machine.
+        follows_link: Whether to keep a link and write its target, as for a file that a
+            user has named. In a folder, which may come from anyone, the link is
+            replaced.
+        options: Further arguments of `open`, for a local file.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     remote = _is_remote(path)
     if follows_link and not remote:
@@ -54,33 +54,33 @@ def opened(
 
 
 def unfinished_name(path: str) -> str:
-    """Returns the name of a file or a folder until it is whole, for this thread."""
+    """Returns this thread's name of a file or folder until it is complete."""
     return f"{path}.{threading.get_native_id()}.unfinished"
 
 
 def remove_unfinished(path: str) -> None:
-    """Removes what killed processes have left of a file, which nobody writes now."""
+    """Removes what killed processes have left of a file that no process writes now."""
     for left in glob.glob(f"{glob.escape(path)}.[0-9]*.unfinished"):
         with contextlib.suppress(OSError):
             remove(left)
 
 
 def _open_new(path: str, mode: str, **options: Any) -> IO:
-    # A link of that name could lead to anybody's file; a killed process leaves a file.
+    # A link of that name could lead to any file; a killed process leaves a file.
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
     return open(path, mode.replace("w", "x"), **options)
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file of text in UTF-8, unless it has that text already.
+    """Writes a text file in UTF-8, unless it has that content already.
 
     Args:
-        path: Its name. The folder has to be there.
-        text: What it is to have; bytes of a path that are no UTF-8 stay as they are.
+        path: The file, in an existing folder.
+        text: The content; bytes of a path that are not UTF-8 are kept.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     content = text.encode("utf-8", "surrogateescape")
     if not _has(path, content):
@@ -89,46 +89,46 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    """Writes a file of JSON that people can read, unless it has that content already.
+    """Writes a readable JSON file, unless it has that content already.
 
     Args:
-        path: Its name. The folder has to be there.
-        content: What `json.dumps` takes.
+        path: The file, in an existing folder.
+        content: The content, as `json.dumps` takes it.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     text = f"{json.dumps(content, indent=2, ensure_ascii=False)}\n"
-    # Of a path that is no UTF-8, JSON has escapes.
+    # JSON has escapes for bytes of a path that are not UTF-8.
     write_text(path, text.encode("utf-8", "backslashreplace").decode())
 
 
 def save_figure(path: str, figure: Any) -> None:
-    """Writes a figure of Matplotlib's, of the kind that the file's name ends with.
+    """Saves a figure of Matplotlib, in the format of the file name's extension.
 
     Args:
-        path: Its name, which a user gives. The folder has to be there.
+        path: The file, which the user names, in an existing folder.
         figure: The figure.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with opened(path, "wb", follows_link=True) as file:
         figure.savefig(file, format=os.path.splitext(path)[1][1:])
 
 
 def rename(unfinished: str, path: str) -> None:
-    """Gives a file that is whole its name, once the disk has it.
+    """Renames a complete file to its final name, once it is on disk.
 
     Args:
-        unfinished: Its name until now, in the same file system.
-        path: Its name from now on; a file of that name is replaced.
+        unfinished: Its current name, in the same file system.
+        path: Its final name; an existing file is replaced.
 
     Raises:
-        OSError: The disk cannot keep it.
+        OSError: The file cannot be written to disk.
     """
     if _is_remote(path):
-        # Such file systems keep what is closed.
+        # Remote file systems store files as they are closed.
         _gfile().rename(unfinished, path, overwrite=True)
         return
     flush(unfinished)
@@ -137,10 +137,10 @@ def rename(unfinished: str, path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file, a folder or a link; what a link leads to stays.
+    """Removes a file, a folder or a link, but not the target of a link.
 
     Raises:
-        OSError: It cannot be removed, or nothing is there.
+        OSError: It cannot be removed, or does not exist.
     """
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
@@ -149,10 +149,10 @@ def remove(path: str) -> None:
 
 
 def flush(path: str) -> None:
-    """Waits until the disk has what was written to a file or a folder.
+    """Waits until the content of a file or a folder is on disk.
 
     Raises:
-        OSError: It cannot keep that.
+        OSError: It cannot be written to disk.
     """
     if _is_remote(path):
         return
@@ -168,10 +168,10 @@ def flush(path: str) -> None:
 
 
 def flush_all(folder: str) -> None:
-    """Waits until the disk has all files and folders in a folder, and itself.
+    """Waits until all files and folders in a folder, and the folder, are on disk.
 
     Raises:
-        OSError: It cannot keep them.
+        OSError: They cannot be written to disk.
     """
     for parent, _, names in os.walk(folder, onerror=_raise):
         for name in names:
@@ -195,7 +195,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _gfile() -> Any:
-    # Late: programs read their flags before they import TensorFlow.
+    # Imported late: programs read their flags before they import TensorFlow.
     import tensorflow as tf
 
     return tf.io.gfile

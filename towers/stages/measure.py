@@ -1,7 +1,7 @@
 """Measures the time of each layer of a model, forward and backward.
 
-A tower's graph is cut layer by layer, in the way it is otherwise cut into stages. The
-phases run one after another, on one device, with a batch of zeros.
+A tower's graph is cut layer by layer, in the same way as it is cut into stages. The
+phases run one after another, on one device, on a batch of zeros.
 """
 
 import time

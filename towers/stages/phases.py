@@ -100,11 +100,11 @@ class StagePhase:
     def __call__(
         self, values: Sequence[tf.Tensor], size: tf.Tensor | None = None
     ) -> tuple[Sequence[tf.Tensor], tf.Tensor | None]:
-        """Adds a call to the graph being built, on the device of the scope.
+        """Adds a call to the graph being built, on the current device.
 
         Args:
             values: The values of `takes`.
-            size: The number of rows, if it may be 0; then nothing is computed.
+            size: The number of rows, if it may be 0; if it is, nothing is computed.
 
         Returns:
             The values of `makes`, and the end in seconds if the phase is `timed`.
@@ -175,7 +175,7 @@ def cut(
     made = {key(t) for t in outputs}
     for inside in members.values():
         for op in inside.values():
-            # A recomputed tensor comes from the phase itself.
+            # The phase itself recomputes its tensors.
             made.update(key(t) for t in op.inputs if t.op.name not in inside)
     parts = _Parts(graph, made, captured, timed)
     return [parts.phase(place, members[place], place_of) for place in sorted(members)]
@@ -196,8 +196,8 @@ def recomputing(
     graph = function.graph
     captured = {key(inside): outside for outside, inside in graph.captures}
     takes = [*map(key, graph.inputs[: len(graph.inputs) - len(captured)])]
-    returns, given = [*map(key, graph.outputs)], dict.fromkeys(takes)
-    phases = cut(graph, graph.outputs, labels, given, captured, recompute=True)
+    returns, held_by = [*map(key, graph.outputs)], dict.fromkeys(takes)
+    phases = cut(graph, graph.outputs, labels, held_by, captured, recompute=True)
     if not any(phase.place.backward for phase in phases):
         return function
 
@@ -275,26 +275,26 @@ def _in_order(outputs, given):
 class _Places:
     """Finds the place of each operation; constants have none: each phase copies them.
 
-    A part's place is on the level of its number, and in reverse on the way back. A part
-    that takes something from a later part, as a layer does that is called twice, gets
-    another place, on a level behind that part.
+    The level of a part's forward place is the part's number; levels of the backward
+    pass are in reverse order. A part that takes something from a later part, as a layer
+    does that is called twice, gets another place, on a level behind that part.
     """
 
     def __init__(self, order, labels, given):
         self.places: dict[str, StagePlace] = {}
         self._labels, self._given = labels, given
         movable = [op for op in order if op.type != "Const"]
-        behind = set()
+        of_gradient = set()
         for op in movable:
             if op.name in labels.backward or any(
-                t.op.name in behind for t in op.inputs
+                t.op.name in of_gradient for t in op.inputs
             ):
-                behind.add(op.name)
-        forward = [op for op in movable if op.name not in behind]
-        backward = [op for op in movable if op.name in behind]
+                of_gradient.add(op.name)
+        forward = [op for op in movable if op.name not in of_gradient]
+        backward = [op for op in movable if op.name in of_gradient]
         for op in forward:
             part = self._part(op)
-            # A variable is read where it is needed, and not in a turn of its own.
+            # A variable is read where it is needed, and not in a separate turn.
             if part is not None and op.type != "ReadVariableOp":
                 self._put(op, part, part, False)
         self._put_where_needed(order, forward)
@@ -324,7 +324,7 @@ class _Places:
         parts = [part for part in parts if part is not None]
         if taken := self._taken(op):
             last = max(taken).part
-            # A loop, or a branch, stands where the last of its layers stands.
+            # A loop, or a branch, belongs to the last of its layers.
             return max([last, *parts]) if calls_functions(op) else last
         return max(parts, default=None)
 
@@ -333,10 +333,10 @@ class _Places:
         taken = self._taken(op)
         forward = [place for place in taken if not place.backward]
         if forward and calls_functions(op):
-            # It takes tensors that a loop, or a branch, has kept for it.
+            # It takes tensors that a loop, or a branch, has kept for the gradient.
             last = max(forward)
             return last.part, 2 * self._deepest + 1 - last.level
-        # A sum stands with its last gradient; TensorFlow labels it with any of them.
+        # A sum belongs to its last gradient; TensorFlow labels it with any of them.
         is_sum = op.type == "AddN" and taken and max(taken).backward
         for name in () if is_sum else self._labels.beside.get(op.name, ()):
             place = self.places.get(name)

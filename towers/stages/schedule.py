@@ -84,7 +84,7 @@ class _Step:
             k for k, turn in enumerate(turns) if not turn.backward | turn.deferred
         ]
         self._forward = {*forward}
-        # As many micro-batches hold activations as turns remain before the way back.
+        # At most as many micro-batches hold activations as turns remain until backward.
         self._at_most = {k: len(forward) - i for i, k in enumerate(forward)}
 
     def act_out(self):
@@ -120,7 +120,7 @@ class _Step:
         if any(j not in ends[micro_batch] for j in turn.after):
             return False
         if k in self._leaving and self._holding(k, k + 1):
-            # Work left for later is still to be done for another micro-batch.
+            # Deferred work of another micro-batch has to be done first.
             return False
         if self._gpipe:
             return not turn.backward or all(self._forward <= e.keys() for e in ends)

@@ -21,7 +21,7 @@ class Held(NamedTuple):
         weights: The model's variables.
         gradients: The gradients of the trainable variables.
         slots: The optimizer's variables, on the fullest device of the stage.
-        activations: The activations kept for the way back, at most.
+        activations: The maximum of the activations kept for the backward pass.
     """
 
     weights: int
@@ -100,7 +100,7 @@ def lines(pipeline: Pipeline, kept: Sequence[int], rows: int) -> list[str]:
 
 
 def _is_table(variable):
-    """Whether a variable lies on the devices of all stages, as tables do."""
+    """Returns whether a variable is on the devices of all stages, as tables are."""
     parts = sharded.of(variable)
     return parts is not None and not isinstance(parts, ShardedParameter)
 
@@ -108,7 +108,7 @@ def _is_table(variable):
 def activation_bytes(
     towers: Sequence[Staged], pipeline: Pipeline, rows: int
 ) -> list[int]:
-    """Returns the bytes that each stage keeps for the way back, at most.
+    """Returns the maximum of the bytes that each stage keeps for the backward pass.
 
     Args:
         towers: The functions that a tower computes in a training step, in order.

@@ -1,1 +1,1 @@
-"""Parts of a step beside its graph: preprocessing, variables, error messages."""
+"""Parts of a step beside its graph: preprocessing, eager calls, error messages."""

@@ -121,7 +121,7 @@ def _identities(content):
 
 @contextlib.contextmanager
 def aside(model: keras.Model, builds: bool = False) -> Iterator[None]:
-    """A context in which calls of the model leave no trace.
+    """Undoes side effects of calls of the model within the context.
 
     Output of this thread is dropped, `breakpoint()` does not stop, and the attributes
     of layers are restored.
@@ -155,9 +155,9 @@ class _Silent:
         return getattr(self._stream, name)
 
 
-# Creates what Keras creates late: variables of layers, losses, metrics and optimizer.
+# Variables that Keras creates late: those of layers, losses, metrics and optimizer.
 #
-# A tower cannot create a variable, so all have to exist before one is traced.
+# A tower cannot create a variable, so all variables must exist before it is traced.
 
 
 def from_symbols(
@@ -167,15 +167,15 @@ def from_symbols(
 
     Args:
         model: A compiled Keras model.
-        data: A batch as Keras's `train_step` gets it, or its `tf.TypeSpec`s.
-        preprocess: What towers do to the batch before the model sees it, if anything.
+        data: A batch as passed to Keras's `train_step`, or its `tf.TypeSpec`s.
+        preprocess: The preprocessing of batches on the towers, if any.
     """
     if preprocess is None:
         _build(model, data)
         return
     data = keras.utils.unpack_x_y_sample_weight(data)
     x, y, weight = preprocess.spec(data, training=True)
-    # Metrics take y as it was given, the loss what has been made of it.
+    # Metrics take the original y, the loss the preprocessed one.
     with compiled_loss_as_built(model):
         _build(model, (x, data[1], weight))
     _build(model, (x, y, weight))
@@ -188,13 +188,13 @@ def symbols(data: Any) -> Any:
 
 def _build(model, data):
     def losses(x, y, y_pred, sample_weight, training):
-        """Stands in for a `compute_loss` of the user's, which need not use these."""
+        """Replaces a user's `compute_loss`, which need not use these losses."""
         with contextlib.suppress(Exception):
             compiled_loss(model)(y, y_pred, sample_weight)
 
     of_the_user = contextlib.nullcontext()
     if overrides(model, "compute_loss"):
-        # It may need more than symbols, such as a gradient.
+        # A user's method may need more than symbols, such as a gradient.
         of_the_user = compute_loss_replaced(model, losses)
     with of_the_user, explained_build(model):
         symbolic_build(model, tf.nest.map_structure(_symbol_or_spec, data))

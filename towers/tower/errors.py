@@ -1,4 +1,4 @@
-"""Turns errors of a model that a tower cannot run into one sentence."""
+"""Rewrites errors of models that towers cannot run, with a remedy in a sentence."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from towers.keras_adapter.models import compiled_loss
 from towers.layers import sharded
 from towers.program import words
 
-# TensorFlow's wordings for shapes that do not fit.
+# TensorFlow's messages for shapes that do not fit.
 _SHAPES_DO_NOT_FIT = (
     "Dimensions must be equal",
     "Dimensions of inputs should match",
@@ -30,7 +30,7 @@ _SHAPES_DO_NOT_FIT = (
 _IN_THE_LOSS = ", in its loss"
 
 _ROWS_DIFFER = r"(Received .* with different numbers of rows; .*?)\] \[Condition"
-# Whose lines tell a user nothing.
+# Packages whose lines do not help a user.
 _LIBRARIES = "keras", "tensorflow", "towers"
 
 
@@ -44,7 +44,7 @@ class StageError(ModelError):
 
 @contextlib.contextmanager
 def explained_build(model: keras.Model) -> Iterator[None]:
-    """A context in which Keras builds a model; rewrites errors about shapes.
+    """Rewrites errors about shapes while Keras builds a model in the context.
 
     Args:
         model: The model.
@@ -66,10 +66,10 @@ def explained_build(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_shapes(model: keras.Model) -> Iterator[None]:
-    """A context in which towers are traced or run; rewrites errors about shapes.
+    """Rewrites errors about shapes while towers are traced or run in the context.
 
     Args:
-        model: Their model.
+        model: The model of the towers.
 
     Raises:
         ModelError: TensorFlow reports that shapes do not fit.
@@ -79,7 +79,7 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ModelError):
             raise
-        # The message of `batch.check_rows`, where only the graph knows the numbers.
+        # The message of `batch.check_rows` if only the graph knows the numbers of rows.
         if rows := re.search(_ROWS_DIFFER, str(error)):
             raise ModelError(rows[1]) from error
         message = _about_shapes(error)
@@ -103,7 +103,7 @@ def explained_shapes(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_trace(model: keras.Model) -> Iterator[None]:
-    """A context in which a step is traced; rewrites errors that towers can explain.
+    """Rewrites errors that towers can explain while a step is traced in the context.
 
     Args:
         model: The model.
@@ -132,7 +132,7 @@ def explained_trace(model: keras.Model) -> Iterator[None]:
 
 
 def _about_shapes(error):
-    """Returns the line in which TensorFlow says that shapes do not fit, or `None`."""
+    """Returns the line of an error that says that shapes do not fit, or `None`."""
     lines = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}", "", str(error)).splitlines()
     for line in lines:
         if any(wording in line for wording in _SHAPES_DO_NOT_FIT):
@@ -158,10 +158,10 @@ def _where(model, error):
 def explained_stages(
     model: keras.Model, reason: Callable[[], Exception | None]
 ) -> Iterator[None]:
-    """A context in which a model runs in stages; finds the error of a failed stage.
+    """Finds the error of a failed stage while a model runs in the context.
 
-    When a function fails, TensorFlow cancels all that waits for it, on all devices,
-    before it reports the failure.
+    When a function fails, TensorFlow cancels all operations that wait for it, on all
+    devices, before it reports the failure.
 
     Args:
         model: The model.
@@ -193,9 +193,9 @@ def explained_stages(
 
 @contextlib.contextmanager
 def explained_look_ups(model: keras.Model) -> Iterator[None]:
-    """A context in which a model looks up rows; corrects ids in errors.
+    """Corrects ids in errors of look-ups within the context.
 
-    TensorFlow counts the rows of a shard from 0.
+    TensorFlow numbers the rows of a shard from 0.
 
     Args:
         model: The model.
@@ -230,7 +230,7 @@ def explained_look_ups(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_leaks(model: keras.Model) -> Iterator[None]:
-    """A context in which a step is traced; rewrites errors about leaked tensors.
+    """Rewrites errors about leaked tensors while a step is traced in the context.
 
     Args:
         model: The model.
@@ -257,7 +257,7 @@ class PartitionError(ModelError):
 
 
 def where(op: tf.Operation) -> str:
-    """Returns the line of the user's that made an operation, as a phrase, or ""."""
+    """Returns the line of user code that made an operation, as a phrase, or ""."""
     known = [
         os.path.dirname(sys.modules[name].__file__) + os.sep
         for name in _LIBRARIES

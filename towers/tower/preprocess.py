@@ -1,7 +1,7 @@
 """Runs a user's preprocessing on the towers, before the model sees the examples.
 
-Batches then travel as they are stored, such as in 8 bits, and each tower converts its
-local batch. The model, and its saved files, know nothing of preprocessing.
+Batches are sent as they are stored, such as in 8 bits, and each tower converts its
+local batch. The model and its saved files do not include the preprocessing.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Preprocess:
             training: Whether the examples are for training.
 
         Returns:
-            The same, with another x and y.
+            The batch with the new x and y.
 
         Raises:
             ModelError: The function breaks a rule above. If only the running graph
@@ -87,15 +87,15 @@ class OnEachTower(keras.layers.Layer):
     """Calls a function with the rows of one tower as if they were the batch.
 
     The function returns one row for each example. If it mixes examples, it mixes only
-    those of a tower, and the step differs from that of one device. So it suits random
-    operations, such as mixing examples.
+    those of a tower, and the step differs from that of one device. The layer therefore
+    suits random operations, such as mixup.
     """
 
     # See `layer_calls.py`.
     takes_rows_for_batch = True
 
     def __init__(self, function: Callable[..., Any]):
-        """Keeps the function, which gets the inputs of the layer."""
+        """Stores the function, which gets the inputs of the layer."""
         super().__init__(autocast=False, trainable=False)
         self._function = function
 
@@ -133,7 +133,7 @@ def _check_rows(before, returned):
                     "expected as many, so remove examples in the data instead."
                 )
             continue
-        # The numbers are in the host's memory, also those of a GPU's tensors.
+        # Row counts are in host memory, also those of a GPU's tensors.
         with tf.device(HOST):
             tf.debugging.assert_equal(
                 after, before, "Expected `preprocess` to return as many rows as it got."

@@ -160,6 +160,19 @@ def test_effects_are_found_wherever_they_are():
         assert bool(refused) == (function in REFUSED), function.__name__
 
 
+def test_each_call_of_one_function_has_its_effects():
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    add = tf.function(lambda variable: variable.assign_add(1.0), autograph=False)
+    one = add.get_concrete_function(first)
+
+    def both():
+        one(first)
+        one(second)
+
+    graph = tf.function(both, autograph=False).get_concrete_function().graph
+    assert effects.changed(graph) == {id(first.handle), id(second.handle)}
+
+
 def test_what_is_listed_is_stateful():
     """Anything else that is, counts; so a list of names cannot be too short unseen."""
     names = [effects.HARMLESS, effects.REPEATED, effects.RANDOM]
@@ -277,3 +290,32 @@ def test_a_metric_with_a_state_that_it_does_not_list_is_computed_once(kind):
         found.append([*history.values(), *model.get_weights(), state])
     assert found[0][-1] == 6
     assert oracle.largest_difference(found[1], found[0]) < 1e-6
+
+
+class CountsTwice(keras.Model):
+    """A step that calls one graph for each of two variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.first, self.second = (tf.Variable(0.0, trainable=False) for _ in "ab")
+        add = tf.function(lambda variable: variable.assign_add(1.0), autograph=False)
+        self.add = add.get_concrete_function(self.first)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        self.add(self.first)
+        self.add(self.second)
+        return super().train_step(data)
+
+
+def test_a_step_may_call_one_graph_for_two_variables():
+    model = CountsTwice()
+    x = np.ones([8, 4], "float32")
+    model(x[:2])
+    parallel = multi_gpu_model(model, 2)
+    parallel.compile("sgd", "mse")
+    parallel.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert (float(model.first), float(model.second)) == (2, 2)

@@ -631,7 +631,7 @@ def test_what_fails_in_the_callers_thread_stops_the_towers(error):
         yield x[8:16], y[8:16]
         raise error
 
-    function = parallel.builder.train_function(parallel._self_update.step_scope)
+    function = parallel.builder.train_function(parallel._self_program.step_scope)
     with pytest.raises(error):
         function(batches())
     updates = int(model.optimizer.iterations)

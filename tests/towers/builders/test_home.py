@@ -189,7 +189,7 @@ def _default(parallel):
     alg, merge = "-", used.plan.merge[8:]
     if used.name == "replicated":
         alg, merge = used.pieces.store.algorithm, "-"
-    others = [str(way) for way in parallel._self_update.ways()]
+    others = [str(way) for way in parallel._self_program.ways()]
     what = used.name, alg, used.plan.home[8:], merge, used.context.prefetch, used.xla
     return (*what, others)
 

@@ -555,6 +555,41 @@ def test_an_optimizer_of_its_own_has_no_stages():
         parallel.fit(X, Y, verbose=0)
 
 
+class Twice(keras.Model):
+    """Applies two gradients of one variable in one call."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        kernel = self.trainable_variables[0]
+        gradient = tape.gradient(loss, kernel)
+        self.optimizer.apply([gradient, 2 * gradient], [kernel, kernel])
+        return {"loss": loss}
+
+
+def _twice(wrap):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(4)(inputs)
+    parallel = wrap(Twice(inputs, keras.layers.Dense(1)(hidden)))
+    parallel.compile(keras.optimizers.SGD(0.1))
+    parallel.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    return parallel.get_weights()[0]
+
+
+@pytest.mark.parametrize("way", ["parameter_server", "replicated"])
+def test_one_call_may_apply_two_gradients_of_a_variable(way):
+    trained = _twice(lambda model: multi_gpu_model(model, 2, variable_update=way))
+    np.testing.assert_allclose(trained, _twice(lambda model: model), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"variable_update": "sharded"}, {"stages": 2}])
+def test_owners_take_one_gradient_of_a_variable_in_a_call(options):
+    with pytest.raises(ModelError, match=r"twice in one call.*; expected each"):
+        _twice(lambda model: multi_gpu_model(model, 2, **options))
+
+
 class Plain(keras.Model):
     """Does what Keras's own step does."""
 

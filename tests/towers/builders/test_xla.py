@@ -136,7 +136,7 @@ def a_gpu(monkeypatch):
 
 
 def _wants_xla(parallel):
-    return parallel._self_update.xla_wish.wanted(parallel.builder.say)
+    return parallel._self_program.wanted_xla()
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,29 @@ def test_what_nobody_saves_is_said(capsys):
     assert "changes held_nowhere:0, which no attribute of the model" in said
     fit(rivals(), epochs=1)
     assert "no attribute" not in capsys.readouterr().err
+
+
+class _Holder(keras.layers.Layer):
+    """Holds an object that is no variable of Keras's."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+
+class _Holders(keras.Model):
+    """Has layers whose attributes have one name."""
+
+    def __init__(self):
+        super().__init__()
+        module = tf.Module()
+        module.first, module.second = tf.Variable(1.0), tf.Variable(2.0)
+        self.module, self.variable = _Holder(module), _Holder(tf.Variable(3.0))
+
+    def train_step(self, data):
+        return {}
+
+
+def test_variables_under_one_name_are_all_known():
+    values = [float(v) for v in variables.plain(_Holders()).values()]
+    assert values == [1, 2, 3]

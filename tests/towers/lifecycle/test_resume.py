@@ -12,8 +12,8 @@ from tests.variants import slow
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset
 from towers.lifecycle.checkpoint import Checkpoint
+from towers.model.program import Program
 from towers.model.tower_model import TowerModel
-from towers.model.update.variable_update import VariableUpdate
 from towers.train.callbacks import StopAtStep
 
 EXAMPLES, BATCH = 21, 4  # six batches
@@ -38,7 +38,7 @@ def record(monkeypatch):
 
         return function
 
-    monkeypatch.setattr(VariableUpdate, "create_variables", lambda *_: None)
+    monkeypatch.setattr(Program, "create_variables", lambda *_: None)
     monkeypatch.setattr(TowerModel, "_train_function", make)
     return seen, make
 

@@ -20,10 +20,10 @@ from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.collectives.world import Alone
 from towers.loop import loop
+from towers.model import auto, first_call, program
+from towers.model.auto import Choice
+from towers.model.first_call import ReplayableBatches
 from towers.model.tower_model import TowerModel
-from towers.model.update import auto, first_call, variable_update
-from towers.model.update.auto import Choice
-from towers.model.update.variable_update import ReplayableBatches
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -586,7 +586,7 @@ def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
 def test_nothing_is_measured(monkeypatch, why):
     monkeypatch.setattr(auto, "choose", None)
     if why == "deterministic":
-        monkeypatch.setattr(variable_update, "is_deterministic", lambda: True)
+        monkeypatch.setattr(program, "is_deterministic", lambda: True)
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     parallel = multi_gpu_model(model, gpus=2, variable_update="auto")

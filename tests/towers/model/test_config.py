@@ -103,7 +103,7 @@ def test_a_copy_trains_as_was_asked():
     parallel = towers.multi_gpu_model(model, 3, variable_update=update, strict=False)
     parallel.resize(gpus=2)
     copied = copy.deepcopy(parallel)
-    assert copied._self_update.config == parallel._self_update.config
-    assert copied._self_update.layout == parallel._self_update.layout
+    assert copied._self_program.config == parallel._self_program.config
+    assert copied._self_program.layout == parallel._self_program.layout
     assert copied.builder.pieces.store.algorithm == "ring"
     assert copied.__wrapped__ is not model

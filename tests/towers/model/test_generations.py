@@ -12,7 +12,7 @@ from towers.model import generations
 
 
 class Update:
-    """Stands in for a `VariableUpdate`."""
+    """Stands in for a `Program`."""
 
     model = None
 

@@ -43,7 +43,7 @@ def rehearse(monkeypatch):
             patch.setattr(group, "member", lambda: member)
             patch.setattr(group, "change", lambda: None)
             swap = functools.partial(tower_model._swap_functions, parallel)
-            update = parallel._self_update
+            update = parallel._self_program
             trace = functools.partial(tower_model._trace_training, parallel)
             call = tower_model._fit_call(parallel, args, kwargs)
             rehearsal.rehearse(call, update, swap, trace)

@@ -15,7 +15,7 @@ from tests import oracle
 from tests.valued import valued
 from tests.variants import slow
 from towers import ParameterServer
-from towers.model.update import placing, variable_update
+from towers.model import placing, program
 
 pytestmark = pytest.mark.quick_one_in(2)
 
@@ -72,7 +72,7 @@ def test_a_model_compiled_anew_keeps_nothing():
 
 @pytest.mark.slow
 def test_only_the_last_layouts_are_kept(monkeypatch):
-    monkeypatch.setattr(variable_update, "_MOST_KEPT", 2)
+    monkeypatch.setattr(program, "_MOST_KEPT", 2)
     model = parallel(1)
     fit(model)
     gone = weakref.ref(model.builder)

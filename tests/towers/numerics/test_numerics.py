@@ -19,7 +19,7 @@ from towers import ParameterServer, Stages, multi_gpu_model
 from towers.callbacks import Checkpoint
 from towers.layers import variables
 from towers.lifecycle.checkpoints import store
-from towers.model.update import auto
+from towers.model import auto
 from towers.numerics import recorded_step, search
 from towers.numerics.errors import NotFinite, NotFiniteStep
 from towers.numerics.recorded_step import RecordedStep

@@ -103,6 +103,19 @@ def test_an_operation_may_take_more_than_travel_at_once():
     np.testing.assert_allclose(_computed(partitioned, _x()), expected, atol=1e-5)
 
 
+def test_an_operation_may_take_a_parameter_again_after_others():
+    weights = _weights(3)
+
+    def function(x):
+        values = [tf.convert_to_tensor(w) for w in weights]
+        return x @ tf.concat([*values, values[0]], 1)
+
+    partitioned = _partitioned(function, weights)
+    values = [w.numpy() for w in weights]
+    expected = _x() @ np.concatenate([*values, values[0]], 1)
+    np.testing.assert_allclose(_computed(partitioned, _x()), expected, atol=1e-5)
+
+
 CHAINS = {
     "transposed": lambda w: tf.transpose(w),
     "cast": lambda w: tf.cast(tf.cast(w, tf.float64), tf.float32),

@@ -242,3 +242,45 @@ def test_other_loops_run_at_home(way, caplog):
 def test_loops_run_with_copies_of_variables(way, caplog):
     options = {"variable_update": "replicated", "micro_batches": 2}
     assert not _check(caplog, way, **options)
+
+
+class Branching(keras.Model):
+    """Adds, to its loss, a branch with a sum that a gradient needs as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        total = tf.reduce_sum(x)
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x) - y)
+            rows, more = tf.cond(
+                self.scale > 0,
+                lambda: (errors * 2.0 * self.scale, total * 2.0 * self.scale),
+                lambda: (errors, total),
+            )
+            loss = tf.reduce_sum(rows) + more
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_what_a_branch_keeps_for_its_gradient_asks_for_no_total():
+    found = []
+    for towers in (0, 2):
+        keras.utils.set_random_seed(1)
+        model = Branching()
+        model(X[:1, 0])
+        trained = multi_gpu_model(model, towers) if towers else model
+        trained.compile(keras.optimizers.SGD(0.01))
+        given = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        history = trained.fit(X[:, 0], Y, **given).history
+        found.append([*history["loss"], *model.get_weights()])
+    for mine, other in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)

@@ -114,7 +114,7 @@ def test_python_ends_with_its_exit_code(tmp_path, script):
 
 
 def _that_call_python():
-    replayed = ROOT / "towers/model/update/variable_update.py"
+    replayed = ROOT / "towers/model/program.py"
     for path in [*sorted(ROOT.glob("input_pipeline/**/*.py")), replayed]:
         if "numpy_function(" in (text := path.read_text()) or "py_function(" in text:
             yield pytest.param(text, id=str(path.relative_to(ROOT)))

@@ -64,9 +64,12 @@ def start(*flags, **options):
     )
 
 
-def wait_for(condition):
+def wait_for(condition, process=None):
+    """Waits for a condition, which `process` is to bring about while it runs."""
     limit = time.monotonic() + HANG_S
     while not (found := condition()):
+        ended = process is not None and process.poll() is not None
+        assert not ended, process.communicate()
         assert time.monotonic() < limit
         time.sleep(0.02)
     return found
@@ -149,7 +152,7 @@ def test_a_killed_queue_goes_on_with_the_same_bits(tmp_path, eight, monkeypatch)
         return {name for name in saved if "good" in name} - finished()
 
     killed = start(*command)
-    wait_for(lambda: len(finished()) >= 2 and interrupted())
+    wait_for(lambda: len(finished()) >= 2 and interrupted(), killed)
     assert left(folder)
     killed.kill()
     killed.communicate()
@@ -191,7 +194,7 @@ def test_ctrl_c_has_all_save(tmp_path):
         "--train_epochs=9999",
     )
     process = start(*command)
-    wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2)
+    wait_for(lambda: len([*folder.glob("*/checkpoints/ckpt-*-*")]) >= 2, process)
     second = start(*command)
     assert "Another queue runs in" in second.communicate(timeout=HANG_S)[1]
     assert second.returncode == 1
@@ -216,7 +219,7 @@ def test_a_run_whose_folder_is_gone_ends_no_other(tmp_path):
     folder = tmp_path / "q"
     process = start(*REPEATABLE, "--sweep=seed=1,2", f"--queue_dir={folder}")
     # It saves 91 times more, so that it does not end before it finds nothing there.
-    wait_for(lambda: [*folder.glob("seed=1/checkpoints/ckpt-*-*")])
+    wait_for(lambda: [*folder.glob("seed=1/checkpoints/ckpt-*-*")], process)
     # At once. To remove it file by file fails where the run adds one meanwhile.
     (folder / "seed=1").rename(tmp_path / "gone")
     out, err = process.communicate(timeout=HANG_S)

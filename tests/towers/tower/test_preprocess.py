@@ -18,7 +18,7 @@ from tests.exact.preprocessed import scale
 from tests.valued import valued
 from tests.variants import slow
 from towers import input_pipeline, multi_gpu_model
-from towers.model.update import auto
+from towers.model import auto
 from towers.tower.preprocess import OnEachTower
 
 pytestmark = pytest.mark.quick_one_in(2)

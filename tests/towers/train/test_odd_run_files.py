@@ -20,7 +20,7 @@ from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.sources.examples import tfrecord
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.manager import SaveError
-from towers.model.update import remembered
+from towers.model import remembered
 from towers.predict import arguments, model
 from towers.program import whole_file
 from towers.queue.entry import Entry

@@ -1,1 +1,1 @@
-"""Towers that do not wait for one another."""
+"""Asynchronous training: towers update the variables without waiting for each other."""

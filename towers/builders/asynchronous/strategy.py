@@ -1,4 +1,4 @@
-"""The way to update variables without waiting; see `training.py`."""
+"""Composes the builder for asynchronous training; see `training.py`."""
 
 import concurrent.futures
 
@@ -13,12 +13,12 @@ from towers.builders.stores.store import Store
 
 
 def asynchronous(context: Context, max_staleness: int | None = None) -> Builder:
-    """Each tower updates the variables at home by itself.
+    """Builds asynchronous training: each tower updates the variables at home by itself.
 
     Args:
-        context: What the pieces share.
-        max_staleness: How many updates other towers may make between a tower's reading
-            the variables and its update. Any by default.
+        context: The state that the pieces of the builder share.
+        max_staleness: Maximum number of updates that other towers may make between a
+            tower's read of the variables and its update. Unbounded by default.
     """
     staleness = Staleness(max_staleness)
     threads = concurrent.futures.ThreadPoolExecutor(

@@ -1,9 +1,9 @@
-"""A tower's step by itself, as a model defines it: what it does at home, and there.
+"""Cuts the model's step into the parts that one tower runs on its device and at home.
 
-The step is cut as for `loss_placement="tower"`. What a tower has of a tensor is the
-tensor, and nothing is added up. Phases that have to do with variables run at home,
-under the lock of `staleness.py`; all others on the tower. A step with several takes the
-lock several times.
+The step is cut as for `loss_placement="tower"`, for a single tower: each tensor of the
+tower is complete, so nothing is added up. Phases that use variables run at home, under
+the lock of `staleness.py`; all others run on the tower. A step with several phases at
+home takes the lock several times.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from towers.tower.errors import explained_trace
 
 
 class TowerPart(NamedTuple):
-    """A part of a tower's step, done in one go at home or on the tower's device.
+    """A part of a tower's step that runs without interruption, at home or on the tower.
 
-    The last part of a step is at home, and returns the logs.
+    The last part of a step runs at home, and returns the logs.
 
     Attributes:
-        function: Takes the local batch, and the results of all parts before.
-        at_home: Whether it runs at home, where one tower is at a time.
-        reads: Whether it reads there what towers compute with.
-        updates: Whether it changes that.
-        goes_on: Whether the tower comes home again in this step.
+        function: Takes the local batch and the results of all previous parts.
+        at_home: Whether the part runs at home, where one tower runs at a time.
+        reads: Whether the part reads variables that towers compute with.
+        updates: Whether the part updates such variables.
+        goes_on: Whether a later part of the step runs at home again.
     """
 
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class TowerPart(NamedTuple):
 
 
 def graph(function: Callable) -> Callable:
-    """Makes a function to be traced for several kinds of local batches."""
+    """Makes a `tf.function` that may be traced for several kinds of local batches."""
     return tf.function(function, autograph=False, reduce_retracing=True)
 
 
@@ -53,11 +53,11 @@ _DONE = "steps done"
 
 
 class _Made(NamedTuple):
-    """The results of a part of a step, by the names of tensors of the traced step.
+    """The results of a part of a step, by tensor name in the traced step.
 
     Attributes:
-        home: Those at home.
-        tower: Those on the tower.
+        home: Results at home.
+        tower: Results on the tower.
     """
 
     home: Mapping[str, tf.Tensor]
@@ -65,30 +65,30 @@ class _Made(NamedTuple):
 
 
 class TowerStep:
-    """A tower's step by itself, as the model defines it.
+    """The model's step on the local batch of a single tower.
 
-    To a tower, its part of the batch is the batch. So what it makes of its rows is what
-    the step makes: the phases of a partitioned step come in turn, and nothing is added.
+    To a tower, its local batch is the whole batch: the phases of the partitioned step
+    run in order, and no tensor is added over towers.
     """
 
     def __init__(self, steps: Steps):
-        """Takes the steps of all towers together."""
+        """Takes the steps of all towers together, from which this one is derived."""
         self._steps, self._context = steps, steps.pieces.context
         self._partitioned: dict[str, Partitioned] = {}
         self._any_of = graph(lambda local: None)
 
     def create_variables(self, data: Any) -> None:
-        """Has the step create what it creates late; `data` is a batch, or its specs."""
+        """Traces the step to create its variables; `data` is a batch or its specs."""
         if not self._context.model.run_eagerly:
             self._partition(self._any_number(data))
 
     def parts(self) -> list[TowerPart]:
-        """Returns the step as it stands, in one part that is alone at home."""
+        """Returns the step, not traced, as one part that runs at home."""
         step = functools.partial(compute_eagerly, self._steps.pieces, "train_step")
         return _in_flight([TowerPart(step, reads=True, updates=True)])
 
     def trace(self, spec: Any) -> list[TowerPart]:
-        """Returns the parts, traced for local batches of a kind, of any size."""
+        """Returns the parts of the step, traced for local batches of any size."""
         spec = self._any_number(spec)
         call = TowerCall(self._steps, self._partition(spec))
         made, parts = [], []
@@ -97,31 +97,32 @@ class TowerStep:
             made.append(batch.specs(traced.structured_outputs))
             parts.append(part._replace(function=traced))
             if not part.at_home:
-                # Each tower calls it.
+                # Each tower calls this graph.
                 self._context.facts.graph = traced.graph
         return _in_flight(parts)
 
     def _any_number(self, data):
-        """Returns the specs of local batches that differ in the number of rows only."""
+        """Returns the specs of `data`, with an unknown number of rows."""
         spec = batch.local_spec(batch.specs(data), None)
         traced = self._any_of.get_concrete_function(spec)
         ((spec,), _) = traced.structured_input_signature
         return spec
 
     def _partition(self, spec):
+        """Returns the step, partitioned for local batches like `spec`."""
         if str(spec) not in self._partitioned:
             context, function = (
                 self._context,
                 self._context.step_function("train_step"),
             )
-            # Not in an `init_scope`, where no tape records.
+            # Gradient tapes record nothing within an `init_scope`.
             with tf.device(context.plan.home):
-                # Its rows are all there are: they may meet on the tower.
+                # The local batch is complete, so its rows may meet on the tower.
                 with explained_trace(context.model):
-                    given = {"home": context.plan.home, "keeps_loss_scale": True}
-                    verdict = judge(function, spec, loss_placement="tower", **given)
+                    options = {"home": context.plan.home, "keeps_loss_scale": True}
+                    verdict = judge(function, spec, loss_placement="tower", **options)
                     if verdict.refused is not None:
-                        verdict = judge(function, spec, **given)
+                        verdict = judge(function, spec, **options)
             partitioned = Partitioned(verdict)
             self._partitioned[str(spec)] = partitioned
             lines = partitioned.compiled(step_name(context, "train_step"))
@@ -130,10 +131,10 @@ class TowerStep:
 
 
 class TowerCall:
-    """The parts of a tower's step, each with a function that is to be traced."""
+    """Makes the functions of the parts of a tower's step, which are then traced."""
 
     def __init__(self, steps: Steps, step: Partitioned):
-        """Takes the steps of all towers together, and that of one, partitioned."""
+        """Takes the steps of all towers together, and one tower's partitioned step."""
         self._steps, self._context = steps, steps.pieces.context
         self._plan = self._context.plan
         self._trace = trace = step.trace
@@ -145,8 +146,8 @@ class TowerCall:
     def parts(self) -> list[TowerPart]:
         """Returns the parts in order.
 
-        A function takes the local batch, and a `_Made` for each part before. The last
-        part is at home, and returns the logs.
+        The function of a part takes the local batch and a `_Made` for each previous
+        part. The last part runs at home, and returns the logs.
         """
         parts: list[TowerPart] = []
         for k, (phase, used) in enumerate(self._phases):
@@ -164,25 +165,25 @@ class TowerCall:
         return [*others, last._replace(function=function)]
 
     def _at_home(self, phase, begins, local, *made):
-        """Runs a phase at home; the first one reads how many steps were done."""
+        """Runs a phase at home; the first phase reads the number of steps done."""
         with tf.device(self._plan.home):
             known = self._batch_by_name(local) | _joined(part.home for part in made)
-            asked, model = self._context.guard, self._context.model
-            done = steps_before(asked, model) if begins else known.get(_DONE)
+            guard, model = self._context.guard, self._context.model
+            done = steps_before(guard, model) if begins else known.get(_DONE)
             values = [known[taken.tensor.name] for taken in phase.takes]
             pairs = zip(phase.takes, values, strict=True)
             wanted = self._trace.gradients_of(phase.operations)
             gradients = [v for t, v in pairs if key(t.tensor) in wanted]
             observed = contextlib.nullcontext()
-            whole = functools.partial(self._steps.pieces.batches.whole, local)
-            guard = guarded_step(asked, model, whole, done)
-            if gradients and guard is not None:
-                # The losses are those that are at home by now.
+            whole_batch = functools.partial(self._steps.pieces.batches.whole, local)
+            guarded = guarded_step(guard, model, whole_batch, done)
+            if gradients and guarded is not None:
+                # Only the losses that have reached home.
                 losses = [known[n] for n in _names(self._trace.targets) if n in known]
-                observed = guard.before(
+                observed = guarded.before(
                     Gradients([gradients], gradients, losses=losses)
                 )
-            # Seeds are the host's, and are counted there.
+            # Seeds stay on the host, which counts them.
             device = self._plan.home if phase.place.on_device else HOST
             with observed as gate, tf.device(device):
                 results = phase(values, gate=gate)
@@ -190,15 +191,17 @@ class TowerCall:
         return _Made(results if done is None else {**results, _DONE: done}, {})
 
     def _on_tower(self, phase, following, local, *made):
-        """Runs a phase where it is called, on the tower; sends home what home takes."""
+        """Runs a phase on the tower, and sends home the results that home needs."""
         device = None if phase.place.on_device else self._plan.home
         with tf.device(device), tf.name_scope("tower"):
-            there = self._batch_by_name(local) | _joined(part.tower for part in made)
+            on_device = self._batch_by_name(local) | _joined(
+                part.tower for part in made
+            )
             home = _joined(part.home for part in made)
             names = dict.fromkeys(taken.tensor.name for taken in phase.takes)
-            missing = [name for name in names if name not in there]
+            missing = [name for name in names if name not in on_device]
             sent = self._send([home[name] for name in missing], self._plan.home, "")
-            known = there | dict(zip(missing, sent, strict=True))
+            known = on_device | dict(zip(missing, sent, strict=True))
             values = [known[taken.tensor.name] for taken in phase.takes]
             if phase.draws:
                 values.append(tf.cast([0, batch.batch_size(local)], tf.int32))
@@ -214,7 +217,7 @@ class TowerCall:
         return self._logs(local, *made, function(local, *made))
 
     def _logs(self, local, *made):
-        """Returns what the step returns."""
+        """Returns the values that the step returns."""
         with tf.device(self._plan.home):
             known = self._batch_by_name(local) | _joined(part.home for part in made)
             return self._trace.packed(
@@ -226,12 +229,12 @@ class TowerCall:
         return known[tensor.name] if fixed is None else fixed
 
     def _batch_by_name(self, local):
-        """Returns the tensors of the local batch, which is all of the batch."""
+        """Returns the tensors of the local batch by name, as the whole batch."""
         by_name = {tensor.name: value for tensor, value in self._trace.fed(local)}
         return by_name | {self._trace.fraction.name: tf.ones([], batch.FRACTION)}
 
     def _needed(self, following):
-        """Returns the names that home, and the tower, take from a phase on."""
+        """Returns the tensor names that home, and the tower, need from a phase on."""
         guarded = self._context.guard is not None
         wanted = [*self._trace.returned, *(self._trace.targets if guarded else ())]
         at_home, on_tower = {*_names(wanted)}, set()
@@ -241,13 +244,13 @@ class TowerCall:
         return at_home, on_tower
 
     def _send(self, values, source, target):
-        """Sends values from one device to another, "" for that of the tower."""
+        """Sends values from one device to another; "" is the tower's device."""
         if not any(map(self._plan.packs, self._plan.devices)):
             if not target:
                 return values
             with tf.device(target):
                 return packing.copy(values)
-        # Of rows, nobody knows how many there are.
+        # Tensors of rows have no static size, so they cannot be packed.
         fixed = [v if v.shape.is_fully_defined() else None for v in values]
         sent = packing.send(fixed, source, target)
         with tf.device(target):
@@ -258,7 +261,7 @@ class TowerCall:
 
 
 def _in_flight(parts):
-    """Has a tower be in flight from its first part at home to its last part."""
+    """Marks a tower as in flight from its first part at home to its last part."""
     first = next(k for k, part in enumerate(parts) if part.at_home)
     last = len(parts) - 1
     return [
@@ -268,7 +271,7 @@ def _in_flight(parts):
 
 
 def _is_at_home(phase, used):
-    """Tells whether a phase runs at home: what has to do with no state need not."""
+    """Returns whether a phase runs at home: phases without state need not."""
     return used.stateful and not phase.place.on_towers
 
 

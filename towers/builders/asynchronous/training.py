@@ -1,17 +1,17 @@
-"""Trains towers that do not wait for one another.
+"""Asynchronous training: towers do not wait for one another.
 
-A tower reads the variables, computes the gradient of its own part of a batch, and
-applies it to what the variables have become by then. It never waits for another's
-gradient, as long as the call of `steps_per_execution` batches lasts; at the end of a
-call all towers have finished. The price is *staleness*: the gradient belongs to values
-that others have updated meanwhile. So the numbers are not those of one device, and not
-the same twice, but for one tower.
+A tower reads the variables, computes the gradient of its local batch, and applies it to
+the variables, which other towers may have updated meanwhile. It never waits for another
+tower's gradient within a call of `steps_per_execution` batches; at the end of a call
+all towers have finished. The price is *staleness*: a gradient belongs to older values
+of the variables. So results differ from those of one device, and from run to run,
+except with one tower.
 
 The recipe is that of tensorpack's `AsyncMultiGPUTrainer` and of tf_cnn_benchmarks with
 `cross_replica_sync=False`; Recht et al. 2011 ("Hogwild!", NIPS) show when it converges.
-Unlike there, a tower reads all variables at one moment, and updates are made one at a
-time, so that staleness is a number that can be measured and bounded. Only the rows of
-embeddings that stay at home (`embeddings.py`) are read later, and so may be newer.
+Unlike there, a tower reads all variables at one moment, and updates are serialized, so
+that staleness can be measured and bounded. Only the rows of embedding tables that stay
+at home (`layers/substitutes.py`) are read later, and so may be newer.
 """
 
 import collections
@@ -35,24 +35,23 @@ from towers.loop import loop
 from towers.loop.loop import Ahead, Fetched
 from towers.tower.errors import ModelError
 
-# Pieces of work that wait for the fastest tower, so that it need not wait for them.
+# Number of batches queued for the fastest tower, so that it does not wait for input.
 _AHEAD = 2
 
 
 class AsynchronousTraining:
     """Trains towers that update the variables without waiting for one another.
 
-    To a tower, its part of the batch is the batch: of that it computes the loss,
-    wherever that is placed, and its metrics are updated part by part. The optimizer's
-    step count, and with it a schedule of the learning rate, grows by one with each
-    part: K for a batch of K towers. Of variables that layers assign, such as moving
-    averages and counters, what a tower has added to its value is added to the shared
-    one.
+    To a tower, its local batch is the whole batch: it computes the loss of the local
+    batch, wherever the loss is placed, and updates the metrics with it. The optimizer's
+    step count, and with it a learning rate schedule, grows by one with each local
+    batch: by K for a batch of K towers. Variables that layers assign, such as moving
+    averages and counters, grow by the difference that each tower computes.
 
     With `run_eagerly`, towers take turns.
 
     Attributes:
-        staleness: Measures, and bounds, how stale updates are.
+        staleness: Measures and bounds the staleness of updates.
     """
 
     def __init__(
@@ -62,22 +61,22 @@ class AsynchronousTraining:
         staleness: Staleness,
         threads: concurrent.futures.ThreadPoolExecutor,
     ):
-        """Takes the pieces of all towers, and the step and a thread of each one."""
+        """Takes the shared pieces, one tower's step, and a thread for each tower."""
         self._pieces, self._context, self._step = pieces, pieces.context, step
         self.staleness, self._threads = staleness, threads
-        self._fetching_s = 0.0  # in all, of the thread that fetches
+        self._fetching_s = 0.0  # total of the thread that fetches batches
         self._steps: dict[str, list[TowerPart]] = {}
 
     def create_variables(self, data: Any) -> None:
-        """Has the step create what it creates late; `data` is a batch, or its specs."""
+        """Traces the step to create its variables; `data` is a batch or its specs."""
         self._step.create_variables(data)
 
     def train_step(
         self, data: Any, local_batches: Sequence[Any] | None = None
     ) -> dict[str, tf.Tensor]:
-        """Trains on one global batch, of known size: towers take turns.
+        """Trains on one global batch of known size; towers take turns.
 
-        `fit` uses this with `run_eagerly` only.
+        `fit` calls this with `run_eagerly` only.
         """
         context, plan = self._context, self._context.plan
         kept = self._pieces.batches.cut(data)
@@ -101,9 +100,9 @@ class AsynchronousTraining:
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:
         """Makes the function that Keras's `fit` calls; see `train_function`.
 
-        The caller's thread fetches and cuts batches, and traces: Keras keeps what it
-        does by thread, and tracing changes classes for all. A thread for each tower
-        calls the graphs.
+        The caller's thread fetches and cuts batches, and traces the step: Keras keeps
+        its state by thread, and tracing patches classes for all threads. One thread
+        for each tower calls the graphs.
         """
         context = self._context
         if context.model.run_eagerly:
@@ -160,12 +159,12 @@ class AsynchronousTraining:
         return logs
 
     def _work(self, k, streams, logs):
-        """One tower's part of a call, in its own thread; returns when it was over."""
+        """Runs one tower's steps of a call in its thread; returns when they ended."""
         try:
             asked_s, fetching_s = time.perf_counter(), self._fetching_s
             for piece in streams.of(k):
                 came_s = time.perf_counter()
-                # The rest of what it waited went into cutting the batch, say.
+                # The remaining wait went into cutting the batch, for example.
                 waited_s = min(came_s - asked_s, self._fetching_s - fetching_s)
                 if piece is not None:
                     computed_s = self._run(k, *piece, logs)
@@ -177,10 +176,10 @@ class AsynchronousTraining:
         return asked_s
 
     def _run(self, k, parts, kept, local, logs):
-        """One step of one tower; returns when it had its gradients.
+        """Runs one step of one tower; returns the time when it had its gradients.
 
-        What home does is given the local batch where the data are, not the tower's
-        copy, which would have to come back.
+        Parts at home take the local batch from where the data are: the tower's copy
+        would have to be sent back.
         """
         plan, guard, made = self._context.plan, self._context.guard, []
         computed_s = time.perf_counter()
@@ -204,7 +203,7 @@ class AsynchronousTraining:
         return computed_s
 
     def _turn(self, k, part):
-        """Returns the context of a part: the tower's turn at home, if it is there."""
+        """Returns the context of a part; a part at home waits for the tower's turn."""
         if not part.at_home:
             return contextlib.nullcontext()
         if part.updates:
@@ -212,7 +211,7 @@ class AsynchronousTraining:
         return self.staleness.reading(k) if part.reads else self.staleness.alone()
 
     def _note(self, k, waited_s, asked_s, came_s, computed_s):
-        """Adds a tower's step to the timers: of all towers, the mean counts."""
+        """Adds a tower's step to the timers, divided by the number of towers."""
         towers = len(self._context.plan.towers)
         compute_s, done_s = computed_s - came_s, time.perf_counter()
         copy_s = came_s - asked_s - waited_s
@@ -220,14 +219,14 @@ class AsynchronousTraining:
         self._context.timers.add([*parts / towers, *compute_s * np.eye(towers)[k]])
 
     def _note_fetches(self, over_s, fetched):
-        """Adds what all towers have waited for batches that later calls will need."""
+        """Adds the time that all towers waited for batches of later calls."""
         seconds = np.array(fetched or [[over_s] * 3])
         waited_s, copy_s = np.diff(np.maximum(seconds, over_s)).sum(axis=0)
         towers = len(self._context.plan.towers)
         self._context.timers.add([0, waited_s, copy_s, 0, 0, *[0] * towers])
 
     def _deal(self, data):
-        """Cuts a batch: for each tower its step, part and copy of it, or `None`."""
+        """Cuts a batch; returns for each tower (step, local batch, copy), or `None`."""
         batches, devices = self._pieces.batches, self._context.plan.devices
         return [
             (self._trace(local), local, batches.copy(device, local))
@@ -237,7 +236,7 @@ class AsynchronousTraining:
         ]
 
     def _trace(self, local):
-        """Returns the parts of a step for such local batches, traced if need be."""
+        """Returns the parts of a step for such local batches; traces them if needed."""
         spec = batch.local_spec(local, None)
         key = str(spec)
         if key not in self._steps:
@@ -247,7 +246,7 @@ class AsynchronousTraining:
         return self._steps[key]
 
     def _check(self):
-        """Refuses layers that need the whole batch, or all towers at once."""
+        """Refuses layers that need the whole batch, or all towers in one step."""
         model = self._context.model
         refuse_stateful(model)
         if self._context.plan.count > 1 and is_synchronized(model):
@@ -259,14 +258,14 @@ class AsynchronousTraining:
             )
 
 
-# Queues of work for threads that do not wait for one another.
+# Queues of work for the threads of the towers.
 
 
 class Streams:
-    """What the towers have still to do in a call: for each a queue of its own.
+    """A queue of remaining local batches for each tower, within a call.
 
-    More is put in as the fastest tower needs it; of what is in memory, the rest is the
-    arrears of slower ones.
+    A batch is added when the fastest tower needs it. So the queues hold more than
+    `_AHEAD` local batches only for slower towers.
     """
 
     def __init__(self, towers: int):
@@ -275,10 +274,13 @@ class Streams:
         self._open = True
 
     def put(self, work: Sequence[Any]) -> bool:
-        """Adds a piece of work for each tower, when one is about to run out of it.
+        """Adds one local batch for each tower, once a tower is about to run out.
+
+        Args:
+            work: One piece of work for each tower.
 
         Returns:
-            Whether more is wanted: not if a tower has failed.
+            Whether the queues are still open; they are not once a tower has failed.
         """
         with self._changed:
             self._changed.wait_for(
@@ -291,7 +293,7 @@ class Streams:
             return self._open
 
     def of(self, tower: int) -> Iterator[Any]:
-        """Yields a tower's work, as it comes, until the end."""
+        """Yields a tower's work as it arrives, until the queues are closed."""
         queue = self._queues[tower]
         while True:
             with self._changed:
@@ -303,13 +305,13 @@ class Streams:
             yield piece
 
     def close(self) -> None:
-        """Says that there will be no more."""
+        """Closes the queues: no more work will be added."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Takes back what has not been begun."""
+        """Drops all work that has not begun, and closes the queues."""
         with self._changed:
             for queue in self._queues:
                 queue.clear()

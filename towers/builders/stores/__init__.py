@@ -1,1 +1,1 @@
-"""Where variables live: the stores, one for each way to update variables."""
+"""Stores say where variables live: one for each synchronous way to update variables."""

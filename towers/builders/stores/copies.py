@@ -1,14 +1,14 @@
-"""A store of copies: every tower has one of the variables.
+"""A store of copies: every tower has a copy of the variables.
 
-The model's own variables are the first tower's copy, so whoever reads them finds them
-current. Each host has its own; those of the first host are what all others copy. Where
-they may have been changed from outside, the other copies are made anew: at the start of
-`fit` and of each epoch, and before each call of training if a callback runs in between
-that may change them (`model/fit_call.py`).
+The model's own variables are the first tower's copy, so they are always current. Each
+host has its own copies, which follow those of the first host. Where the model's
+variables may have been changed from outside, all other copies are renewed: at the start
+of `fit` and of each epoch, and before each call of training if a callback runs in
+between that may change them (`model/fit_call.py`).
 
 Copies are equal between two steps: a way to update variables whose copies differ, such
-as local SGD, would need an average before anybody reads. They are variables of their
-own, not one buffer, as the user's optimizer treats variables one by one.
+as local SGD, would need an average before any read. Copies are separate variables,
+not one buffer, as the user's optimizer updates variables one by one.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from towers.plan import Plan, Tower
 
 
 class Copies(Store):
-    """A copy of the variables on each tower, which updates it by the sum of gradients.
+    """A copy of the variables on each tower, updated by the sum of gradients.
 
     The model's own variables are the first tower's copy.
 
@@ -45,7 +45,7 @@ class Copies(Store):
     """
 
     def __init__(self, context: Context, all_reduce: str = "auto"):
-        """Creates none yet.
+        """Creates no copies yet.
 
         Args:
             context: See `Store`.
@@ -53,40 +53,40 @@ class Copies(Store):
         """
         super().__init__(context)
         self.algorithm = reduce.algorithm_for(all_reduce, context.plan.home)
-        # The variables that towers have copies of, trainable ones first, and for each
-        # tower but the first the copies.
+        # The variables that have copies, trainable variables first; then, for each
+        # tower but the first, the copies.
         self._originals: Sequence[keras.Variable] = ()
         self._copies: Sequence[Sequence[tf.Variable]] = ()
 
     @property
     def copied_to(self) -> Sequence[Tower]:
-        """See `Store`."""
+        """The towers that have copies, all but the first; see `Store`."""
         return self._context.plan.replicas[1:]
 
     @property
     def updates_apart(self) -> bool:
-        """See `Store`."""
+        """Whether a step leaves its update to `add` and `apply`; see `Store`."""
         return self.divides or self._context.plan.pipeline.stages > 1
 
     def create_copies(self) -> None:
-        """See `Store`."""
+        """Creates copies of variables and optimizer state; see `Store`."""
         if self._originals or not self.copied_to:
             return
         originals = [*self._context.model.trainable_variables]
         if self._context.model.optimizer is not None:
             originals += all_variables(self._context.model.optimizer)
-        # What is cut is on several devices as it is.
+        # Variables in parts are on several devices already.
         self.add_copies([v for v in originals if sharded.of(v) is None])
 
     def copied(self, trace: Trace) -> Copied:
-        """See `Store`.
+        """Returns the copies that a training step reads; see `Store`.
 
-        They are those that optimizers update, or that are the state of an optimizer.
+        Variables that optimizers update, and the optimizers' state, have copies.
         """
         model = self._context.model
         if self.updates_apart:
             return Copied(self.handles(), self.algorithm)
-        # Also for a single tower: other hosts have more, and the same phases.
+        # Also for a single tower: other hosts may have more, and need the same phases.
         wanted = [*model.trainable_variables]
         for optimizer in variables.optimizers(model).values():
             wanted += all_variables(optimizer)
@@ -100,9 +100,13 @@ class Copies(Store):
         return Copied(self.handles(), self.algorithm)
 
     def add_copies(self, originals: Sequence[keras.Variable]) -> None:
-        """Creates copies of those of some variables that have none yet."""
+        """Creates copies of variables that have none yet."""
         known = {*map(id, self._originals)}
-        added = {id(each): each for each in originals if id(each) not in known}
+        added = {
+            id(variable): variable
+            for variable in originals
+            if id(variable) not in known
+        }
         added = [*added.values()]
         if not added:
             return
@@ -110,12 +114,12 @@ class Copies(Store):
             plan = self._context.plan
             copies = [_copy(plan, tower, added) for tower in self.copied_to]
         if not self._originals:
-            # Other hosts may have no copies, and all follow the first one together.
+            # Other hosts may have no copies, and all hosts follow the first together.
             self.stale = self.stale and self._context.plan.hosts.count > 1
         self._originals = [*self._originals, *added]
         self._copies = [
-            [*mine, *more]
-            for mine, more in zip(
+            [*known_copies, *added_copies]
+            for known_copies, added_copies in zip(
                 self._copies or [[] for _ in copies], copies, strict=True
             )
         ]
@@ -123,37 +127,43 @@ class Copies(Store):
     def handles(self) -> list[dict[int, tf.Tensor]]:
         """Returns, for each tower, the handles of its copies.
 
-        They are by the `id` of the handle of the model's own variable.
+        Keys are the `id`s of the handles of the model's own variables.
         """
-        own = [value_behind(each).handle for each in self._originals]
-        every = [own, *([copy.handle for copy in copies] for copies in self._copies)]
-        return [dict(zip(map(id, own), mine, strict=True)) for mine in every]
+        own = [value_behind(variable).handle for variable in self._originals]
+        handles = [own, *([copy.handle for copy in copies] for copies in self._copies)]
+        return [
+            dict(zip(map(id, own), copies_of_tower, strict=True))
+            for copies_of_tower in handles
+        ]
 
     def copies(self) -> list[tf.Variable]:
-        """See `Store`."""
+        """Returns the copies of all towers but the first; see `Store`."""
         return [copy for copies in self._copies for copy in copies]
 
     def of_tower(self, k: int) -> Sequence[tf.Variable]:
-        """Returns the trainable variables of a tower of this host, by its place."""
+        """Returns the trainable variables of this host's tower with index `k`."""
         if k == 0:
             return [*map(value_behind, self._context.model.trainable_variables)]
         return self._copies[k - 1][: len(self._context.model.trainable_variables)]
 
     def broadcast(self) -> None:
-        """Gives all copies the values of the model's own variables."""
-        for places, plan in self._context.plan.by_stage(self._originals):
-            originals = [self._originals[i].value for i in places]
-            copies = [[mine[i] for i in places] for mine in self._copies]
+        """Assigns the values of the model's own variables to all copies."""
+        for indices, plan in self._context.plan.by_stage(self._originals):
+            originals = [self._originals[i].value for i in indices]
+            copies = [
+                [copies_of_tower[i] for i in indices]
+                for copies_of_tower in self._copies
+            ]
             devices = [tower.device for tower in plan.replicas[1:]]
             packing.broadcast(plan.home, originals, devices, copies)
 
     def differ(self) -> bool:
-        """Tells whether the copies may have other values than the model's variables."""
+        """Returns whether copies may differ from the model's variables."""
         written = self.stale or self._context.callbacks_may_write
         return bool(self._originals) and written
 
     def apply(self, sums: Sequence[Sequence[Gradient]]) -> None:
-        """See `Store`."""
+        """Updates each copy on its tower; see `Store`."""
         super().apply(sums)
         self.follow_learning_rates()
         stages = self._context.plan.pipeline.stages
@@ -166,19 +176,19 @@ class Copies(Store):
     def _add_on_devices(
         self, plan: Plan, gradients: Sequence[Sequence[Gradient]]
     ) -> Sequence[Sequence[Gradient]]:
-        """See `Store`."""
+        """All-reduces the gradients of one stage; see `Store`."""
         devices = [tower.device for tower in plan.replicas]
         return reduce.all_reduce(gradients, devices, devices, self.algorithm)
 
     def _hand_out(
         self, plan: Plan, sums: Sequence[Gradient]
     ) -> Sequence[Sequence[Gradient]]:
-        """See `Store`."""
+        """Copies the sums of one stage from home to each tower; see `Store`."""
         devices = [tower.device for tower in plan.replicas]
         return reduce.all_reduce([sums], [HOST], devices, "cpu")
 
     def follow_learning_rates(self) -> None:
-        """Gives copies of learning rates their values, which callbacks change."""
+        """Copies learning rates, which callbacks change, to all towers."""
         for i in _learning_rates(self._context.model, self._originals):
             for copy in self._copies:
                 with tf.device(copy[i].device), tf.name_scope("learning_rate"):
@@ -186,11 +196,15 @@ class Copies(Store):
 
 
 def _learning_rates(model, originals):
-    """The places of learning rates: they are changed all the time, and small."""
-    every = variables.optimizers(model).values()
-    leaves = [leaf for each in every for leaf in (each, *updating(each))]
+    """Returns the indices of learning rates, which are small and change often."""
+    optimizers_of_model = variables.optimizers(model).values()
+    leaves = [
+        leaf
+        for optimizer in optimizers_of_model
+        for leaf in (optimizer, *updating(optimizer))
+    ]
     rates = {id(learning_rate_variable(leaf)) for leaf in leaves}
-    return [i for i, each in enumerate(originals) if id(each) in rates]
+    return [i for i, optimizer in enumerate(originals) if id(optimizer) in rates]
 
 
 def _copy(plan, tower, originals):

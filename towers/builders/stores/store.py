@@ -1,18 +1,18 @@
-"""A store: where variables live, how towers read them, and how gradients update them.
+"""A store says where variables live, how towers read them and how they are updated.
 
-`Store` keeps them at home. Others are `Copies` (`copies.py`), with a copy on each
-tower, and `Shards` (`shards.py`), with a part on each. A new one is a subclass, and a
+`Store` keeps variables at home. Others are `Copies` (`copies.py`), with a copy on each
+tower, and `Shards` (`shards.py`), with a shard on each. A new one is a subclass, and a
 function in `strategies.py`. It overrides `create_copies`, `copies` and `copied` if
-towers read copies, `broadcast` and `differ` if these follow the model's own variables
-only now and then, `_cut` if variables lie in parts, and `apply` if it does more than to
+towers read copies; `broadcast` and `differ` if copies follow the model's own variables
+only now and then; `_cut` if variables are in parts; and `apply` if it does more than
 update the variables at home.
 
 A step is traced as on one device. Where each variable is whole at home, or in copies,
-the trace has all: its reads, and its update, run where the variables are. Where
-variables lie in parts, the trace has stand-ins for what is in parts; and the optimizer
-is one operation of it (see `updates_apart` of `Trace`). For that one, the store adds
-the gradients for those that own the variables, and each owner applies the optimizer to
-what it has.
+the trace is complete: its reads, and its update, run where the variables are. Where
+variables are in parts, the trace reads stand-ins for them, and contains the optimizer
+as one operation (see `updates_apart` of `Trace`). For this operation, the store sends
+the sum of gradients to each owner of variables, and each owner applies the optimizer to
+the variables it owns.
 """
 
 import contextlib
@@ -43,26 +43,26 @@ from towers.tower.errors import ModelError
 class Store:
     """Variables at home, updated once a step by the sum of all gradients.
 
-    Embedding tables may lie in parts on the towers' devices (`shard_embeddings`), and
-    with stages each layer is at home on its stage.
+    Embedding tables may be sharded over the towers' devices (`shard_embeddings`), and
+    with stages the variables of each layer are at home on its stage.
 
     Attributes:
-        stale: Whether the model's own variables may have other values than copies, or
-            than those of other hosts.
+        stale: Whether the model's own variables may differ from their copies, or from
+            those of other hosts.
     """
 
     def __init__(self, context: Context):
-        """Takes what the pieces of a builder share; knows nothing of the model yet."""
+        """Takes the builder's context; knows nothing of the model yet."""
         self._context = context
         self.stale = True
-        # How many rows a step looks up in each table, by its `id`, once counted.
+        # Maps the `id` of each table to its number of look-ups in a step, once counted.
         self._looked_up: dict[int, int] | None = None
 
     # Where variables live.
 
     @property
     def divides(self) -> bool:
-        """Whether variables, or their slots, may lie in parts on several devices."""
+        """Whether variables, or their slots, may be in parts on several devices."""
         return self._context.shard_embeddings != "none"
 
     @property
@@ -71,16 +71,16 @@ class Store:
         return ()
 
     def cut(self, data: Any) -> None:
-        """Divides what is to lie in parts, and its slots, if they do not lie so.
+        """Cuts variables, and their slots, into parts, unless they are cut already.
 
         Args:
-            data: A batch, or its `tf.TypeSpec`s; `None` if that is not known.
+            data: A batch, or its `tf.TypeSpec`s; `None` if not known.
         """
         with variables.replacing(self._context.model):
             self._cut(data)
 
     def settle(self, data: Any, divided_anew: bool) -> None:
-        """Moves variables that are all there to where they belong, and says where.
+        """Moves variables, once all exist, to their devices, and prints where.
 
         Args:
             data: A batch, or its `tf.TypeSpec`s.
@@ -90,11 +90,11 @@ class Store:
         if divided_anew and self.divides:
             self.cut(data)
         if is_gpu(plan.home) or plan.pipeline.stages > 1:
-            # Not all that was created there belongs there.
+            # Some variables created at home belong on other devices.
             with tf.init_scope():
                 variables.move(context.model, plan.home_of)
         if context.model.optimizer is not None:
-            # Another builder may have cut them.
+            # Another builder may have cut the slots.
             sharded.join_slots(context.model.optimizer, plan.home_of)
         self.create_copies()
         if self.divides:
@@ -102,14 +102,14 @@ class Store:
             context.say([*lines])
 
     def create_copies(self) -> None:
-        """Creates copies, if towers are to have some and have none."""
+        """Creates copies, if towers need them and have none."""
 
     def copies(self) -> list[tf.Variable]:
         """Returns the copies of all towers."""
         return []
 
     def keep_whole(self, chosen: Sequence[keras.Variable]) -> None:
-        """Puts variables in parts, and their slots, at home, whole from now on."""
+        """Joins variables in parts, and their slots, at home, where they stay whole."""
         context, model = self._context, self._context.model
         context.facts.kept_whole |= {*map(id, chosen)}
         with tf.init_scope(), variables.replacing(model):
@@ -117,36 +117,36 @@ class Store:
                 slots = []
                 if getattr(model, "optimizer", None) is not None:
                     slots = optimizers.slots_of(model.optimizer, variable, True)
-                for whole in [variable, *slots]:
-                    if sharded.of(whole) is not None:
-                        sharded.join(whole, context.plan.home)
+                for value in [variable, *slots]:
+                    if sharded.of(value) is not None:
+                        sharded.join(value, context.plan.home)
 
-    # How towers read them.
+    # How towers read variables.
 
     def stand_ins(self) -> dict[int, Any]:
-        """Returns what a traced step reads by stand-ins; see `sharded.stand_ins`."""
+        """Returns the stand-ins that a traced step reads; see `sharded.stand_ins`."""
         return sharded.stand_ins(self._context.model.variables)
 
     @property
     def updates_apart(self) -> bool:
         """Whether a step leaves its update to `add` and `apply`.
 
-        If not, the update is in the trace, and neither of them is called.
+        Otherwise, the trace contains the update, and neither method is called.
         """
         if self._context.plan.pipeline.stages > 1:
             return True
         return self.divides and bool(self.stand_ins())
 
     def copied(self, trace: Trace) -> Copied | None:
-        """Returns the copies that a step of training reads; `None` if there are none.
+        """Returns the copies that a training step reads; `None` if there are none.
 
         Args:
-            trace: The step; the variables that it creates are there.
+            trace: The step; the variables that it creates exist.
         """
         del trace
         return None
 
-    # How gradients update them, where the trace leaves that to the store.
+    # How gradients update variables, where the trace leaves the update to the store.
 
     def add(
         self,
@@ -156,18 +156,18 @@ class Store:
     ) -> list[list[Gradient]]:
         """Adds the gradients that an optimizer is to apply.
 
-        Those of shards are added where the shards lie.
+        Gradients of shards are added on the device of each shard.
 
         Args:
             update: The optimizer's call.
             parts: For each device, its part of each gradient of the call; `None` for
-                those that home has.
-            whole: The gradients that home has, by their places in the call.
+                gradients at home.
+            whole: The gradients at home, by their indices in the call.
 
         Returns:
             For each copy of the variables, a gradient for each of `sharded.targets` of
-            the trainable variables, `None` where there is none. Only the first has
-            those of shards; in the others, the gradient's norm stands in for it.
+            the trainable variables, `None` where there is none. Only the first copy has
+            the gradients of shards; the others have the gradient's norm instead.
 
         Raises:
             ModelError: The call is not that of the model's optimizer for its trainable
@@ -177,23 +177,23 @@ class Store:
         chosen = self._places_in(update)
         of_devices = []
         for tower, part in zip(self._context.plan.replicas, parts, strict=True):
-            # Each tower cuts its gradients, and sends others their parts.
+            # Each tower cuts its own gradients, and sends the parts to their owners.
             with tf.device(tower.device):
-                given = [None if i is None else part[i] for i in chosen]
-                of_devices.append(sharded.expand(trained, given))
+                gradients = [None if i is None else part[i] for i in chosen]
+                of_devices.append(sharded.expand(trained, gradients))
         with tf.name_scope(REDUCE_SCOPE):
             sums = self._sums(of_devices)
         at_home = []
         for variable, i in zip(trained, chosen, strict=True):
             at_home += _of_targets(variable, whole.get(i))
-        given = self._for_copies(at_home)
+        gradients = self._for_copies(at_home)
         return [
             [b if a is None else a for a, b in zip(*copies, strict=True)]
-            for copies in zip(sums, given, strict=True)
+            for copies in zip(sums, gradients, strict=True)
         ]
 
     def apply(self, sums: Sequence[Sequence[Gradient]]) -> None:
-        """Has each owner apply the optimizer to the sums that `add` has returned."""
+        """Applies the optimizer to the sums that `add` has returned, on each owner."""
         context, plan = self._context, self._context.plan
         if all(gradient is None for gradient in sums[0]):
             raise ModelError(
@@ -208,52 +208,52 @@ class Store:
 
     @functools.cached_property
     def hosts_parts(self) -> Any:
-        """The variables that hosts divide: `HostsParts`; `None` of one host alone."""
+        """The variables that several hosts divide; `None` if this host is alone."""
         if self._context.plan.hosts.count == 1:
             return None
         spread = feature("collectives.spread.hosts_parts")
         return spread.HostsParts(self._context.model)
 
     def follow_first_host(self) -> None:
-        """Gives the model, its optimizer and metrics the values of the first host's."""
+        """Assigns the first host's values to the model, its optimizer and metrics."""
         model, hosts = self._context.model, self._context.plan.hosts
         if hosts.count == 1:
             return
-        every = [*variables.of(model), *variables.plain(model).values()]
-        # No host has all of what is divided among them.
-        whole = [v for v in every if not sharded.across_hosts(v)]
-        feature("collectives.first_host").follow_first_host(hosts, whole)
+        all_variables = [*variables.of(model), *variables.plain(model).values()]
+        # No host has a whole variable that hosts divide.
+        undivided = [v for v in all_variables if not sharded.across_hosts(v)]
+        feature("collectives.first_host").follow_first_host(hosts, undivided)
 
     def follow_learning_rates(self) -> None:
-        """Gives copies of learning rates their values, which callbacks change."""
+        """Copies learning rates, which callbacks change, to all towers."""
 
     def differ(self) -> bool:
-        """Tells whether copies may have other values than the model's variables."""
+        """Returns whether copies may differ from the model's variables."""
         return False
 
     def broadcast(self) -> None:
-        """Gives all copies the values of the model's own variables."""
+        """Assigns the values of the model's own variables to all copies."""
 
     # Parts of `cut` and `add` that other stores override.
 
     def _cut(self, data: Any) -> None:
-        """Divides variables and their slots; see `cut`."""
+        """Cuts variables and their slots into parts; see `cut`."""
         if self._context.shard_embeddings != "none":
             self._cut_tables(data)
 
     def _add_on_devices(
         self, plan: Plan, gradients: Sequence[Sequence[Gradient]]
     ) -> Sequence[Sequence[Gradient]]:
-        """Adds the towers' gradients of variables of one stage, for each copy."""
+        """Adds the towers' gradients of one stage; returns the sums for each copy."""
         return [_sum(plan, gradients, plan.home)]
 
     def _hand_out(
         self, plan: Plan, sums: Sequence[Gradient]
     ) -> Sequence[Sequence[Gradient]]:
-        """Returns sums of one stage that are there, for each copy."""
+        """Returns the sums of one stage, which home has, for each copy."""
         return [sums]
 
-    # Helpers that no store overrides.
+    # Helpers that are not overridden.
 
     @property
     def _optimizer(self):
@@ -261,12 +261,12 @@ class Store:
         return model.optimizer if model.compiled else None
 
     def _places_in(self, update):
-        """Returns the place of each trainable variable in a call of the optimizer."""
+        """Returns the index of each trainable variable in a call of the optimizer."""
         model = self._context.model
-        places = {id(variable): i for i, variable in enumerate(update.variables)}
+        indices = {id(variable): i for i, variable in enumerate(update.variables)}
         trained = model.trainable_variables
         if update.optimizer is not model.optimizer or (
-            places.keys() - {*map(id, trained)}
+            indices.keys() - {*map(id, trained)}
         ):
             raise ModelError(
                 f"Model '{model.name}' applies an optimizer of its own, with variables "
@@ -275,10 +275,10 @@ class Store:
                 "variable_update='replicated' without shard_optimizer_state, "
                 "shard_embeddings='none', stages=1."
             )
-        return [places.get(id(variable)) for variable in trained]
+        return [indices.get(id(variable)) for variable in trained]
 
     def _sums(self, of_devices):
-        """Adds the towers' gradients of targets, for each copy."""
+        """Adds the towers' gradients of all targets; returns the sums for each copy."""
         trained, in_parts = self._context.model.trainable_variables, {}
         for i, device in sharded.devices(trained).items():
             with tf.device(device):
@@ -294,8 +294,8 @@ class Store:
     def _over_hosts(self, others, in_parts):
         """Adds the gradients of all hosts.
 
-        Where each host has all parts of a variable, hosts add its whole gradient.
-        Where they divide it, each part goes to the host that updates it.
+        Where each host has all parts of a variable, its whole gradient is all-reduced.
+        Where hosts divide it, each part is sent to the host that updates it.
 
         Returns:
             The sum for each target.
@@ -307,26 +307,26 @@ class Store:
             sums = [in_parts.get(i, total) for i, total in enumerate(sums)]
             gradients = sharded.whole(trained, sums)
             begun = timers.begin_sum(gradients)
-            sent, given = {}, {}
+            sent, of_owners = {}, {}
             for i, parts in sharded.updated_by_hosts(trained).items():
                 if gradients[i] is not None and parts.is_given(gradients[i]):
                     sent.setdefault(parts.give, []).append(i)
-            away = {i for places in sent.values() for i in places}
+            away = {i for indices in sent.values() for i in indices}
             totals = [None if i in away else g for i, g in enumerate(gradients)]
             dense = [total for total in totals if isinstance(total, tf.Tensor)]
             totals = hosts.all_reduce(totals, "gradients", dense)
-            for give, places in sent.items():
-                of_places = [sharded.of(trained[i]) for i in places]
-                received = give(hosts, of_places, [gradients[i] for i in places])
-                given |= zip(places, received, strict=True)
+            for give, indices in sent.items():
+                divided = [sharded.of(trained[i]) for i in indices]
+                received = give(hosts, divided, [gradients[i] for i in indices])
+                of_owners |= zip(indices, received, strict=True)
             timers.end_sum(begun, totals)
             of_targets = []
             for i, (variable, total) in enumerate(zip(trained, totals, strict=True)):
-                of_targets += given.get(i) or _of_targets(variable, total)
+                of_targets += of_owners.get(i) or _of_targets(variable, total)
         return of_targets
 
     def _for_copies(self, gradients):
-        """Returns gradients of targets that are there, for each copy."""
+        """Returns the gradients of targets, which home has, for each copy."""
         trained = self._context.model.trainable_variables
         in_parts = {i: gradients[i] for i in sharded.devices(trained)}
         others = [None if i in in_parts else g for i, g in enumerate(gradients)]
@@ -334,23 +334,26 @@ class Store:
         return _with_parts(copies, in_parts)
 
     def _by_stage(self, function, gradients):
-        """Returns what a function makes of the gradients of each stage, for each copy.
+        """Calls a function for each stage, and joins the gradients for each copy.
 
-        `function` takes the plan as the stage sees it, and lists of gradients.
+        Args:
+            function: Takes the plan of the stage, and lists of its gradients; returns
+                gradients for each copy.
+            gradients: Lists of gradients of all targets.
         """
         targets = sharded.targets(self._context.model.trainable_variables)
         copies: list[list[Gradient]] = []
-        for places, plan in self._context.plan.by_stage(targets):
-            of_stage = [[of_one[i] for i in places] for of_one in gradients]
+        for indices, plan in self._context.plan.by_stage(targets):
+            of_stage = [[of_one[i] for i in indices] for of_one in gradients]
             made = function(plan, of_stage)
             copies += [[None] * len(targets) for _ in made[len(copies) :]]
             for copy, sums in zip(copies, made, strict=False):
-                for i, gradient in zip(places, sums, strict=True):
+                for i, gradient in zip(indices, sums, strict=True):
                     copy[i] = gradient
         return copies
 
     def _apply_here(self, gradients):
-        """Applies the optimizer where it is called."""
+        """Applies the optimizer on the current device."""
         context, model = self._context, self._context.model
 
         def update(gradients):
@@ -365,7 +368,7 @@ class Store:
         update(gradients)
 
     def _may_compile(self, gradients):
-        """Whether XLA may compile an update that nobody asked it for."""
+        """Returns whether XLA may compile an update without the user's request."""
         sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
         if sparse:
             line = (
@@ -378,10 +381,10 @@ class Store:
     # Embedding tables in parts.
 
     def _cut_tables(self, data):
-        """Puts tables, and their slots, where they are to lie.
+        """Moves tables, and their slots, to their devices.
 
         Returns:
-            The `id`s of those that lie in parts, or somewhere else than home.
+            The `id`s of tables that are in parts, or not at home.
         """
         context, optimizer = self._context, self._optimizer
         model, way, plan = context.model, context.shard_embeddings, context.plan
@@ -412,7 +415,7 @@ class Store:
         return {*map(id, divided), *(id(table.variable) for table in placed)}
 
     def _divide_tables(self, optimizer):
-        """Has hosts divide tables, if there are several; returns these tables."""
+        """Divides tables among several hosts; returns these tables."""
         context, plan = self._context, self._context.plan
         way = context.shard_embeddings
         if plan.hosts.count == 1:
@@ -428,7 +431,7 @@ class Store:
         return spread.divide(context.model, plan, way, optimizer)
 
     def _look_ups(self, data):
-        """Counts the rows that a step looks up in each table, once, by its `id`."""
+        """Counts the rows that a step looks up in each table, once; keyed by `id`."""
         context, model = self._context, self._context.model
         known = data is not None and not model.run_eagerly
         if self._looked_up is None and known and len(tables.of(model)) > 1:
@@ -440,7 +443,7 @@ class Store:
                         lambda: call.get_concrete_function(model, x, training=False)
                     )
             except Exception as error:
-                # It is the user's model that is called.
+                # The user's model may raise any exception.
                 self._looked_up = {}
                 line = (
                     f"The tables of model '{model.name}' are placed by their bytes "
@@ -453,18 +456,20 @@ class Store:
 
 @contextlib.contextmanager
 def updating_in_place(device: str, stages: int) -> Iterator[None]:
-    """Inside, an optimizer updates variables where they are.
+    """Inside, an optimizer updates variables on their devices.
 
-    With one stage that is a device. With several, each operation is placed where the
-    largest of its inputs is; `device` is for those without one. In eager execution all
-    are placed there.
+    With one stage, all operations are placed on `device`. With several, each operation
+    is placed on the device of its largest input, and on `device` if it has none. In
+    eager execution, all operations are placed on `device`.
     """
 
     def place(operation):
         if operation.device:
             return operation.device
         placed = [(_elements(t), _device(t)) for t in operation.inputs]
-        return max((each for each in placed if each[1]), default=(0, device))[1]
+        return max(
+            (candidate for candidate in placed if candidate[1]), default=(0, device)
+        )[1]
 
     if stages == 1 or tf.executing_eagerly():
         with tf.device(device):
@@ -477,7 +482,7 @@ def updating_in_place(device: str, stages: int) -> Iterator[None]:
 def _device(tensor):
     if tensor.device:
         return tensor.device
-    # What reads a variable, or takes it from outside, has no device of its own.
+    # A read of a variable, and an input from outside, have no device of their own.
     if tensor.op.type == "ReadVariableOp":
         return _device(tensor.op.inputs[0])
     captures = getattr(tensor.graph, "captures", ())
@@ -492,7 +497,7 @@ def _elements(tensor):
 
 
 def _sum(plan, gradients, target):
-    """Adds the towers' gradients of one stage on one device, for a target device."""
+    """Adds the towers' gradients of one stage; the sums end on the target device."""
     sources = [tower.device for tower in plan.replicas]
     if any(map(plan.packs, sources)):
         return reduce.sum_packed(gradients, sources, plan.merge, target)
@@ -501,7 +506,7 @@ def _sum(plan, gradients, target):
 
 
 def _with_parts(copies, in_parts):
-    """Puts gradients of shards into those of copies: the first one updates shards."""
+    """Inserts gradients of shards into the lists of copies; only the first updates."""
     norms = {}
     if len(copies) > 1:
         norms = {i: sharded.norm(gradient) for i, gradient in in_parts.items()}
@@ -512,7 +517,7 @@ def _with_parts(copies, in_parts):
 
 
 def _of_targets(variable, gradient):
-    """Returns a gradient that all hosts have of a variable, for each of its targets."""
+    """Expands a variable's gradient, which all hosts have, to each of its targets."""
     parts = sharded.of(variable)
     if gradient is not None and parts is not None and parts.elsewhere:
         return parts.parts_of(gradient)

@@ -1,1 +1,1 @@
-"""Variables of which each of several hosts has a part: optimizer slots and tables."""
+"""Variables that several hosts divide: optimizer slots and embedding tables."""

@@ -1,8 +1,9 @@
-"""Variables that several hosts divide: none of them has the whole of one.
+"""Variables that several hosts divide, so that no host has a whole one.
 
-Before hosts change, each gets the whole, and the next generation divides it anew. A
-host that dies leaves zeros, and the next generation reads the checkpoint: copies of a
-neighbour's part would cost as much traffic in each step as the parts do.
+Before the set of hosts changes, each host gathers the whole variables, and the next
+generation divides them again. If a host dies, zeros take the place of its parts, and
+the next generation reads the checkpoint: a copy of a neighbour's part would cost as
+much traffic in each step as the parts do.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from towers.layers import sharded, variables
 
 
 class HostsParts:
-    """The variables of a model, and of its optimizers, that several hosts divide."""
+    """The variables of a model and its optimizers that several hosts divide."""
 
     def __init__(self, model: keras.Model):
         """Takes the model, which all hosts train together."""
@@ -25,11 +26,11 @@ class HostsParts:
         self._may_be_kept = True
 
     def any(self) -> bool:
-        """Tells whether there are such variables."""
+        """Returns whether there are divided variables."""
         return any(True for _ in self._divided())
 
     def keep(self) -> None:
-        """Has each host read by itself what hosts divide, until training goes on.
+        """Lets each host read divided variables by itself, until the next step.
 
         All hosts call it together.
         """
@@ -38,24 +39,24 @@ class HostsParts:
         self._may_be_kept = True
 
     def begin_step(self) -> None:
-        """Drops what `keep` has kept: a step is about to change it."""
+        """Drops the values that `keep` stored, before a step changes the variables."""
         for _, parts in self._divided() if self._may_be_kept else ():
             parts.forget()
         self._may_be_kept = False
 
     def join(self) -> None:
-        """Gives each host the whole of what hosts divide, in the host's memory.
+        """Gathers the whole divided variables into the memory of each host.
 
-        All hosts call it together. Then each may go on with others.
+        All hosts call it together. Afterwards each host may join another group.
         """
         for variable, parts in self._divided():
             put_behind(variable, variable_like(parts.numpy(), HOST, parts))
 
     def lose(self) -> bool:
-        """Puts zeros in the place of what hosts divide, as a host has gone with a part.
+        """Replaces divided variables by zeros, after a host has left with its parts.
 
         Returns:
-            Whether there was anything.
+            Whether there were any divided variables.
         """
         divided = [*self._divided()]
         for variable, parts in divided:
@@ -65,10 +66,10 @@ class HostsParts:
         return bool(divided)
 
     def take_home(self) -> bool:
-        """Gives this host the whole of what hosts have divided, without the others.
+        """Restores the whole divided variables on this host, without the others.
 
         Returns:
-            Whether that was lost, as they have trained since they kept it.
+            Whether the values were lost, as hosts have trained since `keep`.
         """
         if not self._may_be_kept:
             return self.lose()
@@ -76,7 +77,7 @@ class HostsParts:
         return False
 
     def _divided(self) -> Iterator[tuple[keras.Variable, Any]]:
-        """Yields variables of which several hosts have parts, and what is behind."""
+        """Yields divided variables, each with the `SpreadVariable` behind it."""
         for variable in variables.of(self._model):
             if sharded.across_hosts(variable):
                 yield variable, sharded.of(variable)

@@ -1,9 +1,9 @@
-"""Parameters of which several hosts update parts, and each has the optimizer's slots.
+"""Parameters whose parts, and the optimizer's slots for them, hosts update separately.
 
-Each host has all parts of a parameter, among its own devices: towers gather the value
-without a message to others. The gradients of a part go to the host that updates it, and
-what it makes of the part goes back to all (`share`), as in the first stage of ZeRO
-(Rajbhandari et al. 2020).
+Each host has all parts of a parameter on its own devices: towers gather the value
+without communication between hosts. The gradient of a part is sent to the host that
+updates the part, and the updated part is sent back to all hosts (`share`), as in the
+first stage of ZeRO (Rajbhandari et al. 2020).
 """
 
 import itertools
@@ -28,10 +28,10 @@ from towers.layers.parameters import ShardedParameter
 
 
 class SpreadParameter(ShardedParameter):
-    """A parameter that each host has in parts, of which it updates some.
+    """A parameter whose parts are on each host; each host updates some of them.
 
     Attributes:
-        parts: The parts of each host, in order.
+        parts: The parts that each host updates, in order.
         hosts: The hosts.
     """
 
@@ -45,7 +45,7 @@ class SpreadParameter(ShardedParameter):
         parts: Sequence[Sequence[Part]],
         hosts: World,
     ):
-        """Takes the shards of all parts; see `ShardedVariable` for the others."""
+        """Takes the shards of all parts; see `ShardedVariable` for other arguments."""
         super().__init__(shards, shape, axis)
         self.parts, self.hosts = parts, hosts
         ends = [*itertools.accumulate(map(len, parts), initial=0)]
@@ -53,25 +53,25 @@ class SpreadParameter(ShardedParameter):
 
     @property
     def updated(self) -> Sequence[tf.Variable]:
-        """See `ShardedVariable`."""
+        """The shards that this host updates; see `ShardedVariable`."""
         return self.shards[self._updated]
 
     def alike(self, shards: Sequence[tf.Variable], like: Any) -> SpreadVariable:
-        """See `ShardedVariable`."""
+        """Makes a slot of the same parts; see `ShardedVariable`."""
         return SpreadVariable(shards, self.shape, self.parts, self.hosts, like)
 
     def gradients_of(self, gradient: Any) -> list[Any]:
-        """See `ShardedVariable`."""
+        """Returns `None` for each part, then the gradient; see `ShardedVariable`."""
         return [None] * len(self.updated) + [gradient]
 
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
-        """See `ShardedVariable`."""
+        """Returns the gradient of the whole parameter; see `ShardedVariable`."""
         return parts[-1]
 
     def is_given(self, gradient: Any) -> bool:
-        """Tells whether hosts `give` a gradient, and do not add it for all.
+        """Returns whether `give` sends a gradient to owners, instead of all-reduce.
 
-        Rows may belong to each of them.
+        Sparse gradients are all-reduced, as their rows may belong to any host.
         """
         return isinstance(gradient, tf.Tensor)
 
@@ -79,17 +79,17 @@ class SpreadParameter(ShardedParameter):
     def give(
         hosts: World, spread: Sequence["SpreadParameter"], gradients: Sequence[Any]
     ) -> list[list[Any]]:
-        """Gives gradients to the hosts that update parts; see `give`."""
+        """Sends gradients to the hosts that update the parts; see `give`."""
         return give(hosts, spread, gradients)
 
     def parts_of(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[Any]:
-        """Makes gradients of this host's parts of a sum that all hosts have.
+        """Cuts a sum that all hosts have into the gradients of this host's parts.
 
         Returns:
-            Those, and behind them the norm of what the other hosts apply.
+            The gradients, and the norm of the gradients that other hosts apply.
         """
-        every = self.split(gradient)
-        own, others = every[self._updated], [*every]
+        gradients = self.split(gradient)
+        own, others = gradients[self._updated], [*gradients]
         del others[self._updated]
         return [*own, _norm_of(others)]
 
@@ -98,7 +98,7 @@ def _norm_of(gradients):
     """Returns the norm of several gradients, dense or sparse; see `sharded.norm`."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     flat = [tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values]
-    # The largest of nothing is no number.
+    # Appends a zero, as the maximum of an empty tensor is not finite.
     return sharded.norm(tf.concat([*flat, tf.zeros([1])], 0))
 
 
@@ -116,9 +116,9 @@ def cut(
     Args:
         variables: The variables.
         devices: The device of each of this host's towers.
-        replicas: How many towers each host has.
+        replicas: Number of towers of each host.
         hosts: The hosts.
-        optimizer: What has slots of them, if anything has.
+        optimizer: The optimizer that has slots of the variables, if any.
     """
     for variable in variables:
         axis = parameters.axis_of(variable)
@@ -140,7 +140,7 @@ def distribute(
     hosts: World,
     optimizer: keras.optimizers.Optimizer | None,
 ) -> None:
-    """Has one tower of all hosts update each variable, as `parameters.distribute`."""
+    """Assigns each variable to one tower of all hosts; see `parameters.distribute`."""
     for variable, owner in parameters.least_loaded(variables, sum(replicas)):
         axis, size = parameters.whole_axis(variable), math.prod(variable.shape)
         shape = tuple(variable.shape) or (1,)
@@ -153,36 +153,36 @@ def _shape(variable, axis, size):
 
 
 def _by_host(parts, replicas):
-    """Divides parts among hosts by the towers that own them."""
+    """Groups parts by the hosts of the towers that own them."""
     ends = itertools.pairwise(itertools.accumulate(replicas, initial=0))
     return [[part for part in parts if a <= part.owner < b] for a, b in ends]
 
 
 def _put(variable, axis, parts, devices, hosts, optimizer):
-    """Cuts a variable and its slots, if they are not cut so."""
+    """Cuts a variable and its slots, unless they are cut that way already."""
     first = sum(1 for _ in itertools.chain(*parts[: hosts.index]))
-    every = [*itertools.chain(*parts)]
-    # What others update lies on this host's devices in turn.
-    owned = [devices[(k - first) % len(devices)] for k in range(len(every))]
+    all_parts = [*itertools.chain(*parts)]
+    # Parts that other hosts update are on this host's devices in turn.
+    owned = [devices[(k - first) % len(devices)] for k in range(len(all_parts))]
     old, slots = value_behind(variable), ()
     if not (
         isinstance(old, SpreadParameter)
         and (old.parts, old.hosts) == (parts, hosts)
         and parameters.lies_there(old, owned, axis)
     ):
-        sharded.cut(variable, owned, axis, sizes=[part.shape[0] for part in every])
+        sharded.cut(variable, owned, axis, sizes=[part.shape[0] for part in all_parts])
         cuts = value_behind(variable)
         new = SpreadParameter(cuts.shards, cuts.shape, axis, parts, hosts)
         put_behind(variable, new)
     if optimizer is not None:
-        # With another shape, a slot stays whole: the variable is not cut then.
-        slots = optimizers.slots_of(optimizer, variable, len(every) == 1)
+        # A slot of another shape is placed only if the variable is in one part.
+        slots = optimizers.slots_of(optimizer, variable, len(all_parts) == 1)
     for slot in slots:
         _put_slot(slot, value_behind(variable))
 
 
 def _put_slot(slot, parameter):
-    """Gives each host the parts of a slot for what it updates, if it has them not."""
+    """Gives each host the parts of a slot that it updates, unless it has them."""
     old, hosts, parts = value_behind(slot), parameter.hosts, parameter.parts
     devices = [shard.device for shard in parameter.updated]
     if slot.shape != parameter.shape:
@@ -197,17 +197,17 @@ def _put_slot(slot, parameter):
         and [shard.device for shard in old.shards] == devices
     ):
         return
-    whole = old.numpy()
+    value = old.numpy()
     if not isinstance(old, SpreadVariable):
-        # Others may have no values of before, if hosts come and go.
-        (whole,) = hosts.broadcast([tf.constant(whole)], "optimizer state")
-        whole = whole.numpy()
-    flat = whole.reshape(-1)
+        # A host that has just joined may lack earlier values.
+        (value,) = hosts.broadcast([tf.constant(value)], "optimizer state")
+        value = value.numpy()
+    flat = value.reshape(-1)
     shards = [
         variable_like(flat[part.start : part.stop].reshape(part.shape), device, old)
         for part, device in zip(parts[hosts.index], devices, strict=True)
     ]
-    put_behind(slot, SpreadVariable(shards, whole.shape, parts, hosts, old))
+    put_behind(slot, SpreadVariable(shards, value.shape, parts, hosts, old))
 
 
 def give(
@@ -215,16 +215,16 @@ def give(
     spread: Sequence[SpreadParameter],
     gradients: Sequence[tf.Tensor],
 ) -> list[list[tf.Tensor]]:
-    """Gives gradients to the hosts that update parts; all hosts call it together.
+    """Sends gradients to the hosts that update the parts; all hosts call it together.
 
     Args:
         hosts: The hosts.
         spread: The parameters.
-        gradients: This host's dense gradient of each, whole.
+        gradients: This host's whole, dense gradient of each parameter.
 
     Returns:
-        For each parameter, the sums over hosts: those of what this host updates, and
-        the norm of all others.
+        For each parameter, the sums over hosts for the parts that this host updates,
+        and the norm of the sums for all other parts.
     """
     with tf.device(HOST), tf.name_scope("give"):
         sent = [[] for _ in range(hosts.count)]
@@ -247,7 +247,7 @@ def give(
 
 
 def share(hosts: World, changed: Sequence[SpreadParameter]) -> None:
-    """Gives all hosts what each has updated; all hosts call it together.
+    """Sends the parts that each host has updated to all; all hosts call it together.
 
     Args:
         hosts: The hosts.

@@ -1,18 +1,19 @@
-"""Embedding tables of which each of several hosts has some rows.
+"""Embedding tables whose rows several hosts divide.
 
-A host has the rows from one number to another, divided over its own devices, and their
-optimizer slots. In each step, hosts tell the owners which rows they look up, each row
-once, and get them (`fetch`); towers look up in these. The gradients of rows go to the
-owners, with all duplicates, as optimizers square each by itself (`give`).
+A host has a range of rows, divided over its own devices, and their optimizer slots. In
+each step, hosts send the owners the indices of the rows that they look up, each row
+once, and receive the rows (`fetch`); towers look up in the received rows. The gradients
+of rows are sent to the owners, with all duplicates, as optimizers square each of them
+separately (`give`).
 
-A step that is traced as on one device reads a stand-in for the whole table, which has
-no value (`standing_in`). Whoever runs what was traced has hosts exchange rows where it
-looks up some of these (`look_up`), and whole tables where it reads one.
+A step that is traced as on one device reads a stand-in without a value for the whole
+table (`stand_in`). The partitioned call has hosts exchange rows where the step looks up
+rows (`look_up`), and gathers whole tables where the step reads one.
 
-A tower cannot take part in a collective: towers run side by side, more on one host than
-on another. So look-ups are a phase of their own, in which home joins the numbers of
-this host's towers, and hands each tower its rows. Where all hosts look up the same, all
-ask for them.
+A tower cannot take part in a collective: towers run in parallel, and hosts may have
+different numbers of towers. So look-ups are a separate phase, in which home joins the
+indices of this host's towers, and sends each tower its rows. If all hosts look up the
+same rows, all ask for them.
 """
 
 import functools
@@ -39,14 +40,15 @@ from towers.layers.sharded import ShardedVariable
 
 
 class SpreadTable(SpreadVariable):
-    """What stands behind a table of which each host has some rows.
+    """The value of an embedding table of which each host has some rows.
 
-    Of its gradients, each host has those of its own shards, and behind them what stands
-    in for all others: up to the towers' sum that is the gradient of the whole table,
-    and then the norm of what the other hosts apply.
+    The list of its gradients has one for each shard of this host, and one more that
+    stands in for all other shards: the gradient of the whole table until the towers'
+    sum, and then the norm of the gradients that other hosts apply.
 
     Attributes:
-        ends: Where the rows of each host end.
+        ends: The end of the rows of each host.
+        start: The first row of this host.
         own_rows: The rows of this host.
     """
 
@@ -54,7 +56,7 @@ class SpreadTable(SpreadVariable):
     gathered_by_use = False
 
     def __init__(self, *arguments: Any):
-        """Takes what `SpreadVariable` does; the parts of each host are rows."""
+        """Takes the arguments of `SpreadVariable`; the parts of each host are rows."""
         super().__init__(*arguments)
         width, first = self.shape[1], self.hosts.index
         self.ends = np.array([of_host[-1].stop // width for of_host in self.parts])
@@ -63,7 +65,7 @@ class SpreadTable(SpreadVariable):
         self.own_rows = ShardedVariable(self.shards, [own, width], 0)
 
     def is_given(self, gradient: Any) -> bool:
-        """Tells whether hosts `give` a gradient, and do not add it for all."""
+        """Returns whether `give` sends a gradient to owners: always."""
         del gradient
         return True
 
@@ -71,56 +73,58 @@ class SpreadTable(SpreadVariable):
     def give(
         hosts: World, tables: Sequence["SpreadTable"], gradients: Sequence[Any]
     ) -> list[list[Any]]:
-        """Gives gradients of tables to the hosts that have their rows; see `give`."""
+        """Sends gradients of tables to the hosts that own the rows; see `give`."""
         return give(hosts, tables, gradients)
 
     @property
     def ids_type(self) -> tf.DType:
-        """The type in which numbers of its rows travel."""
+        """The type in which indices of rows are sent."""
         return tf.int32 if self.shape[0] < 2**31 else tf.int64
 
     @functools.cached_property
     def stand_in(self) -> tf.Variable:
-        """What a step is traced with instead of the table: it has no value."""
+        """A variable without a value, which the trace of a step reads instead."""
         return without_value(self, HOST)
 
     def gradients_of(self, gradient: Any) -> list[Any]:
-        """See `ShardedVariable`."""
+        """Returns `None` for each shard, then the gradient; see `ShardedVariable`."""
         return [None] * len(self.shards) + [gradient]
 
     def whole_gradient(self, parts: Sequence[Any]) -> Any:
-        """See `ShardedVariable`."""
+        """Returns the gradient of the whole table; see `ShardedVariable`."""
         return parts[-1]
 
     def parts_of(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[Any]:
-        """Makes gradients of this host's shards of a sum that all hosts have.
+        """Cuts a sum that all hosts have into the gradients of this host's shards.
 
         Returns:
-            Those, and behind them the norm of what the other hosts apply.
+            The gradients, and the norm of the gradients that other hosts apply.
         """
         last = self.start + self.own_rows.shape[0]
         if isinstance(gradient, tf.IndexedSlices):
             ids = gradient.indices
             own = (ids >= self.start) & (ids < last)
             values, ids = (tf.boolean_mask(t, own) for t in (gradient.values, ids))
-            mine = tf.IndexedSlices(values, ids - self.start, gradient.dense_shape)
+            own_gradient = tf.IndexedSlices(
+                values, ids - self.start, gradient.dense_shape
+            )
             others = tf.boolean_mask(gradient.values, ~own)
         else:
-            mine = gradient[self.start : last]
+            own_gradient = gradient[self.start : last]
             others = tf.concat([gradient[: self.start], gradient[last:]], 0)
-        # The largest of nothing is no number.
+        # Appends a zero, as the maximum of an empty tensor is not finite.
         others = tf.concat([tf.reshape(others, [-1]), tf.zeros([1], others.dtype)], 0)
-        return [*self.own_rows.split(mine), sharded.norm(others)]
+        return [*self.own_rows.split(own_gradient), sharded.norm(others)]
 
     def look_up_own(self, ids: tf.Tensor) -> tf.Tensor:
-        """Looks up rows of this host."""
+        """Looks up rows that this host has."""
         ids = ids - self.start
         rows = self.own_rows.look_up(ids)
-        return self.own_rows.join(ids, [each for each, _ in rows])
+        return self.own_rows.join(ids, [part for part, _ in rows])
 
 
 def refusal(plan: Any, way: str) -> str | None:
-    """Says, in words, why several hosts of a `Plan` divide no table, if they do not."""
+    """Returns why the hosts of a `Plan` divide no tables; `None` if they may."""
     if plan.hosts.count > 1 and way == "columns":
         return "with columns, each look-up would ask all hosts"
     if plan.hosts.count > 1 and not plan.pipeline.alone:
@@ -136,18 +140,18 @@ def divide(
 ) -> list[keras.Variable]:
     """Divides tables of a built model, and their slots, among the towers of all hosts.
 
-    With "rows" these are all tables, and with "auto" those that are larger than what
-    one device would have of all variables. All hosts call it together, and get the
-    first host's values.
+    With "rows" all tables are divided; with "auto" only tables that are larger than the
+    share of all variables that one device would have. All hosts call it together, and
+    use the first host's values.
 
     Args:
         model: The model.
         plan: The `Plan`.
         way: One of `tables.WAYS`, but for "none".
-        optimizer: What has slots of them, if anything has.
+        optimizer: The optimizer that has slots of the tables, if any.
 
     Returns:
-        The tables; none with one host.
+        The divided tables; empty with one host.
     """
     hosts, towers = plan.hosts, plan.replicas_by_host
     if hosts.count == 1 or refusal(plan, way) is not None:
@@ -168,7 +172,7 @@ def divide(
 
 
 def _rows(shape, towers):
-    """For each host, the part of each of its towers: as many rows, or one more."""
+    """Returns, for each host, the parts of its towers; sizes differ by one row."""
     (rows, width), count = shape, sum(towers)
     ends = iter([-(-rows * k // count) for k in range(1, count + 1)])
     start, parts = 0, []
@@ -183,27 +187,27 @@ def _rows(shape, towers):
 
 
 def _lies_there(variable, parts, devices):
-    behind = value_behind(variable)
-    if not isinstance(behind, SpreadVariable) or len(behind.shards) != len(parts):
+    value = value_behind(variable)
+    if not isinstance(value, SpreadVariable) or len(value.shards) != len(parts):
         return False
     return all(
         tuple(shard.shape) == part.shape and shard.device.endswith(device)
-        for shard, part, device in zip(behind.shards, parts, devices, strict=True)
+        for shard, part, device in zip(value.shards, parts, devices, strict=True)
     )
 
 
 def _spread(variable, parts, hosts, devices):
     old = value_behind(variable)
-    whole = old.numpy()
+    value = old.numpy()
     if not isinstance(old, SpreadVariable):
-        (whole,) = hosts.broadcast([tf.constant(whole)], "values of tables")
-        whole = whole.numpy()
-    flat, mine = whole.reshape(-1), parts[hosts.index]
+        (value,) = hosts.broadcast([tf.constant(value)], "values of tables")
+        value = value.numpy()
+    flat, own_parts = value.reshape(-1), parts[hosts.index]
     shards = [
         variable_like(flat[part.start : part.stop].reshape(part.shape), device, old)
-        for part, device in zip(mine, devices, strict=True)
+        for part, device in zip(own_parts, devices, strict=True)
     ]
-    put_behind(variable, SpreadTable(shards, whole.shape, parts, hosts, old))
+    put_behind(variable, SpreadTable(shards, value.shape, parts, hosts, old))
 
 
 def fetch(
@@ -211,58 +215,58 @@ def fetch(
     spread: Sequence[SpreadTable],
     ids: Sequence[Sequence[tf.Tensor]],
 ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Fetches rows from the hosts that have them; all hosts call it together.
+    """Fetches rows from the hosts that own them; all hosts call it together.
 
     Args:
         hosts: The hosts.
         spread: The tables.
-        ids: For each table, vectors of the numbers of rows that are looked up.
+        ids: For each table, vectors of the indices of rows to look up.
 
     Returns:
-        For each table, the numbers, each once and in order, and their rows.
+        For each table, the unique indices in order, and their rows.
     """
     count = len(spread)
 
     def ask(*arrays):
         unique = [*map(np.unique, arrays)]
         parts = [
-            np.split(each, np.searchsorted(each, table.ends[:-1]))
-            for each, table in zip(unique, spread, strict=True)
+            np.split(indices, np.searchsorted(indices, table.ends[:-1]))
+            for indices, table in zip(unique, spread, strict=True)
         ]
         asked = _exchange(hosts, parts, "rows that are looked up")
         counts = [
-            [[part.size for part in of_table] for of_table in each]
-            for each in (parts, asked)
+            [[part.size for part in of_table] for of_table in of_tables]
+            for of_tables in (parts, asked)
         ]
         joined = [np.concatenate(of_table) for of_table in asked]
         return [*unique, *joined, np.array(counts, np.int64)]
 
     def answer(counts, *arrays):
-        mine, others = counts
+        own, others = counts
         parts = [
-            np.split(each, np.cumsum(of_table)[:-1])
-            for each, of_table in zip(arrays, others, strict=True)
+            np.split(rows, np.cumsum(of_table)[:-1])
+            for rows, of_table in zip(arrays, others, strict=True)
         ]
-        sizes = mine.T * [table.shape[1] for table in spread]
-        found = _exchange(hosts, parts, "rows of tables", sizes)
-        return [*map(np.concatenate, found)]
+        sizes = own.T * [table.shape[1] for table in spread]
+        received = _exchange(hosts, parts, "rows of tables", sizes)
+        return [*map(np.concatenate, received)]
 
     with tf.device(HOST), tf.name_scope("fetch"):
         wanted = [
-            tf.concat([tf.cast(each, table.ids_type) for each in of_table], 0)
+            tf.concat([tf.cast(indices, table.ids_type) for indices in of_table], 0)
             for table, of_table in zip(spread, ids, strict=True)
         ]
         types = [table.ids_type for table in spread]
         *asked, counts = hosts.meet(ask, wanted, [*types, *types, tf.int64])
-        for each in asked:
-            each.set_shape([None])
+        for tensor in asked:
+            tensor.set_shape([None])
         pairs = zip(spread, asked[count:], strict=True)
-        rows = [table.look_up_own(each) for table, each in pairs]
+        rows = [table.look_up_own(indices) for table, indices in pairs]
         types = [table.dtype for table in spread]
-        found = hosts.meet(answer, [counts, *rows], types)
-        for each, table in zip(found, spread, strict=True):
-            each.set_shape([None, table.shape[1]])
-        return [*zip(asked[:count], found, strict=True)]
+        fetched = hosts.meet(answer, [counts, *rows], types)
+        for tensor, table in zip(fetched, spread, strict=True):
+            tensor.set_shape([None, table.shape[1]])
+        return [*zip(asked[:count], fetched, strict=True)]
 
 
 def look_up(
@@ -270,45 +274,45 @@ def look_up(
     spread: Sequence[SpreadTable],
     ids: Sequence[Sequence[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
-    """Looks up rows, whichever host has them; all hosts call it together.
+    """Looks up rows on any host; all hosts call it together.
 
     Args:
         hosts: The hosts.
-        spread: The tables; one may come more than once.
-        ids: For each, tensors of numbers of rows, of any shape.
+        spread: The tables; one may occur more than once.
+        ids: For each table, tensors of indices of rows, of any shape.
 
     Returns:
-        For each of those tensors, a row for each number.
+        For each tensor of indices, a row for each index.
     """
     unique = [*{id(table): table for table in spread}.values()]
     with tf.device(HOST):
         wanted = [
             [
-                tf.reshape(tf.cast(each, table.ids_type), [-1])
+                tf.reshape(tf.cast(indices, table.ids_type), [-1])
                 for other, of_other in zip(spread, ids, strict=True)
-                for each in (of_other if other is table else ())
+                for indices in (of_other if other is table else ())
             ]
             for table in unique
         ]
         fetched = dict(zip(map(id, unique), fetch(hosts, unique, wanted), strict=True))
         return [
-            [_rows_of(*fetched[id(table)], each) for each in of_table]
+            [_rows_of(*fetched[id(table)], indices) for indices in of_table]
             for table, of_table in zip(spread, ids, strict=True)
         ]
 
 
 def _rows_of(numbers, rows, ids):
-    """Rows for numbers of rows, of those that were fetched."""
+    """Gathers rows for indices from the rows that were fetched."""
     flat = tf.reshape(tf.cast(ids, numbers.dtype), [-1])
-    found = tf.gather(rows, tf.searchsorted(numbers, flat))
+    gathered = tf.gather(rows, tf.searchsorted(numbers, flat))
     shape = tf.concat([tf.shape(ids), [rows.shape[1]]], 0)
-    return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, rows.shape[1]])
+    return tf.ensure_shape(tf.reshape(gathered, shape), [*ids.shape, rows.shape[1]])
 
 
 def give(
     hosts: World, spread: Sequence[SpreadTable], gradients: Sequence[Any]
 ) -> list[list[Any]]:
-    """Gives gradients to the hosts that have the rows; all hosts call it together.
+    """Sends gradients to the hosts that own the rows; all hosts call it together.
 
     Args:
         hosts: The hosts.
@@ -316,23 +320,27 @@ def give(
         gradients: This host's gradient of each whole table, dense or sparse.
 
     Returns:
-        For each table, the sums over hosts: those of this host's shards, and the norm
-        of all others. Duplicates of rows stay apart, those of the first host first.
+        For each table, the sums over hosts for this host's shards, and the norm of the
+        sums for all other shards. Duplicate rows stay separate, those of the first host
+        first.
     """
     sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     with tf.device(HOST), tf.name_scope("give"):
-        found = {
+        sums = {
             i: _give_dense(hosts, table, gradients[i])
             for i, table in enumerate(spread)
             if i not in sparse
         }
         if sparse:
-            of_sparse = [[each[i] for i in sparse] for each in (spread, gradients)]
-            found |= dict(zip(sparse, _give_rows(hosts, *of_sparse), strict=True))
-    return [found[i] for i in range(len(spread))]
+            of_sparse = [
+                [of_tables[i] for i in sparse] for of_tables in (spread, gradients)
+            ]
+            sums |= dict(zip(sparse, _give_rows(hosts, *of_sparse), strict=True))
+    return [sums[i] for i in range(len(spread))]
 
 
 def _give_rows(hosts, spread, gradients):
+    """Sends sparse gradients to the hosts that own the rows; see `give`."""
     count = len(spread)
 
     def send(*arrays):
@@ -341,18 +349,18 @@ def _give_rows(hosts, spread, gradients):
             spread, arrays[:count], arrays[count:], strict=True
         ):
             owners = np.searchsorted(table.ends, ids, side="right")
-            places = [np.flatnonzero(owners == k) for k in range(hosts.count)]
-            parts += [[each[mine] for mine in places] for each in (ids, values)]
+            owned = [np.flatnonzero(owners == k) for k in range(hosts.count)]
+            parts += [[array[indices] for indices in owned] for array in (ids, values)]
             squares.append([*map(_square, parts[-1])])
-        # All hear what each owner gets, as the norm is that of all gradients.
+        # All hosts receive all squares, as the norm is that of all gradients.
         parts.append([np.array(squares)] * hosts.count)
-        *found, squares = _exchange(hosts, parts, "gradients of rows")
+        *received, squares = _exchange(hosts, parts, "gradients of rows")
         others = np.delete(np.sum(squares, axis=0), hosts.index, axis=1)
         norms = np.sqrt(others.sum(axis=1))
-        # A finite one has to stay finite.
+        # A finite norm has to stay finite in float32.
         most = np.where(np.isfinite(norms), np.finfo(np.float32).max, np.inf)
         norms = np.minimum(norms, most).astype(np.float32)
-        return [*map(np.concatenate, found), norms]
+        return [*map(np.concatenate, received), norms]
 
     inputs, types = [], []
     for table, gradient in zip(spread, gradients, strict=True):
@@ -361,36 +369,43 @@ def _give_rows(hosts, spread, gradients):
     inputs += [gradient.values for gradient in gradients]
     *rows, norms = hosts.meet(send, inputs, [*types, tf.float32])
     norms = tf.unstack(tf.ensure_shape(norms, [count]))
-    given = []
+    sums = []
     for k, table in enumerate(spread):
-        places, values = rows[2 * k : 2 * k + 2]
-        places.set_shape([None])
+        row_ids, values = rows[2 * k : 2 * k + 2]
+        row_ids.set_shape([None])
         values.set_shape([None, table.shape[1]])
-        shape = tf.constant(table.own_rows.shape.as_list(), places.dtype)
-        mine = tf.IndexedSlices(values, places - table.start, shape)
-        given.append([*table.own_rows.split(mine), norms[k]])
-    return given
+        shape = tf.constant(table.own_rows.shape.as_list(), row_ids.dtype)
+        own = tf.IndexedSlices(values, row_ids - table.start, shape)
+        sums.append([*table.own_rows.split(own), norms[k]])
+    return sums
 
 
 def _give_dense(hosts, table, gradient):
+    """Sends a dense gradient to the hosts that own the rows; see `give`."""
     gradient = tf.ensure_shape(gradient, table.shape)
     starts = [0, *table.ends[:-1]]
     parts = [
         [tf.reshape(gradient[start:end], [-1])]
         for start, end in zip(starts, table.ends, strict=True)
     ]
-    (mine,) = hosts.reduce_scatter(parts, "gradients of tables")
-    mine = tf.reshape(mine, table.own_rows.shape)
-    norms = hosts.stack(sharded.norm(mine), "norms of gradients")
+    (own,) = hosts.reduce_scatter(parts, "gradients of tables")
+    own = tf.reshape(own, table.own_rows.shape)
+    norms = hosts.stack(sharded.norm(own), "norms of gradients")
     others = tf.concat([norms[: hosts.index], norms[hosts.index + 1 :]], 0)
-    return [*table.own_rows.split(mine), sharded.norm(others)]
+    return [*table.own_rows.split(own), sharded.norm(others)]
 
 
 def _exchange(hosts, parts, purpose, sizes=None):
-    """Sends arrays to hosts; `sizes` is as for `World.all_to_all`.
+    """Sends arrays to hosts.
 
-    `parts` has for each array a list of what each host gets of it. Returns the same, of
-    what each host has sent.
+    Args:
+        hosts: The hosts.
+        parts: For each array, a list of the part for each host.
+        purpose: See `World`.
+        sizes: See `World.all_to_all`.
+
+    Returns:
+        For each array, a list of the part from each host.
     """
     sent = [
         [np.ravel(part) for part in of_host] for of_host in zip(*parts, strict=True)
@@ -398,13 +413,13 @@ def _exchange(hosts, parts, purpose, sizes=None):
     received = hosts.all_to_all(sent, purpose, sizes)
     return [
         [
-            each.reshape(-1, *part.shape[1:])
-            for each, part in zip(of_array, like, strict=True)
+            array.reshape(-1, *part.shape[1:])
+            for array, part in zip(of_array, like, strict=True)
         ]
         for of_array, like in zip(zip(*received, strict=True), parts, strict=True)
     ]
 
 
 def _square(values):
-    # A product would wake the threads of BLAS, for longer than it takes to add.
+    # A dot product would wake the threads of BLAS, which takes longer than the sum.
     return np.square(values.astype(np.float64)).sum()

@@ -21,16 +21,16 @@ class SharedMachine:
     """This machine, as its processes see it."""
 
     def process(self) -> tuple[int, float]:
-        """Returns the number of this process, and its start as in `_began`."""
+        """Returns the number of this process, and its start time as in `_began`."""
         pid = os.getpid()
         return pid, _began(pid)
 
     def runs(self, pid: int, started: float) -> bool:
-        """Tells whether a process still runs, and no other one has its number.
+        """Returns whether a process still runs, and no other one has its number.
 
         Args:
             pid: The number of the process.
-            started: When it began.
+            started: The start time of the process, as in `_began`.
         """
         try:
             # Only the number of a zombie is left.
@@ -51,7 +51,7 @@ class SharedMachine:
 
 
 def _began(pid):
-    """Returns when a process began, from boot on: the clock may have been set since."""
+    """Returns a process's start time, from boot on: the clock may be set meanwhile."""
     # In this order, as psutil may cache the first for the second.
     machine = psutil.boot_time()
     return psutil.Process(pid).create_time() - machine

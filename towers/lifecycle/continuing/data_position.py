@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import Position
 from towers.loop import loop
+from towers.model.first_call import ReplayableBatches
 from towers.model.fit_call import (
     FitCall,
     array_length,
@@ -24,7 +25,6 @@ from towers.model.fit_call import (
     batch_size,
     is_arrays,
 )
-from towers.model.update.variable_update import ReplayableBatches
 from towers.program.progress import Progress
 
 # What TensorFlow takes if no seed was set for all operations.

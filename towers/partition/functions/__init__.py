@@ -1,1 +1,1 @@
-"""Functions of a batch on several devices, which loops of users call."""
+"""Functions of a batch on several devices, for training loops of users."""

@@ -1,4 +1,4 @@
-"""Gradients of a batch on several devices, for loops of one's own."""
+"""Gradients of a batch on several devices, for custom training loops."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +27,9 @@ class GradientStep(NamedTuple):
 
     Attributes:
         loss: The loss of the whole batch: a scalar.
-        gradients: Its gradient for each variable; `None` where it does not depend on
-            the variable.
-        aux: What the loss function returns beside the loss, or `None`.
+        gradients: The gradient of the loss for each variable; `None` where the loss
+            does not depend on the variable.
+        aux: The second result of the loss function, or `None`.
     """
 
     loss: tf.Tensor
@@ -40,8 +40,8 @@ class GradientStep(NamedTuple):
 class GradientTowers:
     """Computes loss and gradients of a batch on several devices, as on one.
 
-    It is the tower loop of TensorFlow's multi-GPU tutorials, with one model: gradients
-    of each device's rows are added, and then applied.
+    This is the tower loop of TensorFlow's multi-GPU tutorials, with one model: the
+    gradients of each device's rows are added, and then applied.
 
     Examples:
         >>> def loss_fn(x, y):
@@ -53,9 +53,9 @@ class GradientTowers:
 
     `prefetch` copies batches to the devices while a step runs.
 
-    If several hosts train together, each makes a `GradientTowers`, and calls it with
-    the same batches. Variables begin with the first host's values, and all hosts get
-    the same gradients. Each host builds the same optimizers.
+    If several hosts train together, each host creates a `GradientTowers`, and calls it
+    with the same batches. Variables start with the first host's values, and all hosts
+    get the same gradients. Each host builds the same optimizers.
     """
 
     def __init__(
@@ -67,31 +67,32 @@ class GradientTowers:
         variable_update: str = "parameter_server",
         all_reduce_alg: str = "auto",
     ):
-        """Traces nothing yet; with "replicated", it creates the copies.
+        """Checks the arguments, and creates the copies for "replicated".
 
         Args:
             loss_fn: Takes a batch: nests of tensors with one row an example. Returns
                 the loss, a scalar; or the loss and a nest of other tensors. TensorFlow
-                traces it, so Python in it runs once; pass a number that changes as an
-                argument.
-            variables: What to differentiate for, created by now.
+                traces the function, so Python in it runs once; pass a number that
+                changes as an argument.
+            variables: The variables to differentiate for, which must exist already.
             gpus: As for `parallelize`.
-            loss_placement: Where examples meet, as in a loss over pairs. "auto": on one
-                device, with all rows. "tower": on each device, which takes its rows for
-                the batch; loss and gradients are then weighted means of the devices'.
-            variable_update: "parameter_server": variables are where they were created,
+            loss_placement: Where operations that mix examples run, as in a loss over
+                pairs. "auto": on one device, with all rows. "tower": on each device,
+                which takes its rows for the batch; loss and gradients are then weighted
+                means of the devices'.
+            variable_update: "parameter_server": variables stay where they were created,
                 and each device reads them from there. "replicated": each device has a
-                copy, which `apply` updates; gradients travel instead of variables. If
-                something else assigns the variables, copies get their values in the
+                copy, which `apply` updates; gradients are sent instead of variables. If
+                other code assigns the variables, the copies get the new values in the
                 next call.
             all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
                 "device"; in a "ring", where each device adds a part; or by "nccl", for
-                devices with a GPU each. "auto" is the device on GPUs, and the CPU
+                devices with a GPU each. "auto" is "device" on GPUs, and "cpu"
                 otherwise.
 
         Raises:
-            ValueError: There is no variable, or something else in their place, or an
-                unknown choice; or as `parallelize`.
+            ValueError: There are no variables, other objects in their place, or an
+                unknown choice; or as for `parallelize`.
         """
         self.variables = [*variables]
         _check(self.variables, loss_placement, variable_update)
@@ -112,7 +113,7 @@ class GradientTowers:
             self._refresh = tf.function(refresh, autograph=False)
         self._step = Parallel(self._compute, self._plan, loss_placement, copied)
         self._step.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        # The gradients of a step that were not applied yet, on each device.
+        # The gradients of a step that are not applied yet, on each device.
         self._latest: list[Sequence[Any]] = []
         self._updates: dict[int, Update] = {}
 
@@ -121,7 +122,7 @@ class GradientTowers:
         """Computes the loss of a batch, and its gradients.
 
         Raises:
-            ValueError: The loss is no scalar tensor.
+            ValueError: The loss is not a scalar tensor.
         """
         if self._copies is None:
             return self._step(*batch)
@@ -135,7 +136,7 @@ class GradientTowers:
     ) -> Iterator[tuple[PlacedBatch]]:
         """Yields batches whose rows are copied to the devices ahead of their use.
 
-        On GPUs, copying then takes place while a step runs.
+        On GPUs, batches are copied while a step runs.
 
         Examples:
             >>> for batch in step.prefetch(dataset):
@@ -143,8 +144,8 @@ class GradientTowers:
             ...     step.apply(optimizer, gradients)
 
         Args:
-            dataset: A `tf.data.Dataset`, or anything else that yields batches.
-            count: How many batches are copied ahead.
+            dataset: A `tf.data.Dataset`, or any other iterable of batches.
+            count: The number of batches that are copied ahead.
         """
         return prefetch(self._plan, dataset, count)
 
@@ -154,18 +155,18 @@ class GradientTowers:
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     ) -> None:
-        """Updates the variables, and their copies if they have some.
+        """Updates the variables, and their copies if any.
 
-        TensorFlow traces the optimizer, again if its settings have changed, such as
-        `optimizer.momentum`.
+        TensorFlow traces the optimizer, and traces it again if its settings have
+        changed, such as `optimizer.momentum`.
 
         Args:
-            optimizer: A Keras optimizer. Several may take turns.
-            gradients: One for each variable, in order.
+            optimizer: A Keras optimizer. Several optimizers may take turns.
+            gradients: One gradient for each variable, in order.
 
         Raises:
-            ValueError: There are more gradients than variables, or fewer; or the
-                optimizer is none.
+            ValueError: The number of gradients is not that of the variables; or
+                `optimizer` is not a Keras optimizer.
         """
         if len(gradients) != len(self.variables):
             raise ValueError(
@@ -191,28 +192,29 @@ class GradientTowers:
             update([*gradients], others)
 
     def _on_others(self, gradients):
-        """Returns gradients on the other devices, if the last step has made these."""
+        """Returns the gradients on the other devices, if the last step made these."""
         first, *others = self._latest or [()]
         self._latest = []
         same = [a is b for a, b in zip(first, gradients, strict=False)]
         return others if others and all([*same, len(same) == len(gradients)]) else None
 
     def _check_copies(self):
-        """Refuses variables that cannot be copied from the first device."""
+        """Raises if variables cannot be copied from the first device."""
         first = self._plan.devices[0]
-        for each in self.variables:
-            shape = tf.TensorShape(each.shape)
-            if each.dtype == tf.string or not shape.is_fully_defined():
+        for variable in self.variables:
+            shape = tf.TensorShape(variable.shape)
+            if variable.dtype == tf.string or not shape.is_fully_defined():
                 raise ValueError(
                     f"Received variable_update='replicated', and variable "
-                    f"'{each.name}' of shape {shape} and {each.dtype}; expected "
-                    "numbers of a known shape, or variable_update='parameter_server'."
+                    f"'{variable.name}' of shape {shape} and {variable.dtype}; "
+                    "expected numbers of a known shape, or "
+                    "variable_update='parameter_server'."
                 )
-            (home,) = resolve([variable_behind(each).device])
+            (home,) = resolve([variable_behind(variable).device])
             if home != first:
                 raise ValueError(
                     f"Received variable_update='replicated', and variable "
-                    f"'{each.name}' on {home}; expected all on the first device, "
+                    f"'{variable.name}' on {home}; expected all on the first device, "
                     f"{first}, so create them within `tf.device('{first}')`."
                 )
 
@@ -247,10 +249,10 @@ def _check(variables, loss_placement, variable_update):
             f"Received variable_update={variable_update!r}; expected "
             "'parameter_server' or 'replicated'."
         )
-    for each in variables:
-        if not isinstance(each, keras.Variable | tf.Variable):
+    for variable in variables:
+        if not isinstance(variable, keras.Variable | tf.Variable):
             raise ValueError(
-                f"Received a {type(each).__name__} among the variables; expected a "
+                f"Received a {type(variable).__name__} among the variables; expected a "
                 "list of variables, such as `model.trainable_variables`."
             )
     if not variables:

@@ -25,7 +25,7 @@ from towers.program.features import feature
 from towers.program.voice import say
 from towers.tower.errors import where
 
-# Called in a user's tf.function, it is none of AutoGraph's.
+# Excludes a method from AutoGraph when a user's tf.function calls it.
 as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -35,14 +35,14 @@ def parallelize(
 ) -> Callable[..., Any]:
     """Makes a function of a batch compute on several devices, as on one.
 
-    The function is traced once, with an unknown number of rows. What has one row an
-    example is computed on each device, with its rows; sums and means over examples are
-    added. What lets examples meet is computed on one device, with all rows, and a line
+    The function is traced once, with an unknown number of rows. Operations with one row
+    an example run on each device, with its rows; sums and means over examples are
+    added. Operations that mix examples run on one device, with all rows, and a line
     says so. Variables that the function assigns get the values of the whole batch.
 
-    If several hosts train together, each is given the whole batch, computes its own
-    devices' rows of it, and returns what one device would. Variables begin with the
-    first host's values.
+    If several hosts train together, each host is given the whole batch, computes the
+    rows of its own devices, and returns the result of one device. Variables start with
+    the first host's values.
 
     Examples:
         >>> add = towers.parallelize(tf.add, gpus=2)
@@ -51,25 +51,25 @@ def parallelize(
 
     Args:
         function: Takes nests of tensors, with one row an example, and of scalars, which
-            each device gets as they are. It returns a nest of tensors of any shape.
+            each device gets unchanged. It returns a nest of tensors of any shape.
             TensorFlow traces it, so Python in it runs once.
         gpus: Number of GPUs, a list of their indices, or a list of device strings. By
             default all GPUs. Without a GPU, logical CPUs are used.
 
     Returns:
-        A function with the same arguments, and the same results. It may
-        be called eagerly or in a `tf.function`. It may be differentiated, unless it
-        assigns variables or draws random numbers.
+        A function with the same arguments and results. It may be called eagerly or in a
+        `tf.function`. It may be differentiated, unless it assigns variables or draws
+        random numbers.
 
     Raises:
         ValueError: A device does not exist; or on several hosts, the function draws
-            random numbers of TensorFlow's own state.
+            random numbers from TensorFlow's own state.
     """
     return Parallel(function, plan_of(gpus))
 
 
 class Parallel:
-    """A function of a batch on the towers of a plan; it is traced for each kind."""
+    """A function of a batch on the towers of a plan, traced for each structure."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class Parallel:
         loss_placement: str = "auto",
         copied: Copied | None = None,
     ):
-        """Traces nothing yet; the last two are as for `Partitioned`."""
+        """Traces nothing yet; `loss_placement` and `copied` are as for `judge`."""
         self._function, self._plan = function, plan
         self._loss_placement, self._copied = loss_placement, copied
         self._partitioned: dict[str, Partitioned] = {}
         self._followed: dict[int, tf.Variable] = {}
-        # By ranks; else TensorFlow takes several for an unknown one.
+        # By ranks: a single tf.function would merge several ranks into an unknown one.
         self._in_graph: dict[Sequence[int | None], Callable] = {}
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__doc__ = function.__doc__
@@ -95,7 +95,7 @@ class Parallel:
 
     @as_it_is
     def on_copies(self, *batch: Any, **named: Any) -> list[Any]:
-        """Computes the function, and returns it as `Partitioned.on_copies` does."""
+        """Computes the function; returns the results of `Partitioned.on_copies`."""
         if named:
             batch = self._in_order(batch, named)
         batch = tf.nest.map_structure(_tensor, batch)
@@ -105,7 +105,7 @@ class Parallel:
             )
             if ranks not in self._in_graph:
                 # TensorFlow would take a method of several objects for one function,
-                # and warn that it is traced too often.
+                # and warn of too many retraces.
                 self._in_graph[ranks] = tf.function(
                     functools.partial(self._compute),
                     autograph=False,
@@ -115,13 +115,15 @@ class Parallel:
         placed = len(batch) == 1 and isinstance(batch[0], PlacedBatch)
         partitioned = self._partition(batch[0].local_batches[0] if placed else batch)
         variables = partitioned.trace.concrete.variables
-        if has_tangents(tf.convert_to_tensor(each.handle) for each in variables):
-            # TensorFlow would lose the variables' part without a word.
+        if has_tangents(
+            tf.convert_to_tensor(variable.handle) for variable in variables
+        ):
+            # TensorFlow would silently drop the variables' part of the tangent.
             raise self._accumulated()
         return self._compute(*batch)
 
     def _in_order(self, batch, named):
-        """All arguments by position."""
+        """Returns all arguments by position."""
         bound = inspect.signature(self._function).bind(*batch, **named)
         if bound.kwargs:
             raise ValueError(
@@ -140,7 +142,8 @@ class Parallel:
         @tf.custom_gradient
         def call(*tensors):
             for variable in partitioned.trace.concrete.variables:
-                # So that a tape outside knows that it was read.
+                # The read tells an outer tape that the function depends on the
+                # variable.
                 tf.convert_to_tensor(variable)
             everywhere[:] = self._of_placed(place(self._plan, data), data)
 
@@ -152,11 +155,12 @@ class Parallel:
             return flat(everywhere[0]), gradient
 
         tensors = call(*flat(data))
-        # What others have stays where it is; TensorFlow would take it home and back.
+        # Only home's results pass the custom gradient: TensorFlow would copy those of
+        # other devices home and back.
         return [pack(everywhere[0], tensors), *everywhere[1:]]
 
     def _check_repeatable(self, placement):
-        """Refuses a gradient if computing forward again would change a number."""
+        """Raises if recomputing the forward pass for a gradient would have effects."""
         for effect in effects.of(placement.order):
             if effect.type not in effects.REPEATED:
                 (op,) = [op for op in placement.order if op.name == effect.name]
@@ -202,34 +206,36 @@ class Parallel:
             lambda trace: self._copied,
             self._loss_placement,
         )
-        # An accumulator around a `tf.function` with it differentiates it there.
+        # A ForwardAccumulator around an enclosing `tf.function` differentiates the
+        # calls.
         partitioned = Partitioned(verdict, differentiable=True)
         for line in partitioned.lines(f"The function '{self.__name__}'"):
             say(line)
         self._follow_first_host(partitioned.trace)
         if not any(
-            tf.is_symbolic_tensor(each) for each, _ in partitioned.trace.graph.captures
+            tf.is_symbolic_tensor(outside)
+            for outside, _ in partitioned.trace.graph.captures
         ):
-            # What it takes of a tf.function around it is there for one call.
+            # A trace that captures tensors of an outer tf.function holds for one call.
             self._partitioned[str(spec)] = partitioned
         return partitioned
 
     def _follow_first_host(self, trace):
         """Gives variables that were not read before the first host's values."""
-        # TensorFlow keeps them in no order that hosts share.
-        known = {id(each.handle): each for each in trace.concrete.variables}
-        taken = [known.get(id(outside)) for outside, _ in trace.graph.captures]
-        new = [v for v in taken if v is not None and id(v) not in self._followed]
-        self._followed |= {id(each): each for each in new}
+        # TensorFlow's order of the variables differs between hosts.
+        known = {id(variable.handle): variable for variable in trace.concrete.variables}
+        captured = [known.get(id(outside)) for outside, _ in trace.graph.captures]
+        new = [v for v in captured if v is not None and id(v) not in self._followed]
+        self._followed |= {id(variable): variable for variable in new}
         if self._plan.hosts.count > 1:
             with tf.init_scope():
                 follow = feature("collectives.first_host").follow_first_host
                 follow(self._plan.hosts, new)
 
     def _gradient(self, partitioned, data, upstream, variables):
-        """Returns the gradient for a batch and variables; it computes forward again.
+        """Returns the gradient for a batch and variables; recomputes the forward pass.
 
-        TensorFlow could not differentiate a custom gradient that was copied.
+        TensorFlow cannot differentiate a copied custom gradient.
         """
         returned, placement = partitioned.trace.returned, partitioned.placement
         rows = [i for i, t in enumerate(returned) if placement.kind(t) is ROWS]
@@ -244,14 +250,14 @@ class Parallel:
         def backward(given):
             local, of_rows = given
             seeds = [*upstream]
-            for i, mine in zip(rows, of_rows, strict=True):
-                seeds[i] = mine
+            for i, local_seed in zip(rows, of_rows, strict=True):
+                seeds[i] = local_seed
             with tf.GradientTape() as tape:
                 sources = flat(local)
-                tape.watch([each for each in sources if each.dtype.is_floating])
+                tape.watch([source for source in sources if source.dtype.is_floating])
                 targets = flat(self._function(*local))
             if len(targets) != len(seeds):
-                # Within an accumulator, TensorFlow finds no gradients of gradients.
+                # In a ForwardAccumulator, TensorFlow finds no gradients of gradients.
                 raise self._accumulated()
             pairs = [
                 (target, seed)
@@ -262,15 +268,16 @@ class Parallel:
             return tape.gradient(targets, [*sources, *variables], seeds)
 
         given = data, [upstream[i] for i in rows]
-        spec, way = batch.local_spec(given, None), self._loss_placement
-        verdict = judge(backward, spec, loss_placement=way)
+        spec, placement_of_loss = batch.local_spec(given, None), self._loss_placement
+        verdict = judge(backward, spec, loss_placement=placement_of_loss)
         gradient = Partitioned(verdict, differentiable=True)
         local_batches, size, _ = place(self._plan, given)
 
         def call():
             return gradient(self._plan, local_batches, size)
 
-        # TensorFlow orders what has effects, as what hosts exchange, in functions only.
+        # TensorFlow orders operations with effects, as exchanges of hosts, in functions
+        # only.
         alone = self._plan.hosts.count == 1
         return call() if alone else tf.function(call, autograph=False)()
 
@@ -301,5 +308,5 @@ def plan_of(
 
 
 def variable_behind(variable: keras.Variable | tf.Variable) -> tf.Variable:
-    """Returns TensorFlow's variable."""
+    """Returns the `tf.Variable` of a variable."""
     return variable if isinstance(variable, tf.Variable) else value_behind(variable)

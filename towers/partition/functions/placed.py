@@ -1,4 +1,4 @@
-"""Batches whose rows are on the towers' devices before a step asks for them."""
+"""Batches whose rows are copied to the towers' devices ahead of a step."""
 
 import collections
 from collections.abc import Iterable, Iterator
@@ -14,13 +14,13 @@ from towers.program.features import feature
 
 
 class PlacedBatch(NamedTuple):
-    """A batch that was cut, and copied to the towers.
+    """A batch that was split and copied to the towers.
 
     Attributes:
-        local_batches: What each tower has of it, on its device.
+        local_batches: Each tower's part of the batch, on the tower's device.
         size: Number of examples of the whole batch.
-        digest: A number of the batch, which all hosts must have alike; `None` if there
-            is one host.
+        digest: A digest of the batch, which must be the same on all hosts; `None` with
+            one host.
     """
 
     local_batches: tuple[Any, ...]
@@ -29,7 +29,7 @@ class PlacedBatch(NamedTuple):
 
 
 def place(plan: Plan, data: Any) -> PlacedBatch:
-    """Cuts a batch, and copies each tower's rows to its device."""
+    """Splits a batch, and copies each tower's rows to its device."""
     batch.check_rows(data)
     size, local = batch.batch_size(data), []
     for device, bounds in zip(plan.devices, plan.bounds(size), strict=True):
@@ -44,12 +44,12 @@ def place(plan: Plan, data: Any) -> PlacedBatch:
 def prefetch(
     plan: Plan, dataset: Iterable[Any], count: int
 ) -> Iterator[tuple[PlacedBatch]]:
-    """Yields the batches of a data set, with `count` more of them placed already."""
+    """Yields the batches of a data set, and places `count` more of them ahead."""
     waiting = collections.deque()
     for data in dataset:
         data = data if isinstance(data, tuple) else (data,)
         placed = place(plan, tf.nest.map_structure(batch.as_tensor, data))
-        # In a tf.function, a number that changes must be a tensor.
+        # In a tf.function, a number that varies must be a tensor.
         size = tf.convert_to_tensor(placed.size, tf.int32)
         waiting.append((placed._replace(size=size),))
         if len(waiting) > count:
@@ -58,16 +58,16 @@ def prefetch(
 
 
 def same_batch(hosts: World, placed: PlacedBatch) -> tf.Operation:
-    """Checks, in the graph being built, that hosts have the same global batch."""
+    """Checks, in the graph being built, that all hosts have the same global batch."""
     with tf.device(HOST):
-        mine = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])
-        every = hosts.stack(mine, "batch")
+        signature = tf.stack([tf.cast(placed.size, tf.float32), placed.digest])
+        signatures = hosts.stack(signature, "batch")
         return tf.debugging.Assert(
-            tf.reduce_all(every == every[0]),
+            tf.reduce_all(signatures == signatures[0]),
             [
                 "Hosts have different batches; give all hosts the same global "
                 "batches, in the same order. Rows and digest, by host:",
-                every,
+                signatures,
             ],
             summarize=2 * hosts.count,
         )

@@ -1,4 +1,4 @@
-"""Updates variables, and their copies on other devices, by an optimizer."""
+"""Updates variables and their copies on other devices by an optimizer."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ _SETTINGS = bool, int, float, str, type(None)
 
 
 class Update:
-    """Updates variables by an optimizer, whose state has copies if they have some.
+    """Updates variables and their copies; the optimizer's state is copied alike.
 
     Attributes:
-        in_graph: The same, as a graph.
+        in_graph: The update as a `tf.function`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Update:
         plan: Plan,
         copies: VariableCopies | None,
     ):
-        """Takes an optimizer that was built, and the copies of the variables."""
+        """Takes a built optimizer, and the copies of the variables, if any."""
         self._optimizer, self._variables, self._plan = optimizer, variables, plan
         self._copies = copies if plan.devices[1:] else None
         if self._copies is not None:
@@ -57,10 +57,10 @@ class Update:
         """Applies gradients.
 
         Args:
-            gradients: One for each variable.
-            others: The same on the devices of copies. What is `None` there, or of all,
-                is sent.
-            settings: What `settings` returns, for which a graph is traced.
+            gradients: One gradient for each variable.
+            others: The gradients on the devices of the copies. Gradients that are
+                `None` here, or all if `others` is, are sent from home.
+            settings: The result of `settings`; each value gets a graph of its own.
         """
         home = self._plan.home
         if self._copies is None:
@@ -70,47 +70,48 @@ class Update:
         devices = self._plan.devices[1:]
         others = [[None] * len(gradients)] * len(devices) if others is None else others
         arrived = [*map(functools.partial(_arrived, gradients), others, devices)]
-        # What changes no copied variable, such as a counter, runs once, at home.
+        # Operations that change no copied variable, such as a counter, run once, at
+        # home.
         verdict = judge(
             lambda batch: self._optimizer.apply(gradients, self._variables),
             (),
             functools.partial(self._copied, arrived),
         )
         update = Partitioned(verdict)
-        # If those of the variables were renewed, so is what belongs to them.
+        # If the copies of the variables were renewed, renew those of the state, too.
         renewals = self._copies.renewals.read_value()
         self._state.follow(renewals != self._renewals)
         self._renewals.assign(renewals)
         update(self._plan, [()] * len(self._plan.devices), 1)
 
     def settings(self) -> str:
-        """Returns what Python reads as an optimizer is traced, such as its momentum."""
+        """Returns the Python settings that a trace depends on, such as momentum."""
         optimizers = [self._optimizer, *updating(self._optimizer)]
-        found = [
+        settings = [
             (name, value if isinstance(value, _SETTINGS) else id(value))
-            for each in optimizers
-            for name, value in vars(each).items()
+            for owner in optimizers
+            for name, value in vars(owner).items()
             if isinstance(value, (*_SETTINGS, LearningRateSchedule))
         ]
-        constraints = [getattr(each, "constraint", None) for each in self._variables]
-        return repr([*found, *map(id, constraints)])
+        constraints = [getattr(owner, "constraint", None) for owner in self._variables]
+        return repr([*settings, *map(id, constraints)])
 
     def _copied(self, arrived: Sequence[Mapping[int, tf.Tensor]], trace: Trace):
-        """Finds what each device has of the update: variables, state, and gradients."""
-        variables = {id(each.handle): each for each in trace.concrete.variables}
-        mine = self._copies.handles()[0].keys() | self._state.handles()[0].keys()
-        needed = together(trace.graph, mine, variables.keys()) - mine
-        self._state.add(variables[each] for each in needed)
+        """Returns copies of the update's inputs: variables, state, and gradients."""
+        variables = {id(item.handle): item for item in trace.concrete.variables}
+        handles = self._copies.handles()[0].keys() | self._state.handles()[0].keys()
+        needed = together(trace.graph, handles, variables.keys()) - handles
+        self._state.add(variables[item] for item in needed)
         pairs = zip(self._copies.handles(), self._state.handles(), strict=True)
-        every = [a | b for a, b in pairs]
-        return Copied([every[0], *map(dict.__or__, every[1:], arrived)], "cpu")
+        copies = [a | b for a, b in pairs]
+        return Copied([copies[0], *map(dict.__or__, copies[1:], arrived)], "cpu")
 
 
 def _arrived(gradients, on_device, device):
     """Returns a device's copies of gradients, by the `id` of the tensors at home."""
     copies = {}
     with tf.device(device):
-        for gradient, there in zip(gradients, on_device, strict=True):
-            there = packing.copy(gradient) if there is None else there
-            copies |= zip(map(id, flat(gradient)), flat(there), strict=True)
+        for gradient, copy in zip(gradients, on_device, strict=True):
+            copy = packing.copy(gradient) if copy is None else copy
+            copies |= zip(map(id, flat(gradient)), flat(copy), strict=True)
     return copies

@@ -1,8 +1,7 @@
-"""Copies of variables on each device, for loops of one's own.
+"""Copies of variables on each device, for custom training loops.
 
-TensorFlow does not tell that a variable was assigned, so each step compares digests of
-all copies first. A number is never that of an old copy, but each variable is read once
-more.
+TensorFlow does not report assignments, so each step first compares digests of all
+copies. No value of an old copy is used, at the cost of one more read of each variable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +17,14 @@ from towers.layers.variables import digest
 class VariableCopies:
     """Copies of variables on all devices but the first, which has the variables.
 
-    A loop may assign the variables at any time. `refresh` finds that out.
+    A training loop may assign the variables at any time; `refresh` detects this.
 
     Attributes:
         renewals: How often all copies were given the variables' values, as a variable.
     """
 
     def __init__(self, originals: Iterable[tf.Variable], devices: Sequence[str]):
-        """Creates the copies, with the values that the variables have."""
+        """Creates the copies, with the current values of the variables."""
         self._devices = devices
         self._originals: list[tf.Variable] = []
         self._copies: list[list[tf.Variable]] = [[] for _ in devices[1:]]
@@ -34,29 +33,33 @@ class VariableCopies:
             self.renewals = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def add(self, originals: Iterable[tf.Variable]) -> None:
-        """Creates copies of those variables that have none yet."""
+        """Creates copies of variables that have none yet."""
         known = {*map(id, self._originals)}
-        for each in {id(v): v for v in originals if id(v) not in known}.values():
-            self._originals.append(each)
+        for original in {id(v): v for v in originals if id(v) not in known}.values():
+            self._originals.append(original)
             for device, copies in zip(self._devices[1:], self._copies, strict=True):
-                copies.append(variable_like(each, device, each))
+                copies.append(variable_like(original, device, original))
 
     def handles(self) -> list[dict[int, tf.Tensor]]:
         """Returns, for each device, the handles of its copies; see `Copied`."""
-        own = [each.handle for each in self._originals]
-        others = [[each.handle for each in copies] for copies in self._copies]
-        return [dict(zip(map(id, own), mine, strict=True)) for mine in [own, *others]]
+        own = [variable.handle for variable in self._originals]
+        others = [[variable.handle for variable in copies] for copies in self._copies]
+        return [
+            dict(zip(map(id, own), handles, strict=True)) for handles in [own, *others]
+        ]
 
     def refresh(self) -> None:
-        """Gives the copies the variables' values, if something else assigned those.
+        """Gives the copies the variables' values, if other code has assigned these.
 
-        Digests tell, so that values travel only then.
+        Digests are compared first, so that values are sent only if they differ.
         """
         with tf.name_scope("refresh"):
             tf.cond(self._differ([*range(len(self._originals))]), self._renew, _nothing)
 
     def follow(self, renewed: tf.Tensor) -> None:
-        """Does the same, but compares scalars alone, such as a learning rate.
+        """Gives the copies values that have changed, comparing scalars alone.
+
+        An example of such a scalar is a learning rate.
 
         Args:
             renewed: Whether to give the copies all values in any case.
@@ -70,10 +73,10 @@ class VariableCopies:
             tf.cond(renewed, self._renew, of_scalars)
 
     def _differ(self, places):
-        """Whether copies of the variables at some places have other values."""
+        """Checks whether copies of the variables at some indices differ in value."""
         digests = []
-        every = [self._originals, *self._copies]
-        for device, copies in zip(self._devices, every, strict=True):
+        copies_of_devices = [self._originals, *self._copies]
+        for device, copies in zip(self._devices, copies_of_devices, strict=True):
             with tf.device(device):
                 values = [tf.convert_to_tensor(copies[i]) for i in places]
                 digests.append(_digest(values))
@@ -87,11 +90,11 @@ class VariableCopies:
     def _broadcast(self, places):
         home, *others = self._devices
         originals = [self._originals[i] for i in places]
-        copies = [[mine[i] for i in places] for mine in self._copies]
+        copies = [[on_device[i] for i in places] for on_device in self._copies]
         packing.broadcast(home, originals, others, copies)
 
 
-# XLA reads each number once, and keeps nothing of what is between.
+# XLA reads each number once, and materializes no intermediate tensors.
 _digest = tf.function(digest, autograph=False, jit_compile=True)
 
 

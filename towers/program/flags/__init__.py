@@ -1,1 +1,1 @@
-"""How programs read their flags."""
+"""Parsers of the flags of programs."""

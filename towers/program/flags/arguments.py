@@ -1,14 +1,14 @@
-"""The command line of programs that do without absl, and so without its flags."""
+"""Parses the command line of programs that do not use absl's flags."""
 
 import argparse
 import difflib
 import re
 from collections.abc import Sequence
 
-# What argparse calls the functions that read values.
+# Descriptions of the functions with which argparse parses values.
 _KINDS = {"int": "a whole number", "float": "a number", "_rank": "a number or auto"}
 _BAD_VALUE = re.compile(rf"argument (\S+): invalid ({'|'.join(_KINDS)}) value: '(.*)'")
-# What other programs call our flags.
+# Names of our flags in other programs.
 _ALIASES = {
     "model_dir": "output output_dir out out_dir outdir log_dir logdir logs save_dir "
     "checkpoint checkpoints checkpoint_dir ckpt ckpt_dir job_dir workdir work_dir "
@@ -56,11 +56,11 @@ _ALIASES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says in one sentence what is wrong.
+    """A parser that describes an error in one sentence.
 
     Args:
-        program: The program's name, such as "towers.doctor".
-        doc: What it is for.
+        program: Name of the program, such as "towers.doctor".
+        doc: Description of the program.
     """
 
     def __init__(self, program: str, doc: str):
@@ -72,44 +72,44 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args, namespace=None):
-        """Reads the arguments; flags that do not exist come first."""
+        """Parses the arguments; checks for unknown flags first."""
         known = [name[2:] for name in self._option_string_actions if name[2:]]
         for arg in args:
-            if found := re.match(r"--([^\s=]+)", arg):
-                if found[1] not in known:
-                    raise ValueError(unknown_flag(found[1], known))
+            if match := re.match(r"--([^\s=]+)", arg):
+                if match[1] not in known:
+                    raise ValueError(unknown_flag(match[1], known))
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:
-        """Raises a ValueError."""
-        if found := _BAD_VALUE.fullmatch(message):
-            flag, kind, value = found.groups()
+        """Raises a ValueError with a sentence on the error."""
+        if match := _BAD_VALUE.fullmatch(message):
+            flag, kind, value = match.groups()
             raise ValueError(f"Received {flag}={value}; expected {_KINDS[kind]}.")
         raise ValueError(f"{message}; see --help.")
 
 
-# Says which flag may be meant by one that does not exist; needs nothing but Python.
+# Suggestions for unknown flags; needs only the standard library.
 
 
 def unknown_flag(name: str, known: Sequence[str]) -> str:
-    """Says that there is no such flag, and which one may be meant.
+    """Returns an error message for an unknown flag, with a flag that may be meant.
 
     Args:
-        name: The flag that was received, without dashes.
-        known: The flags that there are.
+        name: The received flag, without dashes.
+        known: The existing flags.
     """
     plain = name.replace("-", "_").lower()
     meant = [plain] if plain in known else _by_alias(plain, known)
     meant = meant or difflib.get_close_matches(plain, known, n=1, cutoff=0.7)
     hint = ""
     if meant:
-        hint = f" (did you mean {' or '.join(f'--{each}' for each in meant)}?)"
+        hint = f" (did you mean {' or '.join(f'--{flag}' for flag in meant)}?)"
     return f"Received --{name}, but there is no such flag{hint}; see --help."
 
 
 def _by_alias(name, known):
     return [
-        ours
-        for ours, theirs in _ALIASES.items()
-        if ours in known and name in theirs.split()
+        flag
+        for flag, aliases in _ALIASES.items()
+        if flag in known and name in aliases.split()
     ]

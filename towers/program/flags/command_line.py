@@ -1,4 +1,4 @@
-"""Reads the flags of a program, and shows its help, before TensorFlow is imported."""
+"""Reads the flags of a program, and prints its help, before TensorFlow is imported."""
 
 import dataclasses
 import difflib
@@ -21,25 +21,25 @@ Groups = Mapping[str, Iterable[flags.Flag]]
 
 
 HOSTS = "Hosts"
-"""The heading above what `define_hosts` defines."""
+"""The heading of the flags that `define_hosts` defines."""
 
 
 OUTPUT = "Output"
-"""The heading above what `define_output` defines."""
+"""The heading of the flags that `define_output` defines."""
 
 
 class NumberOrAuto(flags.IntegerParser):
-    """Reads a whole number, or "auto"."""
+    """Parses a whole number, or "auto"."""
 
     syntactic_help = "a whole number, or auto"
 
     def parse(self, argument: str | int) -> int | str:
-        """Returns it."""
+        """Returns the number, or "auto"."""
         return argument if argument == "auto" else super().parse(argument)
 
 
 NUMBER_OR_AUTO = NumberOrAuto(), flags.ArgumentSerializer()
-"""What `flags.DEFINE` needs for a whole number or "auto"."""
+"""The arguments of `flags.DEFINE` for a whole number or "auto"."""
 
 
 def define_output() -> None:
@@ -80,14 +80,14 @@ def read(
     values: flags.FlagValues = flags.FLAGS,
     example: str | None = None,
 ) -> list[str]:
-    """Reads a program's flags, or shows its help and ends it.
+    """Reads a program's flags, or prints its help and exits.
 
     Args:
         argv: The program's name and its arguments.
-        doc: What the program is for, as the help begins.
-        groups: The flags that --help shows, below their headings.
-        more: All that --helpfull shows; by default the same.
-        values: Where the flags are kept.
+        doc: Description of the program, at the top of the help.
+        groups: The flags that --help shows, by heading.
+        more: The flags that --helpfull shows, by heading; `groups` by default.
+        values: The flags, whose values are set.
         example: A flag, for the error about any other argument; `None` if there may
             be others.
 
@@ -95,17 +95,17 @@ def read(
         The program's name, and the arguments that are not flags.
 
     Raises:
-        ValueError: A flag is unknown, or has a value of another form; or there is
-            anything but flags, or a file of flags is no text.
-        SystemExit: The help was asked for.
+        ValueError: A flag is unknown, or has a malformed value; or there is an argument
+            that is not a flag; or a file of flags is not text.
+        SystemExit: The help was requested.
     """
-    asked = {
+    help_flags = {
         arg.lstrip("-") for arg in argv[1:] if re.fullmatch("--?h[a-z]*|-[?]", arg)
     }
-    if asked & {"helpfull", "help_full"}:
+    if help_flags & {"helpfull", "help_full"}:
         print(help_text(doc, more or groups))
         sys.exit(0)
-    if asked & {"h", "?", "help", "helpshort"}:
+    if help_flags & {"h", "?", "help", "helpshort"}:
         print(help_text(doc, groups))
         if more:
             print("\n--helpfull shows all flags.")
@@ -123,8 +123,8 @@ def read(
     except flags.IllegalFlagValueError as error:
         raise ValueError(illegal(error, values)) from error
     except flags.Error as error:
-        said = str(error).removeprefix("ERROR:: ").rstrip(".")
-        raise ValueError(f"{said}; see --help.") from error
+        message = str(error).removeprefix("ERROR:: ").rstrip(".")
+        raise ValueError(f"{message}; see --help.") from error
     if example is not None and len(rest) > 1:
         raise ValueError(
             f"Received the argument {rest[1]!r}; expected flags only, such as "
@@ -134,13 +134,13 @@ def read(
 
 
 def _no_text(argv):
-    """Says which file of flags is no text."""
+    """Returns an error message for a file of flags that is not text."""
     files = re.findall(r"^--?flagfile[=\n](.*)$", "\n".join(argv), re.M)
-    file = next((each for each in files if not _is_text(each)), None)
-    what = f"--flagfile={file}, which is no text"
+    file = next((path for path in files if not _is_text(path)), None)
+    received = f"--flagfile={file}, which is no text"
     if file is None:
-        what = f"--flagfile={files[-1]}, which names a file that is no text"
-    return f"Received {what}; expected one flag in each line, such as --seed=1."
+        received = f"--flagfile={files[-1]}, which names a file that is no text"
+    return f"Received {received}; expected one flag in each line, such as --seed=1."
 
 
 def _is_text(path):
@@ -156,15 +156,19 @@ def _is_text(path):
 
 
 def settings(kind: type[T], values: flags.FlagValues = flags.FLAGS) -> T:
-    """Returns flags as a frozen value: a dataclass with fields of their names."""
-    found = {field.name: values[field.name].value for field in dataclasses.fields(kind)}
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+    """Returns flags as a frozen value: a dataclass whose fields have their names."""
+    field_values = {
+        field.name: values[field.name].value for field in dataclasses.fields(kind)
+    }
+    return kind(
+        **{n: tuple(v) if isinstance(v, list) else v for n, v in field_values.items()}
+    )
 
 
 def below(
     headings: Iterable[str], values: flags.FlagValues = flags.FLAGS
 ) -> dict[str, list[flags.Flag]]:
-    """Returns the flags below some headings of the help."""
+    """Returns the flags under some headings of the help."""
     by_module = values.flags_by_module_dict()
     return {heading: by_module[heading] for heading in headings}
 
@@ -178,11 +182,11 @@ _KINDS = {
 
 
 def illegal(error: flags.IllegalFlagValueError, values: flags.FlagValues) -> str:
-    """Says of which form a flag's value has to be."""
-    said = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", str(error), re.DOTALL)
-    if not said or said[1] not in values:
+    """Returns an error message for a malformed value, with the expected form."""
+    m = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", str(error), re.DOTALL)
+    if not m or m[1] not in values:
         return f"{error}; see --help."
-    parser = values[said[1]].parser
+    parser = values[m[1]].parser
     expected = next(
         (text for kind, text in _KINDS.items() if isinstance(parser, kind)), ""
     )
@@ -191,11 +195,9 @@ def illegal(error: flags.IllegalFlagValueError, values: flags.FlagValues) -> str
         expected += f" of at least {least}" if most is None else f", {least} to {most}"
     if isinstance(parser, flags.EnumParser):
         expected = f"one of {', '.join(parser.enum_values)}"
-        near = difflib.get_close_matches(said[2], parser.enum_values, n=1)
+        near = difflib.get_close_matches(m[2], parser.enum_values, n=1)
         expected += f" (did you mean {near[0]}?)" if near else ""
-    return (
-        f"Received --{said[1]}={said[2]}; expected {expected or said[3]}; see --help."
-    )
+    return f"Received --{m[1]}={m[2]}; expected {expected or m[3]}; see --help."
 
 
 def help_text(doc: str, groups: Groups) -> str:
@@ -210,17 +212,17 @@ def help_text(doc: str, groups: Groups) -> str:
 
 def _help_lines(flag: flags.Flag) -> list[str]:
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
-    default, said = flag.default, flag.help
+    default, description = flag.default, flag.help
     if isinstance(flag.parser, flags.EnumParser):
         values = flag.parser.enum_values
-        said = said.removeprefix(f"<{'|'.join(values)}>: ")  # absl's
-        said = f"{', '.join(values)}: {said}"
+        description = description.removeprefix(f"<{'|'.join(values)}>: ")  # absl's
+        description = f"{', '.join(values)}: {description}"
     if flag.boolean:
         default = "yes" if default else None
     if default not in (None, ""):
-        said += f" Default: {default}."
+        description += f" Default: {default}."
     column = 24
-    text = textwrap.wrap(said, 80 - column, break_on_hyphens=False)
+    text = textwrap.wrap(description, 80 - column, break_on_hyphens=False)
     first = f"  {name}"
     if len(first) < column:
         return [

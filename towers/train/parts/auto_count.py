@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.hosts import group
-from towers.model.update import remembered
+from towers.model import remembered
 from towers.program import voice
 from towers.train.settings import Settings
 

@@ -1,11 +1,10 @@
-"""Chooses how variables are updated by trying: builder, reduction and XLA.
+"""Chooses how variables are updated by measuring: builder, all-reduce and XLA.
 
-The candidates train on the first batches of the run, in turn; then every variable gets
-back the value that it had. What a candidate is made of is the builders' business, and
-where the choice is remembered the caller's.
+The candidates train on the first batches of the run, in turn; then every variable is
+restored. Builders define the candidates, and the caller stores the choice.
 
-Candidates race the best so far, call by call, as a machine's speed drifts. One that is
-not 10% faster is not taken. A deterministic run measures nothing.
+Candidates race against the best so far, call by call, as a machine's speed drifts. A
+candidate that is not 10% faster is not taken. A deterministic run measures nothing.
 """
 
 import collections
@@ -21,15 +20,15 @@ from towers.model.options import UpdateOptions
 from towers.program import words
 from towers.program.features import feature
 
-# What trying may take: so many seconds, or so much of the run if that is more. On CPUs,
-# where steps are slow, nobody waits that long for the first batch.
+# Budget for measuring: seconds, or a fraction of the run if that is longer. On CPUs,
+# where steps are slow, users do not wait that long for the first batch.
 BUDGET_S, BUDGET, ON_CPUS_S = 10.0, 0.02, 120.0
-# A run whose data do not tell their length is taken to have as many in an epoch.
+# Assumed number of batches in an epoch, if the data have no known length.
 ASSUMED_BATCHES = 1000
-# Compiling takes longer than starting without: by this factor, until it is measured.
+# A start with XLA takes longer: by this factor, until it is measured.
 _XLA_START = 5
 _ROUNDS, _ROUND_S = 5, 0.05
-# Another than the first, the fall-back, has to be better by more than noise.
+# A candidate has to beat the first one, the fall-back, by more than noise.
 _BETTER = 0.9
 
 
@@ -38,7 +37,7 @@ class Choice(NamedTuple):
 
     Attributes:
         variable_update: Name of the builder.
-        all_reduce_alg: How `replicated` adds gradients.
+        all_reduce_alg: Algorithm by which `replicated` adds gradients.
         xla: Whether XLA compiles towers and update.
     """
 
@@ -48,11 +47,11 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, update: UpdateOptions) -> "Choice":
-        """Returns the way that a value stands for."""
+        """Returns the choice that corresponds to a value with options."""
         return cls(update.name, getattr(update, "all_reduce", "auto"))
 
     def adds_like(self, other: "Choice") -> bool:
-        """Tells whether another way differs in nothing but XLA."""
+        """Returns whether another choice differs in nothing but XLA."""
         return self._replace(xla=other.xla) == other
 
     def __str__(self) -> str:
@@ -71,16 +70,17 @@ def candidates(
     in_stages: bool = False,
     told: Choice | None = None,
 ) -> list[Choice]:
-    """Lists what may be chosen, and first what to fall back on.
+    """Lists the candidates, the fall-back first.
 
     Args:
         towers: The towers' devices.
         nccl: Whether NCCL can be used.
-        xla: Whether XLA is to be used; `None` for what is faster.
-        synchronized: Whether towers run together, which XLA cannot compile.
-        stays: Whether the variables have to stay where the first tower is not.
+        xla: Whether to use XLA; `None` for the faster.
+        synchronized: Whether layers synchronize the towers, which XLA cannot compile.
+        stays: Whether the variables have to stay on another device than the first
+            tower's.
         in_stages: Whether towers compute in stages, which XLA does not compile.
-        told: The way that the user wants, so that only XLA may be chosen.
+        told: The way that the user has set, so that only XLA is left to choose.
     """
     server = [Choice()]
     gpus = is_gpu(towers[0])
@@ -88,18 +88,19 @@ def candidates(
         xla = False
     algorithms = []
     if len(towers) > 1 and not stays:
-        # To add on the CPU is the slowest for GPUs; for CPUs it is the first device.
+        # For GPUs, adding on the CPU is slowest; for CPUs it is the first device.
         algorithms = ["nccl", "device", "ring"] if gpus else ["cpu", "ring"]
     copies = [
         Choice("replicated", name) for name in algorithms if name != "nccl" or nccl
     ]
-    # On CPUs, the simplest first, and compiled ones last. On GPUs there may be time for
-    # a few only, so the likeliest come first. With copies nothing is sent before a
-    # step, and only gradients after it; NCCL sends these over all links at once. XLA
-    # saves launches and memory traffic on the towers, whatever adds the gradients, so
-    # it is tried at once with the likeliest. A home sends only those rows of a large
-    # table that are used. The other ways to add are for a few small gradients (on one
-    # device) and for machines whose links NCCL does not know.
+    # On CPUs, the simplest comes first, and compiled ones last. On GPUs there may be
+    # time for a few only, so the most promising come first. With copies, nothing is
+    # sent before a step, and only gradients after it; NCCL sends them over all links at
+    # once. XLA saves launches and memory traffic on the towers, whichever algorithm
+    # adds the gradients, so it is tried early with the most promising. With variables
+    # at home, only the rows of a large table that are used are sent. The other
+    # algorithms are for a few small gradients (on one device) and for machines whose
+    # links NCCL does not know.
     plain = [*copies[:1], *server, *copies[1:]] if gpus else [*server, *copies]
     if told is not None:
         plain = [told]
@@ -112,12 +113,12 @@ def candidates(
 
 
 class CandidateTrial(NamedTuple):
-    """What became of a candidate.
+    """The result of measuring a candidate.
 
     Attributes:
         choice: The candidate.
         step_s: Seconds of a step, `None` if it was not measured.
-        why: Why not.
+        why: Why it was not measured.
     """
 
     choice: Choice
@@ -135,25 +136,26 @@ def choose(
     clock: Callable[[], float] = time.perf_counter,
     most_s: float = math.inf,
 ) -> list[CandidateTrial]:
-    """Measures candidates as long as there is time, each against the best so far.
+    """Measures candidates within a time budget, each against the best so far.
 
     Args:
-        choices: The candidates. The first is started already.
+        choices: The candidates. The first has started already.
         train: Makes a candidate's function, which trains for one call.
-        steps: Steps in a call.
+        steps: Number of steps in a call.
         start_s: Seconds that the first candidate's first call took.
-        calls: Calls that are left in the run.
-        drop: Is told which candidate is out, before the next one starts.
+        calls: Number of calls left in the run.
+        drop: Called with each losing candidate, before the next one starts.
         clock: Returns seconds.
-        most_s: Seconds that measuring may take at most, however long the run is.
+        most_s: Maximum seconds for measuring, however long the run is.
 
     Returns:
-        What became of each, the best first, which `drop` was not told of; the first of
+        The result of each candidate, the best first, which was not dropped; the first
+        of `choices` is best unless others are clearly faster.
         `choices` where others are not clearly faster.
     """
     begun_s = clock()
     first, *left = choices
-    # To measure a call takes a call.
+    # Measuring a call takes a call.
     if start_s > BUDGET_S and BUDGET * calls < 1:
         return [
             CandidateTrial(choice, None, "it would take too long") for choice in choices
@@ -163,9 +165,13 @@ def choose(
     budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), most_s)
     race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
     while left:
-        # What did not fit at first may do so when it is known what a start takes.
+        # A candidate may fit once the time of a start has been measured.
         left_s = budget_s - (clock() - begun_s)
-        fits = (each for each in left if contest.start_s(each) + race_s <= left_s)
+        fits = (
+            candidate
+            for candidate in left
+            if contest.start_s(candidate) + race_s <= left_s
+        )
         if (choice := next(fits, None)) is None:
             break
         left.remove(choice)
@@ -180,33 +186,33 @@ class _Contest:
     """Measures candidates, each against the best so far."""
 
     def __init__(self, first, train, drop, clock, start_s):
-        """Makes a call by the first candidate, whose first call took `start_s`."""
+        """Calls the first candidate, whose first call took `start_s`."""
         self._train, self._drop, self._clock = train, drop, clock
         self._first = self._best = first
-        # By whether XLA compiles, what a start takes. The first of a process also loads
-        # libraries and tunes kernels, so any other tells better.
+        # Maps whether XLA compiles to the time of a start. The first start of a process
+        # also loads libraries and tunes kernels, so later ones are better estimates.
         self._first_start_s, self._starts = start_s, {first.xla: start_s}
-        # Seconds of a call of the first, and how many times as long the others' take.
+        # Seconds of a call of the first candidate, and the ratio of the others to it.
         self._first_s, self._slower = None, {first: 1.0}
         self._failed: list[CandidateTrial] = []
         self._best_call = train(first)
         self._best_call()
 
     def start_s(self, choice):
-        """Seconds that a candidate's start will take, at a guess."""
+        """Estimates the seconds of a candidate's start."""
         plain_s = self._starts.get(False, self._first_start_s)
         compiled_s = self._starts.get(True, _XLA_START * plain_s)
         return compiled_s if choice.xla else plain_s
 
     def enter(self, choice):
-        """Measures a candidate, and drops it or the best so far."""
+        """Measures a candidate, and drops the slower of it and the best so far."""
         begun_s, loser = self._clock(), choice
         try:
             call = self._train(choice)
             call()
-        except Exception as error:  # whatever it is: the run can go on without
-            said = str(error).strip() or type(error).__name__
-            reason = said.splitlines()[0][:60]
+        except Exception as error:  # Any error: the run can continue without it.
+            message = str(error).strip() or type(error).__name__
+            reason = message.splitlines()[0][:60]
             self._failed.append(CandidateTrial(choice, None, f"it fails: {reason}"))
         else:
             self._starts[choice.xla] = self._clock() - begun_s
@@ -216,11 +222,11 @@ class _Contest:
             slower[choice] = times * slower[best]
             if slower[choice] < slower[best] * (_BETTER if best == self._first else 1):
                 loser, self._best, self._best_call = best, choice, call
-        call = None  # which keeps all that its candidate is made of
+        call = None  # Frees the candidate's function and its variables.
         self._drop(loser)
 
     def trials(self, steps):
-        """What became of each, the best first, those that failed last."""
+        """Returns the results of all candidates, the best first, failures last."""
         if self._first_s is None:
             nothing = CandidateTrial(self._first, None, "nothing to compare it with")
             return [nothing, *self._failed]
@@ -233,10 +239,10 @@ class _Contest:
 
 
 def _race(one, other, clock):
-    """Returns seconds of a call of one, and how many times as long the other's take.
+    """Returns the seconds of a call of `one`, and the ratio of `other` to it.
 
-    They are measured in turn, and compared with their neighbours: the machine's speed
-    may drift.
+    Calls alternate, and each is compared with its neighbour, as the machine's speed may
+    drift.
     """
     times_s, ratios = [], []
     for _ in range(_ROUNDS):
@@ -253,9 +259,9 @@ def _race(one, other, clock):
 
 
 def table(trials: Sequence[CandidateTrial]) -> str:
-    """Says what was measured, in a few lines."""
+    """Formats the results as a few lines of text."""
     chosen, *others = trials
-    # What is left out for one reason is left out in one line.
+    # Candidates that were not measured for the same reason share a line.
     left = collections.defaultdict(list)
     for choice, step_s, why in others:
         if step_s is None:
@@ -274,26 +280,26 @@ def table(trials: Sequence[CandidateTrial]) -> str:
     ]
     rows += [(name, f"not measured: {why}") for name, why in left]
     width = max(len(name) for name, _ in rows)
-    # Only the fall-back is chosen over a faster one.
+    # Only the fall-back is preferred to a faster candidate.
     kept = any(step_s and step_s < chosen.step_s for _, step_s, _ in others)
     reason = f"kept, as no other is {1 - _BETTER:.0%} faster" if kept else "chosen"
     lines = [
         f"Ways to update the variables were measured; the first line was {reason}."
     ]
-    return "\n".join([*lines, *(f"  {name:{width}}  {said}" for name, said in rows)])
+    return "\n".join([*lines, *(f"  {name:{width}}  {text}" for name, text in rows)])
 
 
 def remember(file: str | None, key: Any, trials: Sequence[CandidateTrial]) -> None:
-    """Writes a choice down, with what it was made for, and what `choose` returned.
+    """Writes the choice to a file, with its conditions and the measurements.
 
     Raises:
-        OSError: If the file cannot be written.
+        OSError: The file cannot be written.
     """
     if file is None:
         return
     chosen = trials[0].choice
     measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}
-    feature("model.update.remembered").write(
+    feature("model.remembered").write(
         file, {"for": key, "chosen": chosen._asdict(), "step_ms": measured}
     )
 
@@ -302,13 +308,13 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
     """Reads a choice that `remember` wrote.
 
     Returns:
-        The choice, `None` if there is none for this, or it cannot be made any more.
+        The choice; `None` if there is none for these conditions, or it is no candidate.
     """
     if file is None:
         return None
-    found = feature("model.update.remembered").read(file)
+    content = feature("model.remembered").read(file)
     try:
-        choice = Choice(**rename_keys(found["chosen"]))
-        return choice if rename_keys(found["for"]) == key and choice in ways else None
+        choice = Choice(**rename_keys(content["chosen"]))
+        return choice if rename_keys(content["for"]) == key and choice in ways else None
     except (ValueError, KeyError, TypeError):
-        return None  # it is measured again
+        return None  # It is measured again.

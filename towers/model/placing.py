@@ -1,4 +1,4 @@
-"""Where the variables of a model are to be: their home, the plan, and moving them."""
+"""Places the variables of a model: finds their home, makes the plan, and moves them."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from towers.program.features import feature
 
 
 def pipeline_of(model: keras.Model, config: Config) -> Pipeline:
-    """Returns how the devices of a tower share a model.
+    """Returns how the devices of a tower share a model, as a `Pipeline`.
 
     Raises:
         ValueError: A layer has no stage, or a stage no layer.
@@ -33,16 +33,16 @@ def pipeline_of(model: keras.Model, config: Config) -> Pipeline:
         placement,
     )
     if model.built:
-        # It says what does not fit.
+        # Raises if the placement does not fit the model.
         _ = pipeline.layers
     return pipeline
 
 
 def find_home(model: keras.Model, config: Config, layout: Layout) -> str | None:
-    """Returns the device of the variables; `None` for the first tower's, whichever.
+    """Returns the device of the variables; `None` for that of any layout's first tower.
 
     Raises:
-        ValueError: There is no such device, or the variables cannot be there.
+        ValueError: The device does not exist, or cannot hold the variables.
     """
     first, device = layout.firsts[0], config.device
     if isinstance(config.variable_update, Replicated | Sharded):
@@ -74,12 +74,12 @@ def plan_of(
     """Makes the plan for a layout.
 
     Args:
-        config: What was asked for.
+        config: The options.
         pipeline: How the devices of a tower share the model.
         layout: The towers of this host.
         home: The device of the variables; `None` for that of the first tower.
         hosts: The hosts that train together.
-        ratios_of_hosts: As of `Plan.of`.
+        ratios_of_hosts: See `Plan.of`.
     """
     first = layout.firsts[0]
     on_towers = home is None or home == first
@@ -102,43 +102,45 @@ def plan_of(
 
 
 def place(model: keras.Model, plan: Plan, config: Config, copied: bool) -> None:
-    """Moves the variables of a model to where a plan has them.
+    """Moves the variables of a model to the devices of a plan.
 
     Args:
         model: The model.
         plan: The plan.
-        config: What was asked for.
+        config: The options.
         copied: Whether each tower has a copy.
     """
     way = config.tables
     if config.divides_variables:
-        # Keras's own loop knows whole variables only.
+        # Keras's own loop needs whole variables.
         before_training(model, lambda: tables.bring_home(model, plan.home_of))
     bring_home(model, plan, config)
     if way != "none" and model.built:
         divided = ()
-        # Hosts that come and go may have to read a checkpoint before.
+        # Elastic hosts may have to read a checkpoint before.
         if plan.hosts.count > 1 and group.member() is None:
-            # Before all else moves, as a table may not fit there.
+            # Before other variables move, as a table may not fit on their device.
             divided = feature("collectives.spread.tables").divide(model, plan, way)
-        places = plan.places_of(copied)
-        placed = tables.layout(model, plan.table_devices, way, places, apart=divided)
+        stage_places = plan.places_of(copied)
+        placed = tables.layout(
+            model, plan.table_devices, way, stage_places, apart=divided
+        )
         with variables.replacing(model):
             tables.put(placed, None)
     variables.move(model, plan.home_of)
 
 
 def bring_home(model: keras.Model, plan: Plan, config: Config) -> None:
-    """Joins what lies in parts, if towers are to have whole variables.
+    """Joins variables in parts, unless this configuration divides variables.
 
-    Another model of towers, of the same variables, may have cut them.
+    Another `TowerModel` of the same variables may have cut them.
     """
     if not config.divides_variables:
         tables.bring_home(model, plan.home_of)
 
 
 def _present_home(model, first):
-    """The device that a model's variables are on; where it has none yet, will be."""
+    """Returns the device of a model's variables, or of those it will create."""
     if own := already(model, "trainable_variables") or already(model, "variables"):
         return own[0].value.device
     return first if is_gpu(first) else HOST

@@ -1,1 +1,0 @@
-"""How variables are updated, by which towers: chosen, made, and made anew."""
