@@ -26,7 +26,7 @@ from tests.exact.layouts import Layout
 from tests.variants import number_of
 from towers.cluster import process_group
 from towers.collectives import batch
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts.group import Membership
 from towers.plan import Share
 

@@ -50,8 +50,8 @@ ROWWISE = set(
     ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor ScaleAndTranslate
     SpaceToDepth""".split()
 )
-# Operations that join this many last axes, and treat each row by itself if the batch
-# axis is not among these.
+# Operations over this many last axes, which keep rows apart if the batch axis is not
+# among these.
 LAST_AXES = {
     **dict.fromkeys(
         """AdjustHue AdjustSaturation FakeQuantWithMinMaxVarsPerChannel FFT HSVToRGB

@@ -446,8 +446,8 @@ class Reader:
         ways += [totals] if len(of_data) < len(totals) else []
         first = next((t for t in op.outputs if t.dtype != tf.variant), tensor)
         if tensor.dtype == tf.variant and first is not tensor:
-            # An operation takes the same inputs for all its results. A list, which may
-            # only serve a gradient, asks for no others than the first result does.
+            # All results of an operation use the same totals. A list, which may serve
+            # a gradient alone, uses those of the first other result.
             self.of(first)
             ways = [[i for i in totals if Edge(op.name, i) in self._totals]]
         for taken in ways:
@@ -467,7 +467,7 @@ class Reader:
         return None
 
     def _is_for_all_rows(self, tensor):
-        """Checks whether a tensor may be a shape of all rows, or have as many rows."""
+        """Checks whether a tensor may be a shape of all rows, or may have all rows."""
         fixed_shape = tensor.shape.is_fully_defined() and tensor.dtype != tf.variant
         may_have_rows = tensor.dtype.is_integer or not fixed_shape
         return may_have_rows and key(tensor) in self._of_totals

@@ -142,17 +142,22 @@ def _of_functions(node, calls, known):
 
 
 def _of_function(name, known):
-    if name not in known:
-        # A function that calls itself adds nothing to its own operations.
-        known[name] = {}
-        types = {}
-        for inner in function_definition(name).node_def:
+    if name in known:
+        return known[name]
+    types, waiting, seen = {}, [name], set()
+    # A function may call itself.
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for inner in function_definition(function).node_def:
             stateful, calls = _kind(inner.op)
             if stateful:
                 types[inner.op] = None
-            types |= _of_functions(inner, calls, known)
-        known[name] = types
-    return known[name]
+            waiting += _called(inner, calls)
+    known[name] = types
+    return types
 
 
 def _called(node, calls):

@@ -23,9 +23,8 @@ class Dependence(enum.Enum):
         MEAN: A mean over the examples, perhaps plus a term that does not depend on
             them.
         PACKED: A component of a ragged or sparse tensor of examples.
-        OWN: A value of one tower's rows, which the tower takes for the batch, that has
-            none of the forms above and no counterpart for the whole batch; see
-            `rows.py`.
+        OWN: A value computed from one tower's rows alone, in none of the forms above;
+            the whole batch has no such value. See `rows.py`.
         COUPLED: The tensor mixes several examples, in none of the forms above.
         UNKNOWN: The dependence is not known.
     """
@@ -75,7 +74,7 @@ class Edge(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A total over the local batch, to be replaced by that over the whole batch.
+    """A tower's total, which the total of the whole batch is to replace.
 
     Attributes:
         tensor: The total over the local batch.

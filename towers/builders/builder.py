@@ -78,7 +78,8 @@ class Builder:
         """Drops all traces, and the facts they have shown, after the model changed."""
         self.context.facts = ModelFacts()
         composed = self._compose()
-        self.pieces, self.training, self.evaluation = composed[:3]
+        self.pieces, self.training = composed.pieces, composed.training
+        self.evaluation = composed.evaluation
         self._train_function = composed.train_function
 
     def train_function(self, scope: Scope) -> Callable[[Any], dict[str, tf.Tensor]]:

@@ -74,7 +74,8 @@ class Context:
             known yet.
         is_elastic: Whether hosts may join and leave during the run.
         why_hosts: Why the set of hosts has changed; empty for the first set.
-        last_batch: Keeps the last batch, to explain a stage that fails: a `LastBatch`.
+        last_batch: Keeps the last batch, to explain a stage that fails: a `LastBatch`;
+            `None` without stages.
         facts: Facts about the model that its steps have shown.
         said: The lines that were printed, or their keys.
     """

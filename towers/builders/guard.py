@@ -342,16 +342,9 @@ def guarded_step(
         return None
     own = has_own_steps(model)
     if own:
-        optimizers_of_model = variables.optimizers(model).values()
         scaled = keras.optimizers.LossScaleOptimizer
-        optimizer = next(
-            (
-                optimizer_of_model
-                for optimizer_of_model in optimizers_of_model
-                if isinstance(optimizer_of_model, scaled)
-            ),
-            None,
-        )
+        candidates = variables.optimizers(model).values()
+        optimizer = next((o for o in candidates if isinstance(o, scaled)), None)
     else:
         optimizer = model.optimizer
     return GuardedStep(guard, whole_batch, optimizer, own, done, state)

@@ -260,6 +260,9 @@ class LocalBatches:
             return preprocess(tf.nest.map_structure(batch.as_tensor, data), training)
 
 
+# All pieces together.
+
+
 class Pieces:
     """The pieces that all ways to update variables share.
 

@@ -258,6 +258,11 @@ def _local_spec(data):
     return batch.local_spec(batch.specs(batch.rows_given(data)), None)
 
 
+def is_synchronized(model: keras.Model) -> bool:
+    """Returns whether a layer normalizes over all rows of a global batch."""
+    return any(getattr(layer, "synchronized", False) for layer in layers_of(model))
+
+
 # Refuses models that towers cannot compute, with a `ModelError`.
 
 
@@ -296,11 +301,6 @@ def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
             f"{phrases[0]}, which differs between hosts; expected a step that draws "
             "by keras.random with a seed generator, or run_eagerly=True."
         )
-
-
-def is_synchronized(model: keras.Model) -> bool:
-    """Returns whether a layer normalizes over all rows of a global batch."""
-    return any(getattr(layer, "synchronized", False) for layer in layers_of(model))
 
 
 # Reports how a step on towers differs from one on one device.

@@ -101,15 +101,15 @@ def split_bounds(
     Returns one pair (start, end) for each tower, of the type of `total`: ints, or
     scalar integer tensors.
     """
-    ratios = sum(split_ratios)
+    ratio_sum = sum(split_ratios)
     if isinstance(total, int):
-        sizes = [total * ratio // ratios for ratio in (0, *split_ratios)]
+        sizes = [total * ratio // ratio_sum for ratio in (0, *split_ratios)]
         left = total - sum(sizes)
         starts = itertools.accumulate(sizes)
         edges = [edge + min(k, left) for k, edge in enumerate(starts)]
     else:
         # Vectorized over the towers, as each operation takes time to trace.
-        sizes = total * tf.constant((0, *split_ratios), total.dtype) // ratios
+        sizes = total * tf.constant((0, *split_ratios), total.dtype) // ratio_sum
         more = tf.constant([*range(len(split_ratios) + 1)], total.dtype)
         left = total - tf.reduce_sum(sizes)
         edges = tf.unstack(tf.cumsum(sizes) + tf.minimum(more, left))

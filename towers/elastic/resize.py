@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.configuration import Devices
 from towers.devices.names import HOST
 from towers.devices.resolved import resolve

@@ -28,7 +28,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.configuration import Devices
 from towers.find_batch_size import child, search
 from towers.find_batch_size.search_flags import Search

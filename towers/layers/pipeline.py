@@ -126,7 +126,7 @@ class Pipeline:
         return self.placement.model
 
     def of_one_stage(self) -> "Pipeline":
-        """Returns the pipeline of one stage, which has its micro-batches only."""
+        """Returns a pipeline of one stage with the same micro-batches."""
         return Pipeline(micro_batches=self.micro_batches)
 
     @property

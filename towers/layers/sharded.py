@@ -338,7 +338,8 @@ def _is_array(value):
     return isinstance(value, np.ndarray)
 
 
-# Methods that a user's optimizer may define: each takes one variable, or no gradient.
+# Methods that a user's optimizer may override: they see one variable at a time, or no
+# gradient.
 _OF_ONE_VARIABLE = {"build", "from_config", "get_config", "update_step", "variables"}
 
 
@@ -494,7 +495,7 @@ def _count(variable):
 
 
 def devices(variables: Sequence[keras.Variable]) -> dict[int, str]:
-    """Returns the device of each of `targets` that is a shard, by its index there."""
+    """Maps the index of each target that is a shard to the device of the shard."""
     device_of, i = {}, 0
     for variable in variables:
         if (sharded := of(variable)) is not None:
@@ -663,10 +664,10 @@ def by_device(
     for i, (variable, k) in enumerate(_numbered(variables)):
         group = None
         if (sharded := of(variable)) is not None:
-            shard = sharded.updated[k : k + 1]
-            if not shard or not shard[0].shape.num_elements():
+            shards = sharded.updated[k : k + 1]
+            if not shards or not shards[0].shape.num_elements():
                 continue  # The shard is updated elsewhere, or has no rows.
-            group = k, shard[0].device
+            group = k, shards[0].device
         groups[group].append(i)
     with _clipped(optimizer, gradients, variables) as gradients:
         groups = {

@@ -1,4 +1,7 @@
-"""Replaces operations of Keras 3 by TensorFlow's fused kernels, with the same results.
+"""Replaces operations of Keras 3 while a step is traced, with the same results.
+
+Some become TensorFlow's fused kernels, some become operations that GPUs have, and
+look-ups of an `Embedding` read the rows that they need instead of the whole table.
 
 Each operation is a pass over memory. The moments of a batch need several passes over
 the activations: `FusedBatchNormV3` (cuDNN's on a GPU) needs one, forward and backward.

@@ -193,7 +193,7 @@ def level(loads: Iterable[int], more: int) -> float:
     3.0
     """
     sums = itertools.accumulate(sorted(loads))
-    # The mean over the least loaded is smallest for the right number of these.
+    # To fill the n least loaded gives their mean; the right n gives the smallest mean.
     return min((total + more) / count for count, total in enumerate(sums, 1))
 
 

@@ -93,7 +93,7 @@ def plain(model: keras.Model) -> dict[str, tf.Variable]:
                 label += " again"
             named[label] = variable
     known = {id(value_behind(variable)) for variable in of(model)}
-    unique = {id(owner): name for name, owner in reversed(named.items())}
+    unique = {id(variable): name for name, variable in reversed(named.items())}
     return {n: v for n, v in named.items() if unique[id(v)] == n and id(v) not in known}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import SignalReceived
 from towers.keras_adapter import randomness

@@ -88,7 +88,7 @@ def candidates(
         xla = False
     algorithms = []
     if len(towers) > 1 and not stays:
-        # For GPUs, adding on the CPU is slowest; for CPUs it is the first device.
+        # On GPUs, adding on the CPU is slowest. On CPUs, "device" is the same.
         algorithms = ["nccl", "device", "ring"] if gpus else ["cpu", "ring"]
     copies = [
         Choice("replicated", name) for name in algorithms if name != "nccl" or nccl
@@ -149,9 +149,8 @@ def choose(
         most_s: Maximum seconds for measuring, however long the run is.
 
     Returns:
-        The result of each candidate, the best first, which was not dropped; the first
-        of `choices` is best unless others are clearly faster.
-        `choices` where others are not clearly faster.
+        The result of each candidate, the best first. The first of `choices` counts as
+        best unless another is clearly faster; all others were passed to `drop`.
     """
     begun_s = clock()
     first, *left = choices

@@ -106,7 +106,7 @@ class FirstCall:
         """Takes the batches of the call.
 
         Args:
-            program: Runs the model's steps; this call chooses how.
+            program: Holds the current builder, which this call chooses.
             iterator: The argument of the train function.
             train_function: Makes the function of a builder.
             calls_left: Returns the number of calls left; 0 if not known.

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsChange
 from towers.loop import alike, loop
@@ -173,7 +173,7 @@ class FitCall:
         return self.agreement is None
 
     def can_read_variables(self) -> bool:
-        """Returns whether all variables can be read: lost hosts took no parts along."""
+        """Returns whether all variables can be read: not if lost hosts held parts."""
         parts = self.model.builder.pieces.store.hosts_parts
         return parts is None or not (group.is_broken() and parts.any())
 

@@ -31,7 +31,7 @@ def fit(
     `lifecycle.run_state`.
 
     Args:
-        program: Runs the model's steps.
+        program: Holds the current builder, and how it was chosen.
         swap: Takes a function, calls it with the functions of the current builder, and
             replaces them by its result.
         run: Trains. Raises `HostsChange` if all hosts have agreed to stop, and the
@@ -89,7 +89,7 @@ def _leaving():
 
 
 def _lose_parts(program):
-    """Returns whether a host has gone with its part of what hosts divide."""
+    """Zeroes divided variables after a host was lost; returns if there are any."""
     parts = program.builder.pieces.store.hosts_parts
     return parts is not None and parts.lose()
 

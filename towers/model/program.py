@@ -19,7 +19,7 @@ from towers.builders.guard import Guard
 from towers.builders.steps import is_synchronized
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import batch
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import World
 from towers.devices.names import HOST, is_gpu
 from towers.hosts import group

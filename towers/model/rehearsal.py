@@ -64,7 +64,7 @@ def rehearse(
 
     Args:
         call: The call of `fit` that is about to run, whose options are changed.
-        program: Runs the model's steps.
+        program: Holds the current builder, and how it was chosen.
         swap: See `generations.fit`.
         trace: Traces the first step of a call of `fit`.
     """

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.collectives import batch
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.listing import rows, table
 from towers.hosts import group
 from towers.hosts.group import HostFailedError

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from towers._deprecated import accepts_old_names
 from towers.builders.steps import words_of_draws
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.resolved import resolve
 from towers.keras_adapter.layers import layers_of
 from towers.layers.variables import unchanged

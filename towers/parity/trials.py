@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.keras_adapter.layers import (
     has_training_argument,
     layers_of,

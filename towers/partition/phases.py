@@ -86,6 +86,14 @@ def use_of_state(group: Group, trace: Trace, placement: Placement) -> StateUse:
     return StateUse(stateful, reads, updates)
 
 
+# Asynchronous towers (`builders/asynchronous/`). An optimizer must not update a value
+# that was read when the step began: that would undo all updates made since. Home
+# therefore reads a variable again where it needs the value, until the step itself has
+# written the variable, and computes again what follows from such reads alone. A value
+# that towers computed with is kept: a gradient must fit it. Where a tower would add its
+# mean to a total that it was sent, as of a metric, home adds instead.
+
+
 class Late:
     """Groups in which home reads variables as late as possible.
 
@@ -178,8 +186,8 @@ class Late:
     def _schedule(self, op, place, root):
         """Schedules an operation at home at a place, where a consumer needs it.
 
-        `root` is the operation that changes a variable, and needs the result in the
-        end.
+        `root` is the operation that changes a variable and, in the end, takes the
+        result.
         """
         level = place.level
         if (op.name, place) in self._seen:

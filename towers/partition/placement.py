@@ -104,8 +104,8 @@ class Place:
     """Where and when an operation runs.
 
     Attributes:
-        level: Operations of one level run together: first those on the host, then those
-            at home, on the copies, of optimizers, and on the towers.
+        level: Operations of one level run in this order: on the host, at home, on the
+            copies, optimizers, on the towers.
         on_towers: Whether it runs on each tower, with the tower's rows.
         updates: Whether it is an optimizer's `apply`, which runs by itself.
         on_copies: Whether it runs on each copy of the variables, home being the first.
@@ -499,10 +499,10 @@ class Placement:
             return False
         if op.type in OF_SEED or not op.outputs:
             return None
-        input_places = [self._on_towers.get(t.op.name) for t in op.inputs]
+        on_towers = [self._on_towers.get(t.op.name) for t in op.inputs]
         small = all((t.shape.num_elements() or _MANY) < _MANY for t in op.outputs)
         integers = all(t.dtype.is_integer or t.dtype.is_bool for t in op.outputs)
-        if not (False in input_places and small and integers):
+        if not (False in on_towers and small and integers):
             return None
         if any(tensor.op.name in self.hosted for tensor in op.inputs):
             self.hosted.add(op.name)
@@ -528,9 +528,9 @@ class Placement:
 
     def _is_of_packed_batch(self, tensor):
         """Checks whether home has all of a tensor, as the row splits of a batch."""
-        input_place = self._on_towers.get(tensor.op.name, True)
+        on_towers = self._on_towers.get(tensor.op.name, True)
         return self._reader.of(tensor) in (NONE, PACKED) and (
-            key(tensor) in self._of_batch or not input_place
+            key(tensor) in self._of_batch or not on_towers
         )
 
     def _decide_draw(self, op, touched):
@@ -603,7 +603,10 @@ class Placement:
         self.unreadable = frozenset(op.name for op in lists)
 
     def _decide_others(self):
-        """Places equal results: on towers if no other consumer needs them."""
+        """Places operations whose result is the same everywhere.
+
+        They run on the towers, unless home needs the result.
+        """
         on_towers: dict[str, bool] = {}
         for op in self.roots:
             on_towers.setdefault(op.name, False)
@@ -795,7 +798,10 @@ def _refused_own(own, returned, order):
 
 
 def _own_firsts(own, order):
-    """Returns a tower's operations that mix examples; counts only if no others."""
+    """Returns the operations that mix a tower's examples.
+
+    Those of integers are returned only if there are no others.
+    """
     names = {op.name for op in own.firsts} if own is not None else set()
     firsts = [op for op in order if op.name in names]
     return [op for op in firsts if op.outputs[0].dtype.is_floating] or firsts

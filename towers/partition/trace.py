@@ -618,7 +618,7 @@ def _check_cut(optimizer):
 
 
 def _check_each_once(optimizer, variables):
-    """Raises if a call has two gradients of a variable, of which owners know one."""
+    """Raises if a call has two gradients of a variable: its owner applies one."""
     counts = collections.Counter(map(id, variables))
     twice = [variable for variable in variables if counts[id(variable)] > 1]
     if twice:

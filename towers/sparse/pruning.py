@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.program.voice import say
 from towers.sparse.changing import (
     begin_anew,

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.models.block_sparse.layout import sums_of_blocks
 from towers.program.voice import say
 from towers.sparse.changing import (

@@ -32,7 +32,7 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError

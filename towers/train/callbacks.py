@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import wrapt
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.elastic.resize import Resize
 from towers.hosts import group
 from towers.layers.variables import steps_done

@@ -11,7 +11,7 @@ from typing import Any, Self
 import keras
 
 from towers.collectives import batch, reduce
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices import listing
 from towers.devices.configuration import Devices
 from towers.devices.names import HOST

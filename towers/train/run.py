@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from towers._deprecated import rename_keys
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError
 from towers.monitoring.lines import EvaluationProgress

@@ -19,7 +19,7 @@ import towers
 from tests.exact.on_hosts import InRows
 from towers.callbacks import Checkpoint
 from towers.cluster import process_group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts.group import Membership
 
 X = np.random.default_rng(0).normal(size=[8, 4]).astype("float32")

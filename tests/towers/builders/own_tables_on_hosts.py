@@ -27,7 +27,7 @@ from tests.towers.builders.test_own_steps import (
     trained_table,
 )
 from towers.cluster import process_group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts.group import Membership
 from towers.layers import sharded
 

@@ -19,7 +19,7 @@ from towers.cluster.communicator import Communicator
 from towers.cluster.elastic import Coordinator, Member
 from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError, Links
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import ALONE
 from towers.hosts import group
 from towers.hosts.group import ElasticPlace, HostFailedError

@@ -4,7 +4,7 @@ import pytest
 
 from tests import hosts
 from tests.towers.collectives import worlds
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import ALONE
 
 

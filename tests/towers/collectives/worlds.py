@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.cluster import process_group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import World
 from towers.hosts.group import Membership
 

@@ -348,7 +348,7 @@ def test_parity(tmp_path):
 GATE = """
 import os, pathlib, threading
 from towers.hosts import group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 
 FOLDER = pathlib.Path(__file__).parent
 

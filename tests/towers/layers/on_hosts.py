@@ -18,7 +18,7 @@ import towers
 from tests.towers.layers import test_tables
 from towers.callbacks import Checkpoint
 from towers.cluster import process_group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.collectives.spread.variable import SpreadVariable
 from towers.hosts import group
 from towers.hosts.group import HostsDifferError, Membership

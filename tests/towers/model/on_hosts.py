@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts.group import Membership
 from towers.input_pipeline import ArraySource
 from towers.input_pipeline.pipeline import Pipeline

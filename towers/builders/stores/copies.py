@@ -204,7 +204,7 @@ def _learning_rates(model, originals):
         for leaf in (optimizer, *updating(optimizer))
     ]
     rates = {id(learning_rate_variable(leaf)) for leaf in leaves}
-    return [i for i, optimizer in enumerate(originals) if id(optimizer) in rates]
+    return [i for i, variable in enumerate(originals) if id(variable) in rates]
 
 
 def _copy(plan, tower, originals):

@@ -456,11 +456,11 @@ class Store:
 
 @contextlib.contextmanager
 def updating_in_place(device: str, stages: int) -> Iterator[None]:
-    """Inside, an optimizer updates variables on their devices.
+    """Inside, places the operations of an update.
 
-    With one stage, all operations are placed on `device`. With several, each operation
-    is placed on the device of its largest input, and on `device` if it has none. In
-    eager execution, all operations are placed on `device`.
+    Keras applies the optimizer under one device. With one stage, and in eager
+    execution, that is `device`. With several stages, each operation is placed on the
+    device of its largest input, and on `device` if it has none.
     """
 
     def place(operation):

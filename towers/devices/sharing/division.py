@@ -22,7 +22,7 @@ class SharingRun:
         minimum: The number of places that the run is sure of.
         limit: The number of places that it takes at most.
         places: The places that it can use, in its order.
-        held: The places that no other run may take, in the order of acquisition.
+        held: The places that no other run may take, in the order in which it got them.
         filled: The places that it sees filled by other programs.
         waits: Whether it is still waiting for its minimum, and so holds nothing.
     """
@@ -81,18 +81,18 @@ def divide(runs: Sequence[SharingRun]) -> list[tuple[str, ...]]:
 
 
 def fits(runs: Sequence[SharingRun]) -> bool:
-    """Returns whether the places suffice for the minimums of all runs at once."""
+    """Tells whether the places suffice for the minimum of all runs at the same time."""
     counts = _counts(runs)
     return all(n >= run.minimum for n, run in zip(counts, runs, strict=True))
 
 
 def _counts(runs: Sequence[SharingRun]) -> list[int]:
     """Computes the number of places that each run should hold."""
-    unfilled, all_places = _unfilled(runs), [run.places for run in runs]
+    unfilled, every = _unfilled(runs), [run.places for run in runs]
     matching = _Matching(len(runs))
     for index, run in enumerate(runs):
         matching.grow(index, run.minimum, unfilled)
-        matching.grow(index, run.minimum, all_places)
+        matching.grow(index, run.minimum, every)
     growing = {*range(len(runs))}
     while growing:
         index = min(growing, key=lambda index: (matching.counts[index], index))
@@ -109,10 +109,10 @@ def _unfilled(runs):
 
 def _ordered(run: SharingRun, places: Iterable[str]) -> tuple[str, ...]:
     """Sorts places in the order of a run, and drops filled ones above its minimum."""
-    kept = [device for device in run.places if device in places]
-    for device in reversed(run.places):
-        if len(kept) > run.minimum and device in kept and device in run.filled:
-            kept.remove(device)
+    kept = [place for place in run.places if place in places]
+    for place in reversed(run.places):
+        if len(kept) > run.minimum and place in kept and place in run.filled:
+            kept.remove(place)
     return tuple(kept)
 
 
@@ -129,7 +129,7 @@ class _Matching:
         self.counts = [0] * runs
 
     def keep(self, run: int, place: str) -> None:
-        """Gives a run a place if no run has it."""
+        """Gives a run a place if nobody has it."""
         if place not in self.owners:
             self.owners[place] = run
             self.counts[run] += 1
@@ -161,14 +161,14 @@ class _Matching:
         queue = collections.deque([(run, None)])
         while queue:
             taker, left = queue.popleft()
-            new = [device for device in allowed[taker] if device not in reached]
+            new = [place for place in allowed[taker] if place not in reached]
             reached |= dict.fromkeys(new, (taker, left))
-            for device in new:
-                if device not in self.owners:
-                    self._move(device, reached)
+            for place in new:
+                if place not in self.owners:
+                    self._move(place, reached)
                     return True
             # The run's own places lead nowhere, but do no harm either.
-            queue.extend((self.owners[device], device) for device in new)
+            queue.extend((self.owners[place], place) for place in new)
         return False
 
     def _move(self, place, reached):

@@ -9,10 +9,10 @@ from towers.processes import described
 
 
 class Others:
-    """Asks NVIDIA's driver for the use of GPUs by other processes.
+    """Asks NVIDIA's driver what other processes do on GPUs.
 
-    If the driver does not report it, or reports process numbers from outside this
-    container, no place counts as filled.
+    If the driver does not tell, or gives process numbers from outside this container,
+    no place counts as filled.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Others:
         Returns:
             The filled places.
         """
-        gpus = {device: device.partition("/")[0] for device in places}
-        uuids = {gpu for gpu in gpus.values() if gpu.startswith("GPU-")}
-        uses = {gpu: use for gpu in uuids if (use := self._driver.use(gpu)) is not None}
+        gpus = {place: place.partition("/")[0] for place in places}
+        asked = {gpu for gpu in gpus.values() if gpu.startswith("GPU-")}
+        uses = {gpu: use for gpu in asked if (use := self._driver.use(gpu)) is not None}
         seen = {
             pid for use in uses.values() for pid in (*use.memory_of, *use.compute_of)
         }
@@ -53,15 +53,15 @@ class Others:
         }
 
     def _fill(self, use: Use, own: Collection[int]) -> bool:
-        """Returns whether processes other than `own` fill a GPU."""
-        # The rest may belong to processes that are not visible in this container.
+        """Tells whether processes other than `own` fill a GPU."""
+        # The rest may belong to processes that are not visible here, as a container's.
         memory = use.memory - sum(use.memory_of.get(pid, 0) for pid in own)
         compute = sum(part for pid, part in use.compute_of.items() if pid not in own)
         return memory > self._memory or compute > self._compute
 
 
 def _is_of(pid: int, pids: Collection[int]) -> bool:
-    """Returns whether a process is in `pids`, or was started by one of them."""
+    """Tells whether a process is in `pids`, or was started by one of them."""
     if pid in pids:
         return True
     try:

@@ -13,7 +13,7 @@ from towers.devices.wish import check_unique, is_int
 
 Filled = Callable[[Sequence[str], Collection[int]], Collection[str]]
 
-# Seconds between two looks of a waiting run, and until it reports that it waits.
+# How often a waiting run looks, and after how many seconds it says so.
 _POLL_S, _PATIENCE_S = 0.5, 5.0
 
 
@@ -64,7 +64,7 @@ class Registry:
         self._machine = here or SharedMachine()
         self._table = Table(folder or machine.usual_folder(), self._machine)
         self._run: SharingRun | None = None
-        # The places that the run really uses, in the order of acquisition.
+        # The places that it really uses, in the order in which it got them.
         self._held: tuple[str, ...] = ()
         self._reported: frozenset[str] | None = None
         self._pids: frozenset[int] = frozenset()
@@ -72,8 +72,8 @@ class Registry:
     def join(self, seconds: float, say: Callable[[str], None]) -> tuple[str, ...]:
         """Waits until this run has at least its minimum of places.
 
-        The run gets no places before. Meanwhile the looks of other runs tell them which
-        places to give up.
+        It gets none before. Meanwhile the looks of other runs tell them what to give
+        up.
 
         Args:
             seconds: The longest time to wait.
@@ -111,9 +111,9 @@ class Registry:
             index, taken = self._find(runs)
             aim = [p for p in division.divide(runs)[index] if p not in taken]
             # A new place may still be another run's; until then the run keeps its own.
-            for device in (*runs[index].held, *self._held):
-                if len(aim) < self._minimum and device not in aim:
-                    aim.append(device)
+            for place in (*runs[index].held, *self._held):
+                if len(aim) < self._minimum and place not in aim:
+                    aim.append(place)
             self._keep(runs, index, [p for p in (*self._held, *aim) if p not in taken])
         return self._ordered(aim)
 
@@ -128,22 +128,22 @@ class Registry:
                 listed by this run, or the file cannot be used.
         """
         self._check_joined("hold")
-        if strange := [device for device in places if device not in self._places]:
+        if strange := [place for place in places if place not in self._places]:
             raise RegistryError(
                 f"Received {strange[0]!r} to hold; expected one of this run's places: "
                 f"{', '.join(self._places)}."
             )
         with self._table.locked() as runs:
             index, taken = self._find(runs)
-            for device in places:
-                if device in taken and device not in self._held:
+            for place in places:
+                if place in taken and place not in self._held:
                     raise RegistryError(
-                        f"Received {device!r} to hold, which {taken[device]} holds; "
+                        f"Received {place!r} to hold, which {taken[place]} holds; "
                         "expected free places and this run's, as look() names them."
                     )
-            known = [device for device in self._held if device in places]
+            known = [place for place in self._held if place in places]
             held = tuple(dict.fromkeys((*known, *places)))
-            self._keep(runs, index, [device for device in held if device not in taken])
+            self._keep(runs, index, [place for place in held if place not in taken])
         self._held = held
 
     def leave(self) -> None:
@@ -211,7 +211,7 @@ class Registry:
         with self._table.locked() as runs:
             index, taken = self._find(runs)
             aims = division.divide(runs)
-            free = [device for device in aims[index] if device not in taken]
+            free = [place for place in aims[index] if place not in taken]
             if len(free) < self._minimum:
                 return (), _holders(runs, aims)
             self._keep(runs, index, free)
@@ -227,7 +227,7 @@ class Registry:
         taken = {p: run for run in runs if run.token != own.token for p in run.held}
         tokens = [run.token for run in runs]
         if own.token not in tokens:
-            held = tuple(device for device in self._held if device not in taken)
+            held = tuple(place for place in self._held if place not in taken)
             runs.append(dataclasses.replace(own, held=held))
             tokens.append(own.token)
         index = tokens.index(own.token)
@@ -238,7 +238,7 @@ class Registry:
         return index, taken
 
     def _keep(self, runs, index, held):
-        """Reserves places, which no other run may take, for this run in the file."""
+        """Writes the places that no other run may take."""
         held = tuple(dict.fromkeys(held))
         self._run = dataclasses.replace(runs[index], held=held, waits=False)
         runs[index] = self._run
@@ -248,16 +248,16 @@ class Registry:
         now = frozenset(self._filled(self._places, self._pids))
         before = now if self._reported is None else self._reported
         filled = tuple(
-            device
-            for device in self._places
-            if (device in now and device in before)
-            or ((device in now or device in before) and device in self._run.filled)
+            place
+            for place in self._places
+            if (place in now and place in before)
+            or ((place in now or place in before) and place in self._run.filled)
         )
         self._reported = now
         self._run = dataclasses.replace(self._run, filled=filled)
 
     def _ordered(self, places):
-        return tuple(device for device in self._places if device in places)
+        return tuple(place for place in self._places if place in places)
 
     def _check_joined(self, asked):
         if self._run is None or self._run.waits:
@@ -290,27 +290,27 @@ def _check_parts(run, others):
     """Raises an error if a run divides a GPU into other parts than other runs."""
     parts = _parts(run)
     for other in others:
-        for gpu, split in _parts(other).items():
-            if parts.get(gpu, split) != split:
+        for gpu, theirs in _parts(other).items():
+            if parts.get(gpu, theirs) != theirs:
                 raise RegistryError(
                     f"Received --gpu_split={parts[gpu]} for {gpu}, which {other.name} "
-                    f"has with --gpu_split={split}; expected the same in all runs."
+                    f"has with --gpu_split={theirs}; expected the same in all runs."
                 )
 
 
 def _parts(run):
     """Returns the number of parts of each GPU, from places such as GPU-a/0 of 2."""
-    partitions = (device.partition("/") for device in run.places)
+    partitions = (place.partition("/") for place in run.places)
     return {gpu: part.partition(" of ")[2] for gpu, _, part in partitions if part}
 
 
 def _does_not_fit(run, runs):
     minimums = ", ".join(f"{member.minimum} for {member}" for member in runs)
-    devices = {device for member in (run, *runs) for device in member.places}
+    every = {place for member in (run, *runs) for place in member.places}
     rest = f", with {minimums} before" if runs else ""
     return (
         f"Received a minimum of {_places(run.minimum)} for this run{rest}; expected "
-        f"all together to fit into {_places(len(devices))}, so ask for less, or wait "
+        f"all together to fit into {_places(len(every))}, so ask for less, or wait "
         "until a run has ended."
     )
 

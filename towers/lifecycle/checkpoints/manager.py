@@ -18,7 +18,7 @@ from typing import Any
 
 import keras
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs

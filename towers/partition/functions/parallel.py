@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.analysis import effects
 from towers.analysis.kinds import ROWS
 from towers.collectives import batch
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.names import HOST, is_gpu
 from towers.devices.resolved import resolve
 from towers.keras_adapter.graphs import has_tangents

@@ -93,15 +93,15 @@ class Update:
             for name, value in vars(owner).items()
             if isinstance(value, (*_SETTINGS, LearningRateSchedule))
         ]
-        constraints = [getattr(owner, "constraint", None) for owner in self._variables]
+        constraints = [getattr(v, "constraint", None) for v in self._variables]
         return repr([*settings, *map(id, constraints)])
 
     def _copied(self, arrived: Sequence[Mapping[int, tf.Tensor]], trace: Trace):
         """Returns copies of the update's inputs: variables, state, and gradients."""
-        variables = {id(item.handle): item for item in trace.concrete.variables}
+        variables = {id(v.handle): v for v in trace.concrete.variables}
         handles = self._copies.handles()[0].keys() | self._state.handles()[0].keys()
         needed = together(trace.graph, handles, variables.keys()) - handles
-        self._state.add(variables[item] for item in needed)
+        self._state.add(variables[handle] for handle in needed)
         pairs = zip(self._copies.handles(), self._state.handles(), strict=True)
         copies = [a | b for a, b in pairs]
         return Copied([copies[0], *map(dict.__or__, copies[1:], arrived)], "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline.room import shuffle_note
 from towers.input_pipeline.records import quarantine

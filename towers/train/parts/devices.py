@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from towers.collectives.membership import this_host
+from towers.collectives.joined_hosts import this_host
 from towers.devices.configuration import Devices, configure
 from towers.elastic import requests
 from towers.elastic.generations import WishSource

@@ -1,4 +1,4 @@
-"""Returns the group of hosts that this process trains with."""
+"""The hosts that this process trains with, as a `World`."""
 
 from towers.collectives.world import ALONE, World
 from towers.hosts import group
