@@ -329,7 +329,9 @@ def _ways():
         of_all_outputs(weighted=True),
         their_losses(),
         their_metrics,
-        ("2 towers", "shares (1, 2, 3)", "gradient accumulation", "jit_compile"),
+        # Not by XLA, which makes the gradient of a cosine of zeros no number, on one
+        # device as well.
+        ("2 towers", "shares (1, 2, 3)", "gradient accumulation"),
     )
 
 

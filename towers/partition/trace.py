@@ -447,11 +447,16 @@ class Trace:
                 *map(functools.partial(_seed, self.fraction), flat, kinds, upstream)
             ]
             of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
-            gradients = [*map(self._kept, tf.nest.flatten(of_tape), flat_sources)]
+            pairs = zip(tf.nest.flatten(of_tape), flat_sources, strict=True)
+            parts = [
+                [self._kept(part, source) for part in self._parts_of(gradient, source)]
+                for gradient, source in pairs
+            ]
+            gradients = [first for first, *_ in parts]
             uses = [*map(_overwriting_uses, gradients, flat_sources)]
         if self.labels is not None:
             self.labels.note_gradients(created)
-        known = self._note_kinds(flat, gradients, flat_sources, of_sources)
+        known = self._note_kinds(flat, parts, flat_sources, of_sources)
         self.reader.know(known)
         region = Region([*known])
         self.regions.update((op.name, region) for op in created)
@@ -463,8 +468,11 @@ class Trace:
             # Each tower computes its own value; home takes the largest.
             self.reader.know({key(use): NONE})
             self.reader.extremes[key(use)] = Total(use, COUPLED)
-        pairs = zip(gradients, uses, strict=True)
-        gradients = [tf.add_n(values) if values else g for g, values in pairs]
+        triples = zip(gradients, parts, uses, strict=True)
+        gradients = [
+            tf.add_n(values) if values else g if len(of_one) == 1 else _joined(of_one)
+            for g, of_one, values in triples
+        ]
         return tf.nest.pack_sequence_as(of_tape, gradients)
 
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
@@ -508,7 +516,7 @@ class Trace:
     def _kept(self, gradient, source):
         """Returns a gradient; all its rows if the indices depend on a total."""
         sparse = isinstance(gradient, tf.IndexedSlices)
-        if sparse and self._rows_of(gradient, source) not in (NONE, ROWS):
+        if sparse and self._rows_of(gradient.indices, source) not in (NONE, ROWS):
             dense = tf.convert_to_tensor(gradient)
             rows = tf.range(tf.shape(dense)[0])
             return tf.IndexedSlices(dense, rows, tf.shape(dense))
@@ -526,6 +534,31 @@ class Trace:
             if (table := self.lookups.get(op.inputs[0].op.name)) is not None:
                 self.lookups[op.name] = table
         return kept
+
+    def _parts_of(self, gradient, source):
+        """Divides a sparse gradient into rows that the batch names, and fixed rows.
+
+        The towers' slices of the former are concatenated, those of the latter added: an
+        optimizer that squares slices sees as many of them as on one device.
+
+        Returns:
+            The parts in the order of the gradient's slices; of other gradients, one.
+        """
+        if not isinstance(gradient, tf.IndexedSlices):
+            return [gradient]
+        indices = _index_parts(gradient.indices)
+        kinds = {self._rows_of(unshifted, source) for unshifted, _ in indices}
+        values = _value_parts(gradient.values, len(indices))
+        if kinds != {NONE, ROWS} or values is None:
+            return [gradient]
+        return [
+            tf.IndexedSlices(
+                tf.concat(columns, axis=1) if len(columns) > 1 else columns[0],
+                part if start is None else part + start,
+                gradient.dense_shape,
+            )
+            for columns, (part, start) in zip(values, indices, strict=True)
+        ]
 
     def _of_lookups(self, gradient):
         """Returns a sparse gradient whose indices are the row numbers as looked up.
@@ -553,20 +586,25 @@ class Trace:
         )
         return tf.IndexedSlices(value_parts, indices, gradient.dense_shape)
 
-    def _rows_of(self, slices, source):
+    def _rows_of(self, indices, source):
         """Returns how the indices of a sparse gradient depend on the examples."""
-        kind = self._apart.of(slices.indices)
+        kind = self._apart.of(indices)
         cut = next(sharded.sources_of([source])) is not source
         # The rows were looked up, each in its shard.
         return ROWS if cut and kind is not NONE else kind
 
-    def _note_kinds(self, targets, gradients, sources, kinds):
+    def _note_kinds(self, targets, parts, sources, kinds):
         """Records how gradients depend on the examples; returns this by their keys."""
         known, own = {}, self.reader.own
         is_own = own is not None and any(target in own for target in targets)
-        for gradient, source, kind in zip(gradients, sources, kinds, strict=True):
+        every = [
+            (gradient, source, kind)
+            for of_one, source, kind in zip(parts, sources, kinds, strict=True)
+            for gradient in of_one
+        ]
+        for gradient, source, kind in every:
             sparse = isinstance(gradient, tf.IndexedSlices)
-            if sparse and self._rows_of(gradient, source) is NONE:
+            if sparse and self._rows_of(gradient.indices, source) is NONE:
                 # The indices are the same on each tower, as for a table of positions.
                 self.added[key(gradient.values)] = SUM
                 self.gradients.add(key(gradient.values))
@@ -606,6 +644,41 @@ class Trace:
             return True
         # Within a gradient of a gradient, each tower has its own part.
         return key(tensor) in self.added and not self._in_gradient(op)
+
+
+def _index_parts(indices):
+    """Returns the parts of indices, each with a shift that is still to be added.
+
+    The shift is the start of a shard, to whose rows several look-ups refer; `None`
+    without one.
+    """
+    parts = []
+    for part in joined_parts(indices):
+        if part.op.type != "AddV2":
+            parts.append((part, None))
+            continue
+        of_shard, start = part.op.inputs
+        parts += [(unshifted, start) for unshifted in joined_parts(of_shard)]
+    return parts
+
+
+def _value_parts(values, count):
+    """Returns the values of each of `count` look-ups, in columns if shards have these.
+
+    Returns `None` if the parts are not those of look-ups.
+    """
+    parts = joined_parts(values)
+    shards, left = divmod(len(parts), count)
+    if left or (shards > 1 and tf.get_static_value(values.op.inputs[-1]) != 1):
+        return None
+    return [parts[k::count] for k in range(count)]
+
+
+def _joined(parts):
+    """Concatenates the slices of sparse gradients of one variable."""
+    values = tf.concat([part.values for part in parts], axis=0)
+    indices = tf.concat([part.indices for part in parts], axis=0)
+    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
 def _check_cut(optimizer):

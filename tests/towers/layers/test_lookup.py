@@ -145,3 +145,57 @@ def test_which_tables_stay_at_home():
     adapted.build()
     adapted.enable_lora(2)
     assert found(adapted) == []
+
+
+# Rows that the batch names and fixed ones, of one table, in one gradient.
+
+
+class BatchAndFixedRows(keras.layers.Layer):
+    """Looks up rows of a batch, and rows that are the same for all examples."""
+
+    def __init__(self, fixed):
+        super().__init__()
+        self.table, self.fixed = keras.layers.Embedding(*TABLE), np.array(fixed)
+
+    def call(self, ids):
+        rows = keras.ops.sum(self.table(ids), 1)
+        return rows * keras.ops.sum(self.table(self.fixed), 0) + self.table(ids[:, 1])
+
+
+def _trained(fixed, optimizer, wrap):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((STEPS,), dtype="int32")
+    outputs = keras.layers.Dense(3)(BatchAndFixedRows(fixed)(inputs))
+    model = keras.Model(inputs, outputs)
+    trained = wrap(model)
+    trained.compile(optimizer, "mse")
+    trained.fit(
+        _ids() % 7, _targets(), batch_size=5, epochs=2, shuffle=False, verbose=0
+    )
+    return [variable.numpy() for variable in model.variables]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variable_update": "parameter_server"},
+        {"variable_update": "replicated"},
+        {"variable_update": "sharded"},
+        {"shard_embeddings": "rows"},
+        {"shard_embeddings": "columns"},
+        slow({"stages": 2}),
+        slow({"micro_batches": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixed", [[0, 1, 2], [2, 0, 2, 1]], ids=["once", "twice"])
+@pytest.mark.parametrize("optimizer", ["adam", slow("adagrad")])
+def test_rows_of_the_batch_and_fixed_ones_are_updated_as_on_one_device(
+    optimizer, fixed, options
+):
+    alone = _trained(fixed, optimizer, lambda model: model)
+    together = _trained(
+        fixed, optimizer, lambda model: multi_gpu_model(model, 2, **options)
+    )
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
