@@ -329,9 +329,18 @@ def _ways():
         of_all_outputs(weighted=True),
         their_losses(),
         their_metrics,
-        # Not by XLA, which makes the gradient of a cosine of zeros no number, on one
-        # device as well.
         ("2 towers", "shares (1, 2, 3)", "gradient accumulation"),
+    )
+    # XLA makes the gradient of a cosine of zeros no number, on one device as well.
+    yield from in_each_way(
+        "masks",
+        "four outputs, two masked, weights, no cosine",
+        some_masked,
+        of_all_outputs(weighted=True),
+        their_losses()
+        | {"step": losses.MeanSquaredError(reduction="mean_with_sample_weight")},
+        their_metrics,
+        ("jit_compile",),
     )
 
 

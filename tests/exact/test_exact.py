@@ -514,11 +514,15 @@ PARAMETERS_IN_PARTS = [
 
 
 def layout_in_parts(case):
-    """Returns the layout in which a case runs; a few go with neither of some."""
+    """Returns the layout in which a case runs; a few go with neither of some.
+
+    A case of one tower equals one device on that tower alone.
+    """
     number = number_of(case) // 5
     layout = PARAMETERS_IN_PARTS[number % len(PARAMETERS_IN_PARTS)]
     plain = case.reference is not None or "split_ratios" in case.options
-    return PARAMETERS_IN_PARTS[0] if plain or case.verdict != "equal" else layout
+    plain |= case.towers == 1 or case.verdict != "equal"
+    return PARAMETERS_IN_PARTS[0] if plain else layout
 
 
 @pytest.mark.quick_one_in(5)

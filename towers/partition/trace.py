@@ -452,8 +452,8 @@ class Trace:
                 [self._kept(part, source) for part in self._parts_of(gradient, source)]
                 for gradient, source in pairs
             ]
-            gradients = [first for first, *_ in parts]
-            uses = [*map(_overwriting_uses, gradients, flat_sources)]
+            pairs = zip(parts, flat_sources, strict=True)
+            uses = [_overwriting_uses(first, source) for (first, *_), source in pairs]
         if self.labels is not None:
             self.labels.note_gradients(created)
         known = self._note_kinds(flat, parts, flat_sources, of_sources)
@@ -468,10 +468,9 @@ class Trace:
             # Each tower computes its own value; home takes the largest.
             self.reader.know({key(use): NONE})
             self.reader.extremes[key(use)] = Total(use, COUPLED)
-        triples = zip(gradients, parts, uses, strict=True)
         gradients = [
-            tf.add_n(values) if values else g if len(of_one) == 1 else _joined(of_one)
-            for g, of_one, values in triples
+            tf.add_n(values) if values else _joined(of_source)
+            for of_source, values in zip(parts, uses, strict=True)
         ]
         return tf.nest.pack_sequence_as(of_tape, gradients)
 
@@ -599,8 +598,8 @@ class Trace:
         is_own = own is not None and any(target in own for target in targets)
         every = [
             (gradient, source, kind)
-            for of_one, source, kind in zip(parts, sources, kinds, strict=True)
-            for gradient in of_one
+            for of_source, source, kind in zip(parts, sources, kinds, strict=True)
+            for gradient in of_source
         ]
         for gradient, source, kind in every:
             sparse = isinstance(gradient, tf.IndexedSlices)
@@ -675,7 +674,9 @@ def _value_parts(values, count):
 
 
 def _joined(parts):
-    """Concatenates the slices of sparse gradients of one variable."""
+    """Joins the parts of a gradient: slices are concatenated; a single part stays."""
+    if len(parts) == 1:
+        return parts[0]
     values = tf.concat([part.values for part in parts], axis=0)
     indices = tf.concat([part.indices for part in parts], axis=0)
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)
