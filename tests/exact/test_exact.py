@@ -616,12 +616,9 @@ def is_for_hosts(case):
     """Tells whether a case runs on hosts: the quick ones, and a third of all others.
 
     Hosts add up what their towers have added up, whatever it is. They refuse ragged
-    and sparse batches of which each has its own rows, as these cannot be sent; and
-    random numbers of TensorFlow's own state in a graph, as each would draw others.
+    and sparse batches of which each has its own rows, as these cannot be sent.
     """
     if "ragged" in case.name or "sparse inputs" in case.name:
-        return False
-    if "turned at random" in case.name and "run_eagerly" not in case.name:
         return False
     if case.group == combinations.GROUP:
         return case in OF_A_KIND.values()

@@ -80,7 +80,7 @@ class Steps:
         data = context.begin(step.removesuffix("_step"), data)
         partitioned = self._partition(step, _local_spec(data))
         if plan.hosts.count > 1:
-            refuse_stateful_draws(model, partitioned.stateful_draws)
+            refuse_draws(model, partitioned.draws_of_host)
         if local_batches is None:
             local_batches = self.pieces.batches.place(data)
         timers = guard = None
@@ -288,8 +288,8 @@ def refuse_stateful(model: keras.Model) -> None:
             )
 
 
-def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
-    """Refuses random numbers from TensorFlow's own state, on several hosts.
+def refuse_draws(model: keras.Model, phrases: Sequence[str]) -> None:
+    """Refuses random numbers that several hosts cannot share.
 
     Args:
         model: The model.
@@ -298,8 +298,10 @@ def refuse_stateful_draws(model: keras.Model, phrases: Sequence[str]) -> None:
     if phrases:
         raise ModelError(
             f"Model '{model.name}' draws random numbers of TensorFlow's own state"
-            f"{phrases[0]}, which differs between hosts; expected a step that draws "
-            "by keras.random with a seed generator, or run_eagerly=True."
+            f"{phrases[0]}, in a loop or a branch that also changes a variable, or "
+            "fills a list as tf.map_fn does, so that hosts cannot share the numbers; "
+            "expected a draw outside of the loop, keras.random with a seed generator, "
+            "or run_eagerly=True."
         )
 
 

@@ -116,7 +116,7 @@ class World(Protocol):
         """Returns the first host's tensors, bit for bit.
 
         Args:
-            tensors: Dense tensors of static shapes.
+            tensors: Dense tensors, of the same shapes on all hosts.
             purpose: Name of the tensors.
         """
 

@@ -347,7 +347,7 @@ def _called_on_the_host(function):
             python_calls.guard_all()
         # By default, TensorFlow would send values that a loop passes from step to step
         # through the first GPU.
-        with tf.device(HOST):
+        with tf.device(HOST), runtime.optimizing_graphs_once():
             return function(data)
 
     return call

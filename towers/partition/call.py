@@ -518,6 +518,8 @@ class PartitionedCall:
         with tf.device(device):
             values = [self._of_copy(k, taken.tensor) for taken in phase.takes]
             outputs = phase(values, self._compiles_update(phase, device), self._gate)
+            if phase.place.of_first_host and outputs and self._plan.hosts.count > 1:
+                outputs = self._plan.hosts.broadcast(outputs, "random numbers")
         self._copies[k].update(zip(map(key, phase.makes), outputs, strict=True))
 
     def _device(self, phase):

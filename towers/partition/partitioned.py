@@ -261,6 +261,11 @@ class Partitioned:
         """The locations of random draws that use no state of a variable, as phrases."""
         return [where(op) for op in self.placement.order if op.type in STATEFUL_DRAWS]
 
+    @property
+    def draws_of_host(self) -> list[str]:
+        """The locations of random draws that hosts cannot share, as phrases."""
+        return [*map(where, self.placement.draws_of_host)]
+
     def __call__(
         self,
         plan: Plan,

@@ -113,6 +113,8 @@ class Place:
             runs it on the host, and a tower runs it at home, as for look-ups of rows.
         exchanges: Whether it reads a sharded variable, which devices or hosts exchange
             once for all towers of a host.
+        of_first_host: Whether all hosts take the first host's results, as of random
+            numbers of TensorFlow's own state, of which each host has another.
     """
 
     # In the order of comparison: later operations compare greater.
@@ -122,6 +124,7 @@ class Place:
     updates: bool = False
     on_copies: bool = False
     exchanges: bool = False
+    of_first_host: bool = False
 
     def is_behind(self, other: "Place") -> bool:
         """Checks whether this place, on the same level, comes later than the other."""
@@ -147,6 +150,8 @@ class Placement:
             inputs, by its name.
         assigned: The sharded parameters that the function assigns itself, for which it
             is refused.
+        draws_of_host: Operations at home with random numbers of TensorFlow's own state
+            that other hosts cannot take, as a loop that also assigns a variable.
     """
 
     def __init__(
@@ -218,12 +223,18 @@ class Placement:
             lambda handle: is_copied(self._handles.get(key(handle))),
         )
         self.refused += mixed
+        draws = {e.name for e in effects.of(self.order) if e.type in effects.RANDOM}
+        self.draws_of_host: list[tf.Operation] = []
         for op in self.order:
             if op.type != "Const" and not self._is_value(op):
                 on_towers = bool(self._on_towers[op.name])
                 updates = op.name in trace.updates
                 exchanges = op.type in _EXCHANGED and self.parts_read(op) is not None
                 on_device = op.name not in self.hosted and not self._looks_up(op)
+                of_first_host = op.name in draws and not on_towers
+                if of_first_host and (op.name in on_copies or not _only_draws(op)):
+                    of_first_host = False
+                    self.draws_of_host.append(op)
                 op_place = Place(
                     level=0,
                     on_towers=on_towers,
@@ -231,6 +242,7 @@ class Placement:
                     updates=updates,
                     on_copies=op.name in on_copies,
                     exchanges=exchanges,
+                    of_first_host=of_first_host,
                 )
                 level = self._level(op, op_place)
                 self.places[op.name] = dataclasses.replace(op_place, level=level)
@@ -748,6 +760,17 @@ class Placement:
                 "those of one device."
             )
         return lines
+
+
+def _only_draws(op):
+    """Checks whether an operation changes no variable but a random generator's.
+
+    Its results have to be numbers, which can be sent to other hosts.
+    """
+    types = {effect.type for effect in effects.of([op])}
+    return types <= effects.RANDOM | effects.REPEATED and all(
+        t.dtype.is_bool or t.dtype.is_floating or t.dtype.is_integer for t in op.outputs
+    )
 
 
 def _taker(op):

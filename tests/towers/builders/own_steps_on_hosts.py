@@ -40,7 +40,7 @@ class Steps(keras.Model):
         """Trains on x and y."""
         x, y = data[:2]
         if self.noisy:
-            x += tf.random.normal(tf.shape(x))
+            x += tf.random.normal(tf.shape(x), seed=3)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x) + self.shift - y))
         weights = self.trainable_variables
@@ -92,6 +92,17 @@ def eager_on_one_device():
     return numbers_of(model, tf.data.Dataset.from_tensor_slices((X, Y)).batch(5))
 
 
+def noisy_losses():
+    """The losses of three steps with random numbers, of plain Keras."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    model = Steps(inputs, keras.layers.Dense(1)(inputs))
+    model.noisy = True
+    model.compile("sgd")
+    tf.random.set_seed(1)
+    return [float(model.train_on_batch(X, Y)) for _ in range(3)]
+
+
 def numbers_of(model, data):
     """What two epochs make of a model, in one list."""
     losses = [float(model.train_on_batch(X, Y))]
@@ -126,7 +137,9 @@ def main(rank, addresses, counts, folder):
     found["loss"] = float(parallel.train_on_batch(X, Y))
     found["shift"] = float(parallel.__wrapped__.shift)
     noisy = on_towers(noisy=True, gpus=mine)
-    found["draws"] = said(lambda: noisy.train_on_batch(X, Y))
+    tf.random.set_seed(1 + rank)
+    found["draws"] = [float(noisy.train_on_batch(X, Y)) for _ in range(3)]
+    found["drawn"] = [weight.tolist() for weight in noisy.get_weights()]
     found["continued"] = continued(mine, folder)
     found["eager"], found["noisy"] = (eagerly(mine, noisy) for noisy in (False, True))
     with open(os.path.join(folder, f"found{rank}.json"), "w") as file:

@@ -332,10 +332,8 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
     assert "x[6] of the batch" in first["data"]
     assert first["loss"] == second["loss"] > 0
     assert first["shift"] == second["shift"] == 0
-    for each in (first, second):
-        assert "own state at" in each["draws"]
-        assert "own_steps_on_hosts.py" in each["draws"]
-        assert "keras.random" in each["draws"]
+    assert first["draws"] == second["draws"] and first["drawn"] == second["drawn"]
+    np.testing.assert_allclose(first["draws"], own_steps_on_hosts.noisy_losses(), 1e-5)
     assert first["continued"] == second["continued"]
     # One device computes each batch; the first host's numbers count.
     plain = own_steps_on_hosts.eager_on_one_device()

@@ -30,6 +30,44 @@ def centred(x):
     return x - tf.reduce_mean(x, axis=0), tf.reduce_max(x)
 
 
+def in_a_loop(x):
+    """Adds random numbers to the rows, three times."""
+    add = lambda i, x: (i + 1, x + tf.random.normal(tf.shape(x), seed=3))  # noqa: E731
+    return tf.while_loop(lambda i, x: i < 3, add, (0, x))[1]
+
+
+def in_a_list(x):
+    """Adds other random numbers to each row, in a loop that fills a list."""
+    return tf.map_fn(lambda row: row + tf.random.normal([4], seed=3), x)
+
+
+def assigned(x, total):
+    """Adds random numbers to a variable, in a loop."""
+    for _ in tf.range(2):
+        total.assign_add(tf.random.normal([], seed=3))
+    return x + total
+
+
+# Random numbers of TensorFlow's own state, as a function of the rows.
+DRAWS = {
+    "normal": lambda x: x + tf.random.normal(tf.shape(x), seed=3),
+    "one for all": lambda x: x * tf.random.uniform([], seed=3),
+    "gamma": lambda x: x * tf.random.gamma([4], 2.0, seed=3),
+    "integers": lambda x: x + tf.one_hot(tf.random.uniform([], 0, 4, "int32", 3), 4),
+    "shuffled rows": lambda x: tf.random.shuffle(x, seed=3),
+    "in a loop": in_a_loop,
+}
+
+
+def drawn(make):
+    """Results of the functions in DRAWS, each called twice."""
+    results = {}
+    for name, function in DRAWS.items():
+        function = make(function)
+        results[name] = [function(tf.constant(X)).numpy().tolist() for _ in range(2)]
+    return results
+
+
 def trained(make_step, seed=1):
     """Trains a small model; returns its weights, and the losses."""
     keras.utils.set_random_seed(seed)
@@ -104,8 +142,14 @@ def main(rank, addresses, counts, folder):
     found["rows"], found["largest"] = rows.numpy().tolist(), float(largest)
     found["gradient"] = tape.gradient(total, x).numpy().tolist()
     found["differ"] = said(lambda: function(X[: 5 + rank]))
-    noisy = towers.parallelize(lambda x: x + tf.random.normal(tf.shape(x)), mine)
-    found["draws"] = said(lambda: noisy(X))
+    # The second host draws other numbers.
+    tf.random.set_seed(1 + rank)
+    found["drawn"] = drawn(lambda function: towers.parallelize(function, mine))
+    total = tf.Variable(0.0, trainable=False)
+    functions = in_a_list, tf.function(lambda x: assigned(x, total))
+    found["draws"] = [
+        said(lambda f=f: towers.parallelize(f, mine)(X)) for f in functions
+    ]
     with open(os.path.join(folder, f"found{rank}.json"), "w") as file:
         json.dump(found, file)
 

@@ -433,6 +433,8 @@ def test_hosts_equal_one_device(layout, tmp_path):
         rows, largest = parallel_on_hosts.centred(x)
         total = tf.reduce_sum(rows**2) + largest
     gradient = tape.gradient(total, x).numpy().tolist()
+    tf.random.set_seed(1)
+    drawn = parallel_on_hosts.drawn(tf.function)
     for rank in range(len(layout)):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
         for way in ("trained", "prefetched", "replicated"):
@@ -442,7 +444,12 @@ def test_hosts_equal_one_device(layout, tmp_path):
         _close(found["gradient"], gradient)
         assert found["largest"] == float(largest)
         assert "Hosts have different batches; give all hosts" in found["differ"]
-        assert "own state at" in found["draws"] and "keras.random" in found["draws"]
+        for name, values in drawn.items():
+            np.testing.assert_allclose(
+                found["drawn"][name], values, rtol=1e-6, atol=1e-6, err_msg=name
+            )
+        for sentence in found["draws"]:
+            assert "own state at" in sentence and "keras.random" in sentence
 
 
 def test_gradients_of_another_number_are_refused():

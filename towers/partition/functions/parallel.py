@@ -62,8 +62,8 @@ def parallelize(
         random numbers.
 
     Raises:
-        ValueError: A device does not exist; or on several hosts, the function draws
-            random numbers from TensorFlow's own state.
+        ValueError: A device does not exist; or on several hosts, a loop of the
+            function draws random numbers of `tf.random` and also changes a variable.
     """
     return Parallel(function, plan_of(gpus))
 
@@ -184,12 +184,13 @@ class Parallel:
             return partitioned.on_copies(
                 plan, placed.local_batches, placed.size, whole=whole
             )
-        for line in partitioned.stateful_draws:
+        for line in partitioned.draws_of_host:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
-                f"TensorFlow's own state{line}, on {plan.hosts.count} hosts, where "
-                "each has another; expected keras.random with a seed generator, or "
-                "tf.random.stateless_*."
+                f"TensorFlow's own state{line}, in a loop or a branch that also "
+                "changes a variable, or fills a list as tf.map_fn does, so that "
+                f"{plan.hosts.count} hosts cannot share the numbers; expected a draw "
+                "outside of the loop, or keras.random with a seed generator."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
             return partitioned.on_copies(
