@@ -33,6 +33,7 @@ CORE = [
 ARRAY_RECORD = ["array-record>=0.8,<1"]
 # Each version is for one of TensorFlow, which it asks for.
 TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
+MPI = ["mpi4py>=4,<5"]
 # Draws what --plot and towers.report show.
 PLOTS = ["matplotlib>=3.10,<4"]
 REPORT = ["jinja2>=3.1,<4", *PLOTS]
@@ -87,6 +88,9 @@ setup(
             *TEXT,
             *REPORT,
             *PROFILE,
+            *MPI,
+            # An MPI to test it with, also on machines that have none.
+            "openmpi>=5,<6; sys_platform == 'linux'",
             # Drives Debian's Chromium, in tests and screenshots of pages.
             "playwright>=1.55,<2",
         ],
@@ -101,6 +105,8 @@ setup(
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,
+        # Connects hosts that mpirun has started, with any MPI that is there.
+        "mpi": MPI,
         # Starts hosts on its cluster: towers launch --launcher=ray.
         "ray": ["ray[default,train]>=2.60,<3"],
         # Makes the site of `make docs`.

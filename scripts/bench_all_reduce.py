@@ -10,6 +10,7 @@ every reducer sums arrays of all sizes in turn. Nothing else may run meanwhile.
 Reducers (--reducers):
 
     towers          ours; towers:fp16 and towers:bf16 round what travels
+    mpi             ours, by MPI (needs mpi4py and mpirun); mpi:fp16 and mpi:bf16, too
     multi_worker    MultiWorkerMirroredStrategy's all_reduce of TensorFlow's tensors
     gloo            PyTorch's (needs torch)
 
@@ -32,6 +33,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from tests import network
+from towers.hosts import group
 from towers.scaling.network import sum_s
 
 FLAGS = flags.FLAGS
@@ -49,22 +51,35 @@ _SUMS, _ROUND_BYTES = 50, 2e8
 
 def towers(rank: int, addresses: list[str], wire: str | None) -> Callable:
     """Connects a host; returns what sums so many numbers."""
-    import ml_dtypes
-    import numpy as np
-
     from towers.cluster.communicator import Communicator
     from towers.cluster.links import Links
     from towers.hosts.group import Membership
 
     names = tuple(f"host {k}" for k in range(len(addresses)))
     communicator = Communicator(Links(Membership(rank, tuple(addresses), names)))
+    return _adding(communicator, len(addresses), wire)
+
+
+def mpi(rank: int, addresses: list[str], wire: str | None) -> Callable:
+    """Connects a process that mpirun has started."""
+    from towers.cluster.process_group import join_as_started
+
+    count = join_as_started().count
+    return _adding(group.communicator(), count, wire)
+
+
+def _adding(communicator, hosts, wire):
+    """Returns what sums so many numbers by a communicator of ours."""
+    import ml_dtypes
+    import numpy as np
+
     types = {None: None, "fp16": np.dtype("float16")}
     types["bf16"] = np.dtype(ml_dtypes.bfloat16)
     arrays = {}
 
     def add(count):
         array = arrays.setdefault(count, np.ones(count, np.float32))
-        assert communicator.all_reduce(array, "sum", types[wire])[-1] == len(addresses)
+        assert communicator.all_reduce(array, "sum", types[wire])[-1] == hosts
 
     return add
 
@@ -115,7 +130,7 @@ def gloo(rank: int, addresses: list[str], _: None) -> Callable:
     return add
 
 
-REDUCERS = {each.__name__: each for each in (towers, multi_worker, gloo)}
+REDUCERS = {each.__name__: each for each in (towers, mpi, multi_worker, gloo)}
 
 
 def work(reducer: str, rank: str, *addresses: str) -> None:
@@ -124,15 +139,27 @@ def work(reducer: str, rank: str, *addresses: str) -> None:
     # What others print is none of the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     add = REDUCERS[name](int(rank), [*addresses], way or None)
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
+    is_first = name != "mpi" or group.joined().rank == 0
+    if is_first:
+        print("ready", file=answers, flush=True)
+    for line in _lines_of_first(is_first) if name == "mpi" else sys.stdin:
         count, times = map(int, line.split())
         seconds = []
         for _ in range(times):
             begun_s = time.perf_counter()
             add(count)
             seconds.append(time.perf_counter() - begun_s)
-        print(json.dumps(seconds), file=answers, flush=True)
+        if is_first:
+            print(json.dumps(seconds), file=answers, flush=True)
+
+
+def _lines_of_first(is_first):
+    """Yields the lines that mpirun gives to the first process alone."""
+    while True:
+        line = sys.stdin.readline().encode() if is_first else b""
+        if not (line := group.communicator().all_gather(line, "line")[0]):
+            return
+        yield bytes(line).decode()
 
 
 class Hosts:
@@ -154,6 +181,9 @@ class Hosts:
         command = [sys.executable, "-m", __spec__.name, "host", reducer]
         start = subprocess.Popen
         self._processes = []
+        if reducer.partition(":")[0] == "mpi":
+            command = [*("mpirun", "-n", str(count), "--bind-to", "none"), *command]
+            count = 1
         for rank in range(count):
             if joined is not None:
                 start = lambda *of, rank=rank, **options: joined.start(  # noqa: E731

@@ -25,6 +25,7 @@ FOREIGN = {
     *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
     *("--help", "--helpfull", "--version", "--verbosity"),
     *("--minutes", "--list", "--parts"),  # of scripts.gpu_truth
+    *("--map-by", "--bind-to", "--mpi", "--kill-on-bad-exit"),  # of mpirun and srun
 }
 MAKE = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

@@ -51,9 +51,23 @@ class Communicator:
         self._lock = threading.Lock()
         links.connect(self._peers() - {self._rank})
 
+    @property
+    def doing(self) -> tuple[str, float] | None:
+        """The purpose of the present exchange and its start, by `time.monotonic`."""
+        return self.links.doing
+
+    @property
+    def broken(self) -> Exception | None:
+        """The error that has ended the exchanges, if any."""
+        return self.links.broken
+
+    def abort(self, message: str) -> None:
+        """Ends each wait for other hosts, in any thread, by a `LinkError`."""
+        self.links.abort(message)
+
     def close(self) -> None:
         """Ends what waits, in any thread, and closes the connections."""
-        self.links.abort("This host has left the others.")
+        self.abort("This host has left the others.")
         # Who is called by a signal in the middle of a collective gets no lock.
         if self._lock.acquire(timeout=_CLOSE_S):
             self.links.close()

@@ -1,9 +1,11 @@
 """Finds this process's place among the hosts, in what a launcher says of it.
 
 That is the environment: of `python -m towers.launch`, of anything that sets TF_CONFIG,
-such as Kubernetes, or of Slurm's `srun`. Ray Train answers its workers instead.
+such as Kubernetes, of MPI's `mpirun`, or of Slurm's `srun`. Ray Train answers its
+workers instead.
 """
 
+import importlib.util
 import math
 import os
 import re
@@ -12,7 +14,13 @@ from typing import NamedTuple
 
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
-from towers.hosts.group import ELASTIC, JOIN_SECONDS, ElasticPlace, ProcessPlace
+from towers.hosts.group import (
+    ELASTIC,
+    JOIN_SECONDS,
+    MPI,
+    ElasticPlace,
+    ProcessPlace,
+)
 from towers.program.voice import warn
 
 _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
@@ -33,8 +41,8 @@ def find(environ: Environ = os.environ) -> ProcessPlace | None:
     """Finds this process's place among several hosts; `None` if it is alone.
 
     What `TOWERS_HOST_RANK` and its kin say counts first, then what Ray Train says, then
-    `TF_CONFIG`, then Slurm's variables. `TOWERS_COORDINATOR`, `TOWERS_TOKEN`,
-    `TOWERS_INTERFACE` and `TOWERS_JOIN_SECONDS` are for all of them.
+    `TF_CONFIG`, then MPI's variables, then Slurm's. `TOWERS_COORDINATOR`,
+    `TOWERS_TOKEN`, `TOWERS_INTERFACE` and `TOWERS_JOIN_SECONDS` are for all but MPI.
 
     Args:
         environ: The environment.
@@ -50,6 +58,9 @@ def find(environ: Environ = os.environ) -> ProcessPlace | None:
         place = _of_ray(environ)
     elif environ.get(_TF_CONFIG, "").strip() not in ("", "{}"):
         place = _of_tf_config(environ)
+    elif (rank := _rank_of_mpi(environ)) is not None:
+        # Before Slurm, which may have started mpirun.
+        place = _of_mpi(environ, rank)
     elif environ.get("SLURM_STEP_ID"):
         place = _of_slurm(environ)
     elif environ.get(_COORDINATOR):
@@ -221,6 +232,22 @@ def task(environ: Environ, name: str) -> ScheduledTask:
         "Received --host_rank=auto, but neither Slurm's srun nor an indexed Job or a "
         "StatefulSet of Kubernetes has started this process; expected a number, from 0."
     )
+
+
+def _rank_of_mpi(environ: Environ) -> str | None:
+    """Returns the variable with the rank, if MPI connects the processes."""
+    name = next((k for k, size in MPI.items() if {k, size} <= environ.keys()), None)
+    by_srun = environ.get("SLURM_STEP_ID") and name in ("PMI_RANK", "PMIX_RANK")
+    # Some clusters let each srun set these, also for programs without MPI.
+    if by_srun and importlib.util.find_spec("mpi4py") is None:
+        return None
+    return name
+
+
+def _of_mpi(environ: Environ, name: str) -> ProcessPlace:
+    """Returns the place of a process that MPI has started."""
+    count = _number(environ, MPI[name], 1)
+    return ProcessPlace(_rank(environ, name, count), count, "", None, mpi=name)
 
 
 def _of_slurm(environ: Environ) -> ProcessPlace:

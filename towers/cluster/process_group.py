@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from towers.cluster import environment, rendezvous
+from towers.cluster import environment, mpi, rendezvous
 from towers.cluster.communicator import Communicator
 from towers.cluster.elastic import Member
 from towers.cluster.heartbeat import Heartbeat
@@ -48,6 +48,10 @@ def join_as_started(environ: Mapping[str, str] = os.environ) -> Membership | Non
     place = environment.find(environ)
     if place is None:
         return None
+    if place.mpi is not None:
+        joined, seed = mpi.connect(place)
+        _begin(joined, seed, seeds=True)
+        return joined.membership
     membership = rendezvous.meet(place)
     join(membership)
     return membership
@@ -123,11 +127,16 @@ def join(membership: Membership, seeds: bool = True) -> None:
             opened.callback(links.close)
             heartbeat, communicator, seed = _connected(membership, links, opened)
             opened.pop_all()
-        group.current = group.Joined(membership, heartbeat, communicator)
     finally:
         _joining = None
+    _begin(group.Joined(membership, heartbeat, communicator), seed, seeds)
+
+
+def _begin(joined: group.Joined, seed: int, seeds: bool) -> None:
+    """Makes connected hosts those of this process."""
+    group.current = joined
     if group.is_together():
-        heartbeat.enter()
+        joined.heartbeat.enter()
     _draw_from(seed, seeds)
     _tell_of_the_end()
 
@@ -142,7 +151,7 @@ def _connected(membership, links, opened) -> tuple[Heartbeat, Communicator, int]
         ends=not membership.elastic,
     )
     opened.callback(heartbeat.close)
-    heartbeat.describe = functools.partial(group.describe, links)
+    heartbeat.describe = functools.partial(group.describe, communicator)
     first = membership.rank == 0
     told = b""
     if first:
@@ -216,7 +225,7 @@ def abort(generation: int, why: str) -> None:
     if soon is not None and soon[0] == generation:
         soon[1].abort(why)
     elif now is not None and now.membership.generation == generation:
-        now.communicator.links.abort(why)
+        now.communicator.abort(why)
 
 
 def _connect_no_more(generation: int, why: str) -> None:

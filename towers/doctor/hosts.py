@@ -45,6 +45,11 @@ def place(
                 "Received --hosts=auto in a process that no launcher has started with "
                 "others; expected addresses, such as --hosts=node0:8476,node1:8476."
             )
+        if found.mpi is not None:
+            raise ValueError(
+                f"Received --hosts=auto and {found.mpi}={found.rank}; expected hosts "
+                "that MPI has not started, as it has its own checks and no addresses."
+            )
         return found
     listed = tuple(hosts.split(","))
     bad = [each for each in listed if not addresses.is_address(each)]

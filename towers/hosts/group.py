@@ -25,6 +25,24 @@ class HostFailedError(RuntimeError):
 class HostsDifferError(ValueError):
     """Hosts that train together differ in their arguments, data or collectives."""
 
+    @classmethod
+    def between(
+        cls, name: str, here: str, other: str, there: str
+    ) -> "HostsDifferError":
+        """Returns the error for two hosts that are in different collectives.
+
+        Args:
+            name: Name of this host.
+            here: Its collective.
+            other: Name of the other host.
+            there: The other host's collective.
+        """
+        return cls(
+            f"{name} exchanges {here} where {other} exchanges {there}; hosts that "
+            "train together have to run the same program with the same arguments, on "
+            "the same batches."
+        )
+
 
 class SignalReceived(Exception):
     """A host has received a signal to stop; all hosts stop at the same batch.
@@ -57,6 +75,8 @@ class ProcessPlace:
         addresses: Address "host:port" at which each host listens, if known before hosts
             meet, as from TF_CONFIG.
         generation: Number of times that all hosts have restarted.
+        mpi: The environment variable with the rank, if MPI has started the hosts. They
+            meet in MPI, and have no coordinator.
     """
 
     rank: int
@@ -67,6 +87,7 @@ class ProcessPlace:
     interface: str | None = None
     addresses: tuple[str, ...] | None = None
     generation: int = 0
+    mpi: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +154,20 @@ class Membership:
 
 # Set for a process that joins a group of elastic hosts.
 ELASTIC = "TOWERS_ELASTIC"
+# The environment variables in which MPI gives a process its rank, and the number of
+# processes: Open MPI; MPICH, Intel MPI and Cray; MVAPICH; and `srun --mpi=pmix`, where
+# Slurm gives the number.
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+    "PMIX_RANK": "SLURM_STEP_NUM_TASKS",
+}
 # A launcher of several processes sets at least one of these; `cluster/environment.py`
 # reads them. Slurm also sets SLURM_NTASKS without srun.
 STARTED = (
     *(ELASTIC, "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT", "TOWERS_COORDINATOR"),
-    *("TOWERS_GENERATION", "TF_CONFIG", "SLURM_STEP_ID", "SLURM_NTASKS"),
+    *("TOWERS_GENERATION", "TF_CONFIG", "SLURM_STEP_ID", "SLURM_NTASKS", *MPI),
 )
 
 
@@ -146,8 +176,9 @@ class Joined(NamedTuple):
 
     Attributes:
         membership: The group of hosts.
-        heartbeat: Detects hosts that fail: a `Heartbeat`.
-        communicator: The collectives of the hosts: a `Communicator`.
+        heartbeat: Detects hosts that fail: a `Heartbeat`, or with MPI, `Ends`.
+        communicator: The collectives of the hosts: a `Communicator`, or an
+            `MpiCommunicator`.
     """
 
     membership: Membership
@@ -245,7 +276,7 @@ def communicator() -> Any:
 
 def collective() -> str | None:
     """Returns the purpose of the collective that this host is in, if any."""
-    doing = None if (now := current) is None else now.communicator.links.doing
+    doing = None if (now := current) is None else now.communicator.doing
     return doing and doing[0]
 
 
@@ -255,9 +286,9 @@ def does_meanwhile(say: Callable[[], str] | None) -> None:
     _meanwhile = say
 
 
-def describe(links: Any) -> list[str | None]:
-    """Describes this host: its collective on some links, if any, and its activity."""
-    doing, say = links.doing, _meanwhile
+def describe(communicator: Any) -> list[str | None]:
+    """Describes this host: its collective, if any, and its activity."""
+    doing, say = communicator.doing, _meanwhile
     return [doing and doing[0], say() if say else "is in no collective"]
 
 
@@ -269,11 +300,12 @@ def ask_all(seconds: float) -> dict[str, tuple[str | None, str] | None]:
 
     Returns:
         Maps the name of each host to its collective, if any, and its activity, such as
-        "computes"; or to `None` if the host does not answer in time.
+        "computes"; or to `None` if the host does not answer in time. Empty if hosts
+        cannot be asked, as with MPI.
     """
-    if (now := current) is None:
+    answers = None if (now := current) is None else now.heartbeat.ask(seconds)
+    if answers is None:
         return {}
-    answers = now.heartbeat.ask(seconds)
     return {
         name: tuple(answers[rank]) if rank in answers else None
         for rank, name in enumerate(now.membership.names)
@@ -284,9 +316,7 @@ def is_broken() -> bool:
     """Returns whether the joined hosts can no longer train together."""
     if (now := current) is None:
         return False
-    return (
-        now.heartbeat.failure is not None or now.communicator.links.broken is not None
-    )
+    return now.heartbeat.failure is not None or now.communicator.broken is not None
 
 
 def failure() -> str | None:
@@ -348,7 +378,7 @@ def _cause(error):
     """Returns the cause of a collective's error, instead of TensorFlow's error."""
     if (now := current) is None or isinstance(error, HostFailedError):
         return error
-    broken = now.communicator.links.broken
+    broken = now.communicator.broken
     if broken is not None and not isinstance(broken, OSError):
         return broken
     if broken is not None:

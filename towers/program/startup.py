@@ -177,6 +177,11 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def exit_code() -> int | None:
+    """Returns the exit code with which `leave` ends the program, if it does."""
+    return _exit_code
+
+
 def _end_at_once():
     if _exit_code is None:
         return  # `leave` was not called.

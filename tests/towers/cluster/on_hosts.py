@@ -1,6 +1,7 @@
 """What each of several hosts does in turn: a process that tests start several of.
 
     python -m tests.towers.cluster.on_hosts RANK ADDRESSES NAMES
+    mpirun -n 2 python -m tests.towers.cluster.on_hosts mpi mpi NAMES
 
 Prints a line of JSON for each name: what was found, or the error.
 """
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
+from towers.hosts import group
 from towers.hosts.group import HostFailedError, Membership
 from towers.program.ending import ANOTHER_FAILED
 
@@ -243,10 +245,17 @@ DO = {
 
 def main(rank, addresses, *names):
     """Does what the names say."""
-    rank, addresses = int(rank), tuple(addresses.split(","))
-    towers.configure(num_gpus=1)
-    called = tuple(f"host {k}" for k in range(len(addresses)))
-    process_group.join(Membership(rank, addresses, called))
+    said_by = {}
+    if rank == "mpi":
+        towers.configure(num_gpus=1, hosts="auto")
+        rank = group.joined().rank
+        # mpirun writes the lines of all as they come.
+        said_by = {"rank": rank}
+    else:
+        rank, addresses = int(rank), tuple(addresses.split(","))
+        towers.configure(num_gpus=1)
+        called = tuple(f"host {k}" for k in range(len(addresses)))
+        process_group.join(Membership(rank, addresses, called))
     for name in names:
         code = 0
         try:
@@ -254,7 +263,7 @@ def main(rank, addresses, *names):
         except Exception as error:
             record = {"error": type(error).__name__, "said": str(error)}
             code = ANOTHER_FAILED if isinstance(error, HostFailedError) else 1
-        print(json.dumps({"name": name, **record}), flush=True)
+        print(json.dumps({"name": name, **said_by, **record}), flush=True)
     return code
 
 

@@ -89,6 +89,19 @@ ENVIRONMENTS = {
         SLURM | {"TOWERS_COORDINATOR": "10.0.0.1:7"},
         ProcessPlace(2, 4, "10.0.0.1:7", None),
     ),
+    "Open MPI, in a job of Slurm's": (
+        SLURM | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"},
+        ProcessPlace(1, 3, "", None, mpi="OMPI_COMM_WORLD_RANK"),
+    ),
+    "MPICH": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        ProcessPlace(0, 2, "", None, mpi="PMI_RANK"),
+    ),
+    "MPI, alone": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "TF_CONFIG before MPI": (
+        tf_config(index=2) | {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        ProcessPlace(2, 3, "a:1", None, addresses=HOSTS),
+    ),
     "Slurm, on one node": (
         SLURM | {"SLURM_STEP_NODELIST": "n10"},
         ProcessPlace(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
@@ -103,6 +116,16 @@ def test_what_an_environment_says(name):
     # What connects hosts is imported then, and only then.
     assert place is None or group.is_started(environ)
     assert name not in ("nothing", "a token alone") or not group.is_started(environ)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_srun_that_offers_mpi(monkeypatch, installed):
+    """A cluster may do so by default: without mpi4py, hosts meet as under Slurm."""
+    found = (lambda name: name) if installed else (lambda name: None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", found)
+    place = environment.find(SLURM | {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "4"})
+    assert (place.rank, place.count) == (2, 4)
+    assert place.mpi == ("PMIX_RANK" if installed else None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,6 +1,7 @@
 """The contract of `World`: what each method returns, on any number of hosts.
 
     python -m tests.towers.collectives.worlds RANK ADDRESSES TOWERS FOLDER
+    mpirun -n 2 python -m tests.towers.collectives.worlds mpi FOLDER
 
 Checks it on one of several hosts, each a process. What host `k` has is made of `k`, so
 each host knows what all of them have.
@@ -17,6 +18,7 @@ import tensorflow as tf
 from towers.cluster import process_group
 from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import World
+from towers.hosts import group
 from towers.hosts.group import Membership
 
 # Large enough to be added where it lies.
@@ -172,9 +174,18 @@ def main(rank, addresses, towers, folder):
     names = tuple(f"host {k}" for k in range(len(addresses)))
     process_group.join(Membership(int(rank), addresses, names))
     assert this_host().count == len(addresses)
+    check_all(folder)
+
+
+def check_all(folder):
+    """Checks the `World` that this process has joined."""
     for check in CHECKS:
         check(this_host(), folder)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "mpi":
+        assert group.join_as_started("auto").count > 1
+        check_all(sys.argv[2])
+    else:
+        main(*sys.argv[1:])

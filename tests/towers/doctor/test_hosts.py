@@ -77,6 +77,8 @@ def test_which_host_this_one_is(monkeypatch):
     started = {"TOWERS_HOST_RANK": "1", "TOWERS_HOST_COUNT": "2"}
     started |= {"TOWERS_COORDINATOR": "a:1", "TOWERS_TOKEN": "another secret of hosts"}
     assert hosts.place("auto", None, started).rank == 1
+    with pytest.raises(ValueError, match="PMI_RANK=0; expected hosts that MPI has not"):
+        hosts.place("auto", None, {"PMI_RANK": "0", "PMI_SIZE": "2"})
 
 
 @pytest.mark.parametrize(

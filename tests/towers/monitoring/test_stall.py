@@ -753,6 +753,13 @@ def test_hosts_that_are_waited_for(monkeypatch, told, said):
     assert Stall(stall_seconds=9)._ask(testing=False) == said
 
 
+def test_hosts_that_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(group, "collective", lambda: "step 0")
+    assert group.ask_all(1) == {}
+    said = "other hosts, which MPI cannot ask, in the collective 'step 0'"
+    assert hosts.waited_for(1.0) == said
+
+
 def test_what_other_hosts_are_told(monkeypatch):
     stall, hosts_hear, over = Stall(stall_seconds=9), [], mock.Mock()
     monkeypatch.setattr(group, "does_meanwhile", hosts_hear.append)

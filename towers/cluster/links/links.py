@@ -234,8 +234,5 @@ class Links:
             f"({words.count(size, 'byte')})"
             for size, name in (_HEAD.unpack(expected), _HEAD.unpack(head))
         )
-        return HostsDifferError(
-            f"{self._names[self.rank]} exchanges {here} where {self._names[source]} "
-            f"exchanges {there}; hosts that train together have to run the same "
-            "program with the same arguments, on the same batches."
-        )
+        names = self._names[self.rank], self._names[source]
+        return HostsDifferError.between(names[0], here, names[1], there)

@@ -15,8 +15,12 @@ def waited_for(limit_s: float) -> str | None:
     own_collective = group.collective()
     if own_collective is None:
         return None
-    late = []
-    for name, answer in group.ask_all(limit_s).items():
+    late, answers = [], group.ask_all(limit_s)
+    if not answers:
+        return (
+            f"other hosts, which MPI cannot ask, in the collective '{own_collective}'"
+        )
+    for name, answer in answers.items():
         if answer is None:
             late.append(f"{name}, which does not answer")
         elif answer[0] != own_collective:

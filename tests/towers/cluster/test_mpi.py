@@ -1,0 +1,319 @@
+"""Hosts that MPI has started, really: by mpirun, on this machine."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from tests.limits import HANG_S
+from tests.oracle import largest_difference
+from tests.variants import slow
+from towers.program.ending import ANOTHER_FAILED
+
+ROOT = Path(__file__).parents[3]
+# Where the wheel of Open MPI puts it.
+_BESIDE = os.path.dirname(sys.executable)
+MPIRUN = shutil.which("mpirun", path=f"{_BESIDE}:{os.environ.get('PATH', '')}")
+pytestmark = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpirun and mpi4py",
+)
+
+# Open MPI's; others allow all of that, and pass over variables that they do not know.
+ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def start(count, *command, **environ):
+    """Starts processes under mpirun."""
+    return subprocess.Popen(
+        [MPIRUN, "-n", str(count), sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, **ALLOWED, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process):
+    """Waits; returns the exit code, and both outputs."""
+    try:
+        out, err = process.communicate(timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(process.communicate()) from None
+    return process.returncode, out, err
+
+
+def run(count, *command, **environ):
+    """Runs processes that are to end well; returns what they have printed."""
+    code, out, err = end(start(count, *command, **environ))
+    assert code == 0, (out[-2000:], err[-4000:])
+    return out
+
+
+def records(out):
+    """What hosts have said, by rank and name."""
+    of_hosts = {}, {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            of_hosts[record.pop("rank")][record.pop("name")] = record
+    return of_hosts
+
+
+# What they compute.
+
+
+@pytest.mark.parametrize("count", [2, slow(3)])
+def test_the_contract_of_a_world(count, tmp_path):
+    run(count, "-m", "tests.towers.collectives.worlds", "mpi", tmp_path)
+
+
+SUMS = """
+import sys
+import ml_dtypes
+import numpy as np
+from towers.cluster import process_group
+from towers.hosts import group
+
+process_group.join_as_started()
+comm, rank = group.communicator(), group.joined().rank
+count = group.joined().count
+sizes = [0, 1, 3, 8193, 300_001]
+for dtype in "int32", "int64", "uint8", "float32", "float64":
+    for size in sizes:
+        array = (np.arange(size) % 50).astype(dtype)
+        total = comm.all_reduce(array.reshape(1, -1), f"{dtype} {size}")
+        np.testing.assert_array_equal(total, [count * array])
+        assert total.dtype == dtype
+# What cannot be represented is rounded alike on all.
+for wire in None, np.dtype("float16"), np.dtype(ml_dtypes.bfloat16):
+    arrays = [
+        np.random.default_rng(rank).normal(size=size).astype("float32")
+        for size in sizes
+    ]
+    every = [
+        np.random.default_rng(k).normal(size=300_001).astype("float32")
+        for k in range(count)
+    ]
+    totals = comm.grouped_all_reduce(arrays, "sum", wire)
+    bits = comm.all_gather(b"".join(each.tobytes() for each in totals), "bits")
+    assert len({bytes(each) for each in bits}) == 1
+    want = np.sum(every, 0, np.float64)
+    np.testing.assert_allclose(totals[-1], want, rtol=0, atol=0.1 if wire else 1e-6)
+    if count == 2 and wire is None:
+        np.testing.assert_array_equal(totals[-1], every[0] + every[1])
+    parts = [[each[k::count] for each in arrays] for k in range(count)]
+    parts = [[each.copy() for each in of_host] for of_host in parts]
+    own = comm.reduce_scatter(parts, "parts", wire)
+    np.testing.assert_allclose(
+        own[-1], want[rank::count], rtol=0, atol=0.1 if wire else 1e-6
+    )
+"""
+
+
+@pytest.mark.parametrize("count", [slow(2), slow(3)])
+def test_sums_have_the_same_bits_on_all_hosts(count):
+    run(count, "-c", SUMS)
+
+
+TRAINS = """
+import sys
+import keras, numpy as np
+import towers
+
+folder, towers_here = sys.argv[1], int(sys.argv[2])
+devices = towers.configure(num_gpus=towers_here, hosts="auto")
+data = np.load(f"{folder}/data.npz")
+plain = keras.saving.load_model(f"{folder}/model.keras")
+model = towers.multi_gpu_model(plain, gpus=towers_here)
+model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+logs = model.fit(
+    data["x"], data["y"], batch_size=16, epochs=3, shuffle=False, verbose=0
+)
+from towers.hosts import group
+rank = joined.rank if (joined := group.joined()) else "alone"
+weights = {str(k): each for k, each in enumerate(model.get_weights())}
+np.savez(f"{folder}/{rank}.npz", loss=logs.history["loss"], **weights)
+"""
+
+
+def test_hosts_train_as_one_device_does(tmp_path):
+    """Two hosts of one tower to the bit as one host of two; an uneven last batch."""
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(53, 5)).astype("float32")
+    y = rng.normal(size=(53, 1)).astype("float32")
+    plain = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(7, "relu"), keras.layers.Dense(1)]
+    )
+    plain.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    run(2, "-c", TRAINS, tmp_path, 1)
+    run(1, "-c", TRAINS, tmp_path, 2)
+    files = [np.load(tmp_path / f"{name}.npz") for name in ("0", "1", "alone")]
+    hosts, others, alone = ([file[key] for key in file.files] for file in files)
+    for one, other, towers_of_one in zip(hosts, others, alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, towers_of_one)
+    plain.compile(keras.optimizers.Adam(0.01), "mse")
+    logs = plain.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    wanted = [logs.history["loss"], *plain.get_weights()]
+    assert largest_difference(hosts, wanted) < 1e-5
+
+
+@pytest.mark.slow
+def test_towers_train(tmp_path):
+    """Both hosts train one model, and the first one writes; as one process does."""
+    flags = (
+        *("-m", "towers.train", "--dataset=synthetic:4x4x1:3:160", "--model=mlp"),
+        *("--train_epochs=2", "--batch_size=32", "--deterministic", "--seed=3"),
+        *("--variable_update=parameter_server", "--learning_rate=0.1"),
+    )
+    out = run(2, *flags, "--num_gpus=1", f"--model_dir={tmp_path / 'two'}")
+    assert "host 1 (" in out
+    run(1, *flags, "--num_gpus=2", f"--model_dir={tmp_path / 'one'}")
+    two, one = (
+        keras.saving.load_model(tmp_path / name / "model.keras").get_weights()
+        for name in ("two", "one")
+    )
+    for mine, wanted in zip(two, one, strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+# How they end.
+
+
+def on_hosts(*names):
+    return start(2, "-m", "tests.towers.cluster.on_hosts", "mpi", "mpi", *names)
+
+
+@pytest.mark.slow
+def test_hosts_stop_and_differ_alike():
+    names = (
+        *("stops", "stops, eager", "trains twice", "evaluates", "of batches"),
+        *("other epochs", "other batches", "other examples", "other way"),
+    )
+    _, out, err = end(on_hosts(*names, "evaluates or predicts"))
+    first, second = records(out)
+    assert [*first] == [*names, "evaluates or predicts"], err[-2000:]
+    # They are in different collectives, and both say in which.
+    for kinds in (
+        first.pop("evaluates or predicts"),
+        second.pop("evaluates or predicts"),
+    ):
+        assert kinds["error"] == "HostsDifferError", kinds
+    assert first == second
+    kinds = {name: each.get("error") for name, each in first.items()}
+    assert kinds == dict.fromkeys(names[:5]) | dict.fromkeys(
+        names[5:], "HostsDifferError"
+    )
+
+
+@pytest.mark.slow
+def test_an_error_of_one_host_ends_all():
+    code, out, err = end(on_hosts("raises in callback"))
+    first, second = (each["raises in callback"] for each in records(out))
+    assert (second["error"], code) == ("RuntimeError", code) and code > 0, err
+    assert first["error"] == "HostFailedError"
+    assert "host 1 (" in first["said"] and "an error in callback" in first["said"]
+
+
+FAILS = """
+import signal, sys
+import numpy as np
+from towers.cluster import process_group
+from towers.hosts import group
+
+process_group.join_as_started()
+comm, rank = group.communicator(), group.joined().rank
+with group.together():
+    comm.all_reduce(np.ones(3), "first")
+    if rank == 1:
+        def fail(*_):
+            raise LookupError("nothing there")
+
+        if sys.argv[1] == "is waited for":
+            signal.signal(signal.SIGALRM, fail)
+            signal.alarm(1)
+            comm.all_reduce(np.ones(3), "second")
+        fail()
+    if sys.argv[1] == "meets":
+        comm.all_reduce(np.ones(3), "second")
+    import time
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("other", ["meets", slow("sleeps"), slow("is waited for")])
+def test_a_program_that_fails_ends_all(other):
+    """Those that meet it say so; one that does not is ended by MPI."""
+    code, _, err = end(start(2, "-c", FAILS, other))
+    assert code == 1
+    assert "has failed: LookupError: nothing there; all hosts end." in err
+    assert "towers: host 1 (" in err
+    told = "HostFailedError: host 1 (" in err
+    assert told == (other == "meets"), err
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_ends_all():
+    code, out, err = end(on_hosts("SIGKILL 1 training"))
+    assert code not in (0, ANOTHER_FAILED)
+    assert "signal 9" in out + err
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_at_the_same_batch(tmp_path):
+    """SIGTERM reaches one process only, as a scheduler may send it; all save."""
+    process = start(
+        *(2, "-m", "towers.train", "--dataset=synthetic:4x4x1:3:64", "--model=mlp"),
+        *("--train_epochs=100000", "--log_steps=1", "--num_gpus=1"),
+        *("--variable_update=parameter_server", f"--model_dir={tmp_path}"),
+        PYTHONUNBUFFERED="1",
+    )
+    pids, lines = [], []
+    for line in process.stdout:
+        lines.append(line)
+        if "pid " in line and not pids:
+            pids = [part.split(")")[0] for part in line.split("pid ")[1:]]
+        if "Epoch 2/" in line and pids:  # both train
+            break
+    assert pids, lines
+    os.kill(int(pids[-1]), signal.SIGTERM)
+    code, out, err = end(process)
+    assert code == 128 + signal.SIGTERM, (out, err)
+    assert "SIGTERM" in out + err
+
+
+def test_without_mpi4py_one_sentence_says_what_to_do():
+    code = "import sys; sys.modules['mpi4py'] = None\n" + SUMS
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert "Received OMPI_COMM_WORLD_RANK=0 of 2 processes of MPI, but mpi4py" in last
+    assert "run: pip install" in last

@@ -1,0 +1,482 @@
+"""The engine for hosts that MPI has started, by mpirun or by srun with PMIx.
+
+MPI carries the bytes, over shared memory, InfiniBand or another network. Its launcher
+watches the processes: if one is killed, the launcher ends the others.
+
+Before each collective, hosts compare its purpose and size in a small sum that does not
+block. A host that waits there leaves the processor to hosts that still compute, which
+MPI's own waiting does not. Hosts in different collectives get an error. So does a host
+that would wait for another whose program has ended. MPI alone would mix up their bytes,
+or hang.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from towers.cluster.communicator import aligned
+from towers.cluster.links import LinkError
+from towers.cluster.rendezvous.host import (
+    HostDescription,
+    RendezvousError,
+    difference,
+)
+from towers.hosts import group
+from towers.hosts.group import HostFailedError, HostsDifferError, ProcessPlace
+from towers.program import ending, startup, words
+from towers.program.extras import install_command
+
+# A count of MPI's is a C int; a multiple of all sizes of numbers.
+_MOST_BYTES = 2**30
+# Up to here, gradients are not rounded.
+_SMALL_BYTES = 2**15
+# A host asks without a pause for this time whether all have come. Then pauses grow with
+# the wait. A longer time would keep the processor from a host that shares it.
+_LOOK_S, _PAUSE, _LONGEST_PAUSE_S = 1e-4, 0.05, 1e-3
+# Seconds that a failing host waits for others to receive its message, and then to end.
+_HEAR_S, _END_S = 5.0, 10.0
+_END = "the end of its program"
+_WITHOUT_FAILURE = 0, ending.ANOTHER_FAILED, *ending.STOPPED
+
+
+def connect(place: ProcessPlace) -> tuple[group.Joined, int]:
+    """Connects this process to the others that MPI has started.
+
+    Args:
+        place: Rank and number of processes, from the launcher's environment.
+
+    Returns:
+        The connected hosts, and a random seed that the first host has drawn.
+
+    Raises:
+        ValueError: mpi4py is missing, or is of another MPI than the launcher.
+        RendezvousError: The hosts have different versions.
+    """
+    mpi = _imported(place)
+    comm = mpi.COMM_WORLD.Dup()
+    own = HostDescription.here(
+        dataclasses.replace(place, rank=comm.rank), f"{socket.gethostname()}:0"
+    )
+    gathered = comm.allgather((own, secrets.randbelow(2**32)))
+    hosts, seeds = zip(*gathered, strict=True)
+    if text := difference(hosts):
+        raise RendezvousError(text)
+    membership = group.Membership(
+        comm.rank,
+        tuple(host.address for host in hosts),
+        tuple(host.name for host in hosts),
+    )
+    communicator = MpiCommunicator(mpi, comm, membership.names)
+    return group.Joined(membership, Ends(communicator), communicator), seeds[0]
+
+
+def _imported(place):
+    """Imports mpi4py, which initialises MPI, and checks that it fits the launcher."""
+    # With this, Open MPI leaves the processor to others while it waits: on a busy
+    # machine, a sum of 1 MB took 0.5 ms instead of 20. Other MPIs ignore the variable.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    received = f"Received {place.mpi}={place.rank} of {place.count} processes of MPI"
+    try:
+        import mpi4py
+
+        # `Ends` finalizes MPI. Children that this process forks must not.
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI as mpi
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"{received}, but mpi4py cannot be imported "
+            f"({' '.join(str(error).split())}); run: {install_command('mpi')}, with "
+            "the launcher's MPI."
+        ) from error
+    if mpi.COMM_WORLD.size != place.count:
+        library = mpi.Get_library_version().partition(",")[0].split("\n")[0]
+        raise ValueError(
+            f"{received}, but mpi4py, with {library}, sees {mpi.COMM_WORLD.size}; "
+            "expected the same MPI for both: start with the mpirun of that library, or "
+            "build mpi4py for the launcher's. Under Slurm, srun --mpi=pmix fits Open "
+            "MPI, and --mpi=none does without MPI."
+        )
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        raise ValueError(
+            f"{received}, but MPI was initialised for one thread; expected mpi4py's "
+            'default, thread_level="multiple".'
+        )
+    return mpi
+
+
+class MpiCommunicator:
+    """The collectives of a host, carried by MPI; a `Communicator` in all else.
+
+    Attributes:
+        doing: The purpose of the present collective, and its start by
+            `time.monotonic`; `None` between collectives.
+        broken: The error that has ended the collectives, if any.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, names: Sequence[str]):
+        """Takes mpi4py's module MPI, and a communicator of its own."""
+        self.doing: tuple[str, float] | None = None
+        self.broken: Exception | None = None
+        self._mpi, self._comm, self._names = mpi, comm, names
+        self._rank, self._count = comm.rank, comm.size
+        self._lock = threading.Lock()
+        self._aborted: str | None = None
+        self._head, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
+
+    def abort(self, message: str) -> None:
+        """Ends each wait for other hosts, in any thread, by a `LinkError`."""
+        self._aborted = self._aborted or message
+
+    def close(self) -> None:
+        """Ends each wait, in any thread; MPI stays until the process ends."""
+        self.abort("This host has left the others.")
+        self.broken = self.broken or LinkError(self._aborted)
+
+    def all_reduce(
+        self, array: np.ndarray, purpose: str, wire: np.dtype | None = None
+    ) -> np.ndarray:
+        """Returns the sum of an array over all hosts; see `grouped_all_reduce`."""
+        return self.grouped_all_reduce([array], purpose, wire)[0]
+
+    def grouped_all_reduce(
+        self,
+        arrays: Sequence[np.ndarray],
+        purpose: str,
+        wire: np.dtype | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the sums of arrays over all hosts, with the same bits on all.
+
+        Args:
+            arrays: Arrays of one type; see `Communicator`, also for errors.
+            purpose: Name of the arrays, the same on all hosts.
+            wire: The type to which large arrays are rounded before they are sent, and
+                their sums before these are returned. Sums are made in the arrays' type.
+        """
+        flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+        size, own = sum(array.nbytes for array in flat), flat[0].dtype
+        rounds = wire is not None and wire != own
+        if rounds:
+            purpose = f"{wire.name} of {purpose}"
+        with self._collective(purpose, size):
+            if rounds and size > _SMALL_BYTES:
+                totals = self._sum_rounded(flat, wire)
+            else:
+                totals = [aligned(array.size, own) for array in flat]
+                for array, total in zip(flat, totals, strict=True):
+                    pairs = zip(_blocks(array), _blocks(total), strict=True)
+                    for sent, received in pairs:
+                        self._comm.Allreduce(sent, received)
+        return [
+            total.reshape(array.shape)
+            for total, array in zip(totals, arrays, strict=True)
+        ]
+
+    def reduce_scatter(
+        self,
+        arrays: Sequence[Sequence[np.ndarray]],
+        purpose: str,
+        wire: np.dtype | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the sums over all hosts of the arrays that belong to this host.
+
+        Arrays are added in the order of the hosts; see `Communicator`.
+        """
+        own = next(array.dtype for of_host in arrays for array in of_host)
+        size = sum(array.nbytes for of_host in arrays for array in of_host)
+        if wire is not None and wire != own:
+            purpose = f"{wire.name} of {purpose}"
+            if size > _SMALL_BYTES:
+                arrays = [[array.astype(wire) for array in part] for part in arrays]
+        with self._collective(purpose, size):
+            return self._sums(arrays, own)
+
+    def gather_parts(
+        self, arrays: Sequence[Sequence[np.ndarray]], purpose: str
+    ) -> None:
+        """Sends each host's part of arrays to all others; see `Communicator`."""
+        size = sum(array.nbytes for of_host in arrays for array in of_host)
+        with self._collective(purpose, size):
+            self._spread(arrays)
+
+    def all_gather(self, data: bytes | memoryview, purpose: str) -> list[memoryview]:
+        """Returns the bytes of each host, of any sizes; see `Communicator`."""
+        sizes = np.empty(self._count, np.int64)
+        with self._collective(f"sizes of {purpose}", sizes.nbytes):
+            self._comm.Allgather(np.array([len(data)]), sizes)
+            ends = np.cumsum(sizes)
+            whole = memoryview(aligned(int(ends[-1]), np.uint8))
+            parts = [
+                whole[end - size : end] for end, size in zip(ends, sizes, strict=True)
+            ]
+            parts[self._rank][:] = data
+            if len(whole) <= _MOST_BYTES:
+                into = [whole, (sizes, ends - sizes), self._mpi.BYTE]
+                self._comm.Allgatherv(self._mpi.IN_PLACE, into)
+            else:
+                self._spread([[np.frombuffer(part, np.uint8)] for part in parts])
+        return parts
+
+    def all_to_all(
+        self,
+        arrays: Sequence[Sequence[np.ndarray]],
+        purpose: str,
+        sizes: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[np.ndarray]]:
+        """Sends different arrays, of any sizes, to each host; see `Communicator`."""
+        with self._collective(purpose, 0):
+            if sizes is None:
+                own = np.array([[a.size for a in part] for part in arrays], np.int64)
+                sizes = np.empty_like(own)
+                self._comm.Alltoall(own, sizes)
+            return self._swap(arrays, sizes)
+
+    def broadcast(self, data: memoryview, purpose: str) -> None:
+        """Fills the bytes of all other hosts with the first host's."""
+        with self._collective(purpose, len(data)):
+            for start in range(0, len(data), _MOST_BYTES):
+                self._comm.Bcast(data[start : start + _MOST_BYTES], root=0)
+
+    def end(self, failure: str | None, seconds: float) -> bool:
+        """Meets other hosts at the end of this host's program.
+
+        Hosts that are in a collective get an error.
+
+        Args:
+            failure: The failure that ends the program, if any.
+            seconds: Maximum time to wait for others.
+
+        Returns:
+            Whether all hosts know that a program has ended.
+        """
+        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            return False
+        try:
+            if self.doing is not None:
+                return False  # an error has left it, and others are still there
+            if self.broken is None:
+                self._meet(_END, int(failure is not None), seconds, failure)
+        except (LinkError, HostsDifferError):
+            pass  # the others raise it
+        except (TimeoutError, self._mpi.Exception):
+            return False
+        finally:
+            self._lock.release()
+        return self._aborted is None
+
+    def meet_ends(self, seconds: float) -> bool:
+        """Returns whether all hosts end within some seconds."""
+        try:
+            self._wait(self._comm.Ibarrier(), seconds)
+        except (TimeoutError, LinkError, self._mpi.Exception):
+            return False
+        return True
+
+    def finalize(self) -> None:
+        """Ends MPI in this process; waits for all others."""
+        self._mpi.Finalize()
+
+    def kill(self, code: int) -> None:
+        """Ends all processes of all hosts by an exit code."""
+        self._mpi.COMM_WORLD.Abort(code)
+
+    @contextlib.contextmanager
+    def _collective(self, purpose, size):
+        """Enters a collective with all hosts; an error breaks all later ones, too."""
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken
+            try:
+                self._meet(purpose, size)
+                yield
+            except self._mpi.Exception as error:
+                self.broken = LinkError(f"MPI failed in '{purpose}': {error}")
+                raise self.broken from None
+            self.doing = None
+
+    def _meet(self, purpose, size, seconds=math.inf, failure=None):
+        """Waits until all hosts come to the same collective; raises if they differ."""
+        self.doing = purpose, time.monotonic()
+        number = _number(purpose, size)
+        self._head[:] = number, -number
+        request = self._comm.Iallreduce(self._head, self._least, self._mpi.MIN)
+        self._wait(request, seconds)
+        # The least and the greatest of all hosts.
+        if self._least[0] != -self._least[1]:
+            self._raise_difference(f"{purpose} ({words.count(size, 'byte')})", failure)
+
+    def _wait(self, request, seconds):
+        begun_s = time.monotonic()
+        while not request.Test():
+            waited_s = time.monotonic() - begun_s
+            if waited_s < _LOOK_S:
+                continue
+            if self._aborted is not None:
+                self.broken = LinkError(self._aborted)
+                raise self.broken
+            if waited_s > seconds:
+                raise TimeoutError
+            time.sleep(min(_PAUSE * waited_s, _LONGEST_PAUSE_S))
+
+    def _raise_difference(self, here, failure):
+        """Raises an error that names the collectives in which hosts are."""
+        is_end = self.doing[0] == _END
+        hosts = self._comm.allgather((here, is_end, failure))
+        self.doing = None
+        # A host that has failed comes before hosts that ended without a failure.
+        for rank, (_, ended, why) in sorted(
+            enumerate(hosts), key=lambda item: item[1][2] is None
+        ):
+            if ended:
+                why = f"has ended: {why}" if why else "has ended its program"
+                self.broken = LinkError(f"{self._names[rank]} {why}")
+                raise self.broken
+        rank = next(k for k, (there, *_) in enumerate(hosts) if there != here)
+        names = self._names[self._rank], self._names[rank]
+        self.broken = HostsDifferError.between(names[0], here, names[1], hosts[rank][0])
+        raise self.broken
+
+    def _sums(self, arrays, dtype):
+        """Adds the arrays for this host, in the order of the hosts, as `dtype`."""
+        like = arrays[self._rank]
+        of_hosts = self._swap(arrays, [[array.size for array in like]] * self._count)
+        sums = []
+        for parts in zip(*of_hosts, strict=True):
+            total = aligned(parts[0].size, dtype)
+            total[:] = parts[0]
+            for part in parts[1:]:
+                total += part
+            sums.append(total)
+        return sums
+
+    def _sum_rounded(self, flat, wire):
+        """Adds arrays, which are rounded to be sent; each host adds a part of them."""
+        own = flat[0].dtype
+        sent = np.concatenate([array.astype(wire) for array in flat])
+        edges = [sent.size * k // self._count for k in range(self._count + 1)]
+        parts = [sent[start:end] for start, end in itertools.pairwise(edges)]
+        (total,) = self._sums([[part] for part in parts], own)
+        parts[self._rank][:] = total.astype(wire)
+        self._spread([[part] for part in parts])
+        totals = [aligned(array.size, own) for array in flat]
+        ends = itertools.accumulate(array.size for array in flat)
+        for end, total in zip(ends, totals, strict=True):
+            total[:] = sent[end - total.size : end]
+        return totals
+
+    def _spread(self, arrays):
+        """Sends each host's part of arrays to all others."""
+        for rank, of_host in enumerate(arrays):
+            for block in itertools.chain(*map(_blocks, of_host)):
+                self._comm.Bcast(block.view(np.uint8), root=rank)
+
+    def _swap(self, arrays, sizes):
+        """Sends each host its arrays, all at once; returns the received ones."""
+        received, requests = [*arrays], []
+        for step in range(1, self._count):
+            to, source = ((self._rank + k) % self._count for k in (step, -step))
+            received[source] = [
+                aligned(int(size), like.dtype)
+                for size, like in zip(sizes[source], arrays[self._rank], strict=True)
+            ]
+            for block in itertools.chain(*map(_blocks, received[source])):
+                requests.append(self._comm.Irecv(block.view(np.uint8), source))
+            for block in itertools.chain(*map(_blocks, arrays[to])):
+                requests.append(self._comm.Isend(block.view(np.uint8), to))
+        self._mpi.Request.Waitall(requests)
+        return received
+
+
+class Ends:
+    """Ends this host together with the others, in the place of a `Heartbeat`.
+
+    MPI's launcher ends all hosts if one is killed. A host whose program fails sends its
+    error to hosts that are in a collective, which then end. It then ends all others.
+    """
+
+    def __init__(self, communicator: MpiCommunicator):
+        """Takes the connection to the others."""
+        self._communicator = communicator
+        self._error: Exception | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """A sentence about the failure that has ended the collectives, if any."""
+        broken = self._communicator.broken
+        return str(broken) if isinstance(broken, LinkError) else None
+
+    def enter(self) -> None:
+        """Records that this host begins a call in which hosts meet, such as `fit`."""
+        self._error = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """Records the error, if any, that has ended the call."""
+        self._error = error if isinstance(error, Exception) else None
+
+    def wait_for_failure(self) -> str | None:
+        """Returns `failure`, which is known at once."""
+        return self.failure
+
+    def ask(self, seconds: float) -> None:
+        """Returns `None`: with MPI, hosts cannot be asked during a collective."""
+
+    def part(self, seconds: float) -> None:
+        """Does nothing: MPI needs no message before hosts leave."""
+
+    def close(self) -> None:
+        """Does nothing: there is no connection of its own to close."""
+
+    def finish(self, seconds: float) -> None:
+        """Ends MPI on this host, as its program ends.
+
+        A program that has failed ends the programs of all hosts, after these had the
+        time to print their error. Programs without a failure wait for one another, as
+        MPI requires.
+        """
+        code = startup.exit_code() or 0
+        # Python keeps the error that ends a program there.
+        uncaught = getattr(sys, "last_value", None)
+        error = self._error if uncaught is None else uncaught
+        fails = code not in _WITHOUT_FAILURE or isinstance(uncaught, Exception)
+        # These errors are raised on all hosts, or follow another host's failure.
+        fails = fails and not isinstance(error, HostFailedError | HostsDifferError)
+        why = f"exit code {code}" if fails else None
+        if error is not None:
+            why = words.error_line(error, [type(error).__name__, "Error:"])
+            why = why if "Error" in why else f"{type(error).__name__}: {why}"
+        communicator = self._communicator
+        if fails:
+            # Early: MPI may lose lines that are printed just before it ends all.
+            name = group.joined().names[group.joined().rank]
+            print(f"towers: {name} has failed: {why}; all hosts end.", file=sys.stderr)
+            sys.stderr.flush()
+        know = communicator.end(why, _HEAR_S if fails else math.inf)
+        know = know and communicator.meet_ends(_END_S)
+        if (fails and communicator.broken is not None) or not know:
+            communicator.kill(code or 1)
+        communicator.finalize()
+
+
+def _blocks(array):
+    """Cuts a flat array into blocks that MPI can count; none if it is empty."""
+    size = _MOST_BYTES // array.itemsize
+    return (array[start : start + size] for start in range(0, array.size, size))
+
+
+@functools.lru_cache(4096)
+def _number(purpose, size):
+    """Returns a hash of a collective's purpose and size."""
+    text = f"{size} {purpose}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
