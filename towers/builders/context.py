@@ -78,6 +78,8 @@ class Context:
             `None` without stages.
         facts: Facts about the model that its steps have shown.
         said: The lines that were printed, or their keys.
+        held: The lines held back, with their keys, while a way to update variables is
+            tried; `None` if lines are printed at once.
     """
 
     model: keras.Model
@@ -97,6 +99,7 @@ class Context:
     last_batch: Any = None
     facts: ModelFacts = dataclasses.field(default_factory=ModelFacts)
     said: set[Any] = dataclasses.field(default_factory=set)
+    held: list[tuple[str, Any]] | None = None
 
     def __post_init__(self):
         if self.timers is None:
@@ -152,9 +155,21 @@ class Context:
             key: Lines with the same key are printed once, even if their text differs.
         """
         for line in lines:
-            if (key or line) not in self.said:
+            if self.held is not None:
+                self.held.append((line, key))
+            elif (key or line) not in self.said:
                 voice.say(line)
                 self.said.add(key or line)
+
+    def hold(self) -> None:
+        """Holds lines back from now on, as another way to update may be chosen."""
+        self.held = []
+
+    def release(self) -> None:
+        """Prints the lines that were held back, and all later ones at once."""
+        held, self.held = self.held or [], None
+        for line, key in held:
+            self.say([line], key)
 
     def step_function(self, step: str) -> Callable[[Any], Any]:
         """Returns a step of the model as a function of a batch, as `fit` passes it.

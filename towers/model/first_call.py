@@ -258,7 +258,7 @@ class FirstCall:
 
         def train(way):
             if way not in made:
-                program.install(way, self._batches.first)
+                program.install(way, self._batches.first, on_trial=True)
                 function = self._make_function(program.builder)
                 made[way] = program.builder, function, program.state()
             function, data = made[way][1], self._batches.read(repeat=True)
@@ -279,6 +279,8 @@ class FirstCall:
             )
         say(auto.table(trials))
         ((program.choice, (program.builder, self._function, state)),) = made.items()
+        # Of the ways that were not chosen, only their times are printed.
+        program.builder.context.release()
         if program.differs(state):
             # The variables have moved since.
             program.install(program.choice, self._batches.first)

@@ -239,9 +239,17 @@ class Program:
         options = update.builder_options(choice.all_reduce_alg)
         return STRATEGIES[choice.variable_update](context, **options)
 
-    def install(self, choice: Choice, first: Any) -> None:
-        """Installs another builder during the first call, with that call's batch."""
+    def install(self, choice: Choice, first: Any, on_trial: bool = False) -> None:
+        """Installs another builder during the first call.
+
+        Args:
+            choice: The way to update the variables.
+            first: The first batch of the call.
+            on_trial: Whether to hold back the builder's lines; see `Context.hold`.
+        """
         self._install(choice)
+        if on_trial:
+            self.builder.context.hold()
         self.create_first(first)
 
     def _install(self, choice, ratios_of_hosts=None):

@@ -569,6 +569,16 @@ def test_variables_stay_where_they_were_put(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("xla", [False, True])
+def test_only_the_chosen_way_prints_how_it_differs(monkeypatch, caplog, xla):
+    # Two ways are tried, or four, the last of which XLA compiles.
+    _prefer(monkeypatch, lambda choice: choice.xla is xla, 2 if xla else 4)
+    parallel, *_ = _fit("auto", jit_compile="auto")
+    assert bool(parallel.builder.xla) is xla
+    assert ("draws random numbers by XLA" in caplog.text) is xla
+
+
+@pytest.mark.slow
 def test_a_remembered_choice_is_not_tried_again(monkeypatch, tmp_path, capsys):
     _prefer(monkeypatch, lambda choice: choice.all_reduce_alg == "ring")
     file = str(tmp_path / "choice.json")
