@@ -41,11 +41,12 @@ _OF_THE_CALL = set(
 )
 HARMLESS = _READS | _CHECKS | _CALLS | _OF_THE_CALL
 
+# These operations call functions of Python.
+PYTHON = {"EagerPyFunc", "PyFunc"}
 # Every tower repeats these operations, and no number changes.
-REPEATED = set(
-    """EagerPyFunc Print PrintV2 PyFunc WriteAudioSummary WriteGraphSummary
-    WriteHistogramSummary WriteImageSummary WriteRawProtoSummary WriteScalarSummary
-    WriteSummary""".split()
+REPEATED = PYTHON | set(
+    """Print PrintV2 WriteAudioSummary WriteGraphSummary WriteHistogramSummary
+    WriteImageSummary WriteRawProtoSummary WriteScalarSummary WriteSummary""".split()
 )
 RANDOM = set(
     """AllCandidateSampler FixedUnigramCandidateSampler LearnedUnigramCandidateSampler

@@ -23,7 +23,7 @@ from towers.keras_adapter.patching import patched
 from towers.layers import sharded, tables, variables
 from towers.partition import trace
 from towers.partition.call import Gradients
-from towers.partition.partitioned import Partitioned, judge
+from towers.partition.partitioned import NOT_SHARED, Partitioned, judge
 from towers.program.features import feature
 from towers.tower.errors import ModelError, explained_trace
 
@@ -298,10 +298,8 @@ def refuse_draws(model: keras.Model, phrases: Sequence[str]) -> None:
     if phrases:
         raise ModelError(
             f"Model '{model.name}' draws random numbers of TensorFlow's own state"
-            f"{phrases[0]}, in a loop or a branch that also changes a variable, or "
-            "fills a list as tf.map_fn does, so that hosts cannot share the numbers; "
-            "expected a draw outside of the loop, keras.random with a seed generator, "
-            "or run_eagerly=True."
+            f"{phrases[0]}, {NOT_SHARED}; expected a draw outside of it, keras.random "
+            "with a seed generator, or run_eagerly=True."
         )
 
 

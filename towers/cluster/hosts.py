@@ -7,6 +7,7 @@ serves again, whichever the other host is.
 import copy
 import dataclasses
 import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -155,12 +156,18 @@ class Cluster:
 
     def broadcast(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
         """See `World`."""
+        varying = not all(each.shape.is_fully_defined() for each in tensors)
 
         def send(*arrays):
+            sizes = np.array([n for each in arrays for n in each.shape], np.int64)
+            if varying:
+                # Random numbers may decide on a shape, too.
+                self.communicator.broadcast(_as_bytes(sizes), f"shapes of {purpose}")
             if self.index > 0:
+                ends = np.cumsum([each.ndim for each in arrays])[:-1]
                 arrays = [
-                    aligned(each.size, each.dtype).reshape(each.shape)
-                    for each in arrays
+                    aligned(math.prod(shape), like.dtype).reshape(shape)
+                    for shape, like in zip(np.split(sizes, ends), arrays, strict=True)
                 ]
             for each in arrays:
                 self.communicator.broadcast(_as_bytes(each), purpose)

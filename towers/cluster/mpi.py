@@ -101,6 +101,12 @@ def _imported(place):
             f"({' '.join(str(error).split())}); run: {install_command('mpi')}, with "
             "the launcher's MPI."
         ) from error
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise ValueError(
+            f"{received}, but MPI is not initialised or already finalised in this "
+            "process; expected mpi4py's default, initialize=True, and no "
+            "MPI.Finalize() before the end."
+        )
     if mpi.COMM_WORLD.size != place.count:
         library = mpi.Get_library_version().partition(",")[0].split("\n")[0]
         raise ValueError(
@@ -284,6 +290,11 @@ class MpiCommunicator:
             return False
         return True
 
+    @property
+    def is_finalized(self) -> bool:
+        """Whether the user's program has ended MPI."""
+        return self._mpi.Is_finalized()
+
     def finalize(self) -> None:
         """Ends MPI in this process; waits for all others."""
         self._mpi.Finalize()
@@ -298,6 +309,13 @@ class MpiCommunicator:
         with self._lock:
             if self.broken is not None:
                 raise self.broken
+            if self.doing is not None:
+                # To MPI, the next collective would be the rest of that one.
+                raise LinkError(
+                    f"An error has taken this host out of '{self.doing[0]}', so it "
+                    f"cannot meet others in '{purpose}'; expected a program that ends "
+                    "with that error."
+                )
             try:
                 self._meet(purpose, size)
                 yield
@@ -457,16 +475,27 @@ class Ends:
             why = words.error_line(error, [type(error).__name__, "Error:"])
             why = why if "Error" in why else f"{type(error).__name__}: {why}"
         communicator = self._communicator
+        if communicator.is_finalized:
+            return
         if fails:
             # Early: MPI may lose lines that are printed just before it ends all.
-            name = group.joined().names[group.joined().rank]
-            print(f"towers: {name} has failed: {why}; all hosts end.", file=sys.stderr)
-            sys.stderr.flush()
+            self._say(f"has failed: {why}")
         know = communicator.end(why, _HEAR_S if fails else math.inf)
         know = know and communicator.meet_ends(_END_S)
+        if not know and not fails:
+            left = (
+                communicator.doing
+                and f"ends in the middle of '{communicator.doing[0]}'"
+            )
+            self._say(left or "has ended, and not all others have")
         if (fails and communicator.broken is not None) or not know:
             communicator.kill(code or 1)
         communicator.finalize()
+
+    def _say(self, text):
+        """Prints why this host ends all hosts."""
+        name = group.joined().names[group.joined().rank]
+        print(f"towers: {name} {text}; all hosts end.", file=sys.stderr, flush=True)
 
 
 def _blocks(array):

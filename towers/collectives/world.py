@@ -116,7 +116,8 @@ class World(Protocol):
         """Returns the first host's tensors, bit for bit.
 
         Args:
-            tensors: Dense tensors, of the same shapes on all hosts.
+            tensors: Dense tensors, of the same ranks on all hosts. In a graph, sizes
+                that are not known when it is traced may differ between hosts.
             purpose: Name of the tensors.
         """
 

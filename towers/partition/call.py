@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
+from towers.analysis import effects
 from towers.analysis.kinds import ROWS, SUM
 from towers.analysis.layer_calls import key
 from towers.collectives import batch, packing, reduce
@@ -34,6 +35,7 @@ from towers.partition.placement import LOOK_UP, Placement
 from towers.partition.trace import OptimizerCall, Trace
 from towers.plan import Plan
 from towers.program.features import feature
+from towers.tower.errors import ModelError
 
 
 class Gradients(NamedTuple):
@@ -519,7 +521,8 @@ class PartitionedCall:
             values = [self._of_copy(k, taken.tensor) for taken in phase.takes]
             outputs = phase(values, self._compiles_update(phase, device), self._gate)
             if phase.place.of_first_host and outputs and self._plan.hosts.count > 1:
-                outputs = self._plan.hosts.broadcast(outputs, "random numbers")
+                purpose = f"'{phase.makes[0].name}'"
+                outputs = self._plan.hosts.broadcast(outputs, purpose)
         self._copies[k].update(zip(map(key, phase.makes), outputs, strict=True))
 
     def _device(self, phase):
@@ -639,8 +642,19 @@ class PartitionedCall:
             sums = self._updates_apart.add(update, parts, at_home)
             gates = [] if self._gate is None else [self._gate]
             gradients = [gradient for gradient in sums[0] if gradient is not None]
-            with tf.control_dependencies(gates), self._guarded(parts, gradients):
+            with (
+                made_in(tf.compat.v1.get_default_graph()) as created,
+                tf.control_dependencies(gates),
+                self._guarded(parts, gradients),
+            ):
                 self._updates_apart.apply(sums)
+            drawn = [e for e in effects.of(created) if e.type in effects.RANDOM]
+            if drawn and self._plan.hosts.count > 1:
+                raise ModelError(
+                    "The optimizer draws random numbers of TensorFlow's own state, by "
+                    f"{drawn[0]}, and several hosts cannot share these; expected "
+                    "keras.random with a seed generator, or run_eagerly=True."
+                )
 
     def _gradients_for(self, update):
         """Returns the gradients that an optimizer's call takes.

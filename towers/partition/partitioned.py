@@ -40,6 +40,12 @@ from towers.tower.errors import PartitionError, where
 # each tower's own take more.
 _TRACES = 9
 
+NOT_SHARED = (
+    "in an optimizer, or in a loop or a branch that also changes a variable, fills a "
+    "list as tf.map_fn does, or has a gradient, so that hosts cannot share the numbers"
+)
+"""The cases of `Partitioned.draws_of_host`, for errors."""
+
 
 class Verdict(NamedTuple):
     """The decisions about a function's operations, before any of them runs.

@@ -113,8 +113,8 @@ class Place:
             runs it on the host, and a tower runs it at home, as for look-ups of rows.
         exchanges: Whether it reads a sharded variable, which devices or hosts exchange
             once for all towers of a host.
-        of_first_host: Whether all hosts take the first host's results, as of random
-            numbers of TensorFlow's own state, of which each host has another.
+        of_first_host: Whether all hosts take the first host's results, as each would
+            draw other random numbers from TensorFlow's own state, or in Python.
     """
 
     # In the order of comparison: later operations compare greater.
@@ -150,8 +150,9 @@ class Placement:
             inputs, by its name.
         assigned: The sharded parameters that the function assigns itself, for which it
             is refused.
-        draws_of_host: Operations at home with random numbers of TensorFlow's own state
-            that other hosts cannot take, as a loop that also assigns a variable.
+        draws_of_host: Operations at home that draw from TensorFlow's own random state,
+            and whose results other hosts cannot take, such as a loop that also assigns
+            a variable.
     """
 
     def __init__(
@@ -223,7 +224,9 @@ class Placement:
             lambda handle: is_copied(self._handles.get(key(handle))),
         )
         self.refused += mixed
-        draws = {e.name for e in effects.of(self.order) if e.type in effects.RANDOM}
+        types: dict[str, set[str]] = {}
+        for effect in effects.of(self.order):
+            types.setdefault(effect.name, set()).add(effect.type)
         self.draws_of_host: list[tf.Operation] = []
         for op in self.order:
             if op.type != "Const" and not self._is_value(op):
@@ -231,10 +234,13 @@ class Placement:
                 updates = op.name in trace.updates
                 exchanges = op.type in _EXCHANGED and self.parts_read(op) is not None
                 on_device = op.name not in self.hosted and not self._looks_up(op)
-                of_first_host = op.name in draws and not on_towers
-                if of_first_host and (op.name in on_copies or not _only_draws(op)):
-                    of_first_host = False
-                    self.draws_of_host.append(op)
+                of_first_host = False
+                its_types = types.get(op.name, set())
+                if not on_towers and its_types & (effects.RANDOM | effects.PYTHON):
+                    once = op.name not in on_copies
+                    of_first_host = once and _may_follow(op, its_types)
+                    if its_types & effects.RANDOM and not of_first_host:
+                        self.draws_of_host.append(op)
                 op_place = Place(
                     level=0,
                     on_towers=on_towers,
@@ -762,14 +768,21 @@ class Placement:
         return lines
 
 
-def _only_draws(op):
-    """Checks whether an operation changes no variable but a random generator's.
+def _may_follow(op, types):
+    """Checks whether a host can take the first host's results of an operation.
 
-    Its results have to be numbers, which can be sent to other hosts.
+    Args:
+        op: The operation.
+        types: The types of its side effects. It may draw random numbers and call
+            Python, but may change no variable except a random generator's.
     """
-    types = {effect.type for effect in effects.of([op])}
+    # Lists of tensors, for example, cannot be sent.
     return types <= effects.RANDOM | effects.REPEATED and all(
-        t.dtype.is_bool or t.dtype.is_floating or t.dtype.is_integer for t in op.outputs
+        t.dtype.is_bool
+        or t.dtype.is_integer
+        or t.dtype.is_floating
+        or t.dtype.is_complex
+        for t in op.outputs
     )
 
 

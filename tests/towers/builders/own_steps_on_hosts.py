@@ -48,6 +48,15 @@ class Steps(keras.Model):
         return {"loss": loss}
 
 
+class NoisySGD(keras.optimizers.SGD):
+    """Adds noise to its gradients, of TensorFlow's own state."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Updates a variable."""
+        noise = tf.random.normal(tf.shape(gradient), seed=3)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
 def on_towers(noisy=False, eager=False, optimizer="sgd", **options):
     """A compiled model on this host's towers."""
     keras.utils.set_random_seed(1)
@@ -140,6 +149,13 @@ def main(rank, addresses, counts, folder):
     tf.random.set_seed(1 + rank)
     found["draws"] = [float(noisy.train_on_batch(X, Y)) for _ in range(3)]
     found["drawn"] = [weight.tolist() for weight in noisy.get_weights()]
+    found["noisy optimizers"] = [
+        said(lambda p=p: p.train_on_batch(X, Y))
+        for p in (
+            on_towers(optimizer=NoisySGD(), gpus=mine),
+            on_towers(optimizer=NoisySGD(), gpus=mine, variable_update="sharded"),
+        )
+    ]
     found["continued"] = continued(mine, folder)
     found["eager"], found["noisy"] = (eagerly(mine, noisy) for noisy in (False, True))
     with open(os.path.join(folder, f"found{rank}.json"), "w") as file:

@@ -334,6 +334,9 @@ def test_hosts_say_what_they_cannot_go_on_with(tmp_path):
     assert first["shift"] == second["shift"] == 0
     assert first["draws"] == second["draws"] and first["drawn"] == second["drawn"]
     np.testing.assert_allclose(first["draws"], own_steps_on_hosts.noisy_losses(), 1e-5)
+    for sentence in first["noisy optimizers"] + second["noisy optimizers"]:
+        assert sentence.startswith("ModelError: "), sentence
+        assert "TensorFlow's own state" in sentence and "optimizer" in sentence
     assert first["continued"] == second["continued"]
     # One device computes each batch; the first host's numbers count.
     plain = own_steps_on_hosts.eager_on_one_device()

@@ -274,6 +274,70 @@ def test_a_program_that_fails_ends_all(other):
     assert told == (other == "meets"), err
 
 
+CATCHES = """
+import signal, sys
+import numpy as np
+from towers.cluster import process_group
+from towers.hosts import group
+
+process_group.join_as_started()
+comm, rank = group.communicator(), group.joined().rank
+_, then, fifo = sys.argv
+
+def fail(*_):
+    raise LookupError
+
+if rank == 0:
+    open(fifo).close()  # It waits for the other host to open it, too.
+    comm.all_reduce(np.ones(3), "first")
+signal.signal(signal.SIGALRM, fail)
+signal.alarm(1)
+try:
+    comm.all_reduce(np.ones(3), "first")
+except LookupError:
+    open(fifo, "w").close()
+if then == "goes on":
+    comm.all_reduce(np.ones(3), "second")
+"""
+
+
+@pytest.mark.parametrize("then", ["goes on", slow("ends")])
+def test_a_host_that_an_error_takes_out_of_a_sum_ends_all(then, tmp_path):
+    """MPI would take its next sum for the rest of that one, or wait for ever."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code, _, err = end(start(2, "-c", CATCHES, then, fifo))
+    assert code == 1
+    if then == "ends":
+        assert "ends in the middle of 'first'; all hosts end." in err
+    else:
+        assert "An error has taken this host out of 'first', so it cannot meet" in err
+
+
+FINALIZES = """
+import numpy as np
+from mpi4py import MPI
+from towers.cluster import process_group
+from towers.hosts import group
+
+process_group.join_as_started()
+group.communicator().all_reduce(np.ones(3), "sum")
+MPI.Finalize()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_mpi_itself():
+    run(2, "-c", FINALIZES)
+
+
+def test_mpi_that_is_not_initialised_is_an_error_in_a_sentence():
+    code = "import mpi4py; mpi4py.rc.initialize = False\n" + FINALIZES
+    code, _, err = end(start(2, "-c", code))
+    assert code == 1
+    assert "but MPI is not initialised or already finalised in this process" in err
+
+
 @pytest.mark.slow
 def test_a_host_that_is_killed_ends_all():
     code, out, err = end(on_hosts("SIGKILL 1 training"))

@@ -128,6 +128,17 @@ def check_broadcast(world, folder):
     assert empty.shape == (0, 2)
 
 
+def check_broadcast_of_other_sizes(world, folder):
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
+    def first(*tensors):
+        return world.broadcast([tf.constant(world.index), *tensors], "test")
+
+    k = world.index
+    index, full, empty = first(tf.fill([1 + k, 2], 1.0 + k), tf.ones([k]))
+    np.testing.assert_array_equal(full, [[1, 1]])
+    assert (index.numpy(), empty.shape) == (0, (0,))
+
+
 def check_all_to_all(world, folder):
     k, every = world.index, range(world.count)
 

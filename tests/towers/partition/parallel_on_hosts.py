@@ -36,6 +36,40 @@ def in_a_loop(x):
     return tf.while_loop(lambda i, x: i < 3, add, (0, x))[1]
 
 
+def of_any_size(x):
+    """Adds the number of random numbers that a loop draws."""
+    more = lambda t: tf.concat([t, tf.random.uniform([1], seed=5)], 0)  # noqa: E731
+    shape = [tf.TensorShape([None])]
+    drawn = tf.while_loop(lambda t: t[-1] < 0.8, more, [tf.zeros([1])], shape)[0]
+    return x + tf.cast(tf.size(drawn), tf.float32)
+
+
+def turned(x):
+    """Turns the rows as complex numbers, by random angles in a loop."""
+
+    def turn(i, z):
+        return i + 1, z * tf.exp(tf.complex(0.0, tf.random.uniform([], seed=3)))
+
+    z = tf.while_loop(lambda i, z: i < 3, turn, (0, tf.complex(1.0, 0.0)))[1]
+    return x * tf.math.real(z)
+
+
+def by_python(x):
+    """Adds random numbers of NumPy to the rows."""
+    add = lambda x: x + np.random.normal(size=x.shape).astype(x.dtype)  # noqa: E731
+    return tf.ensure_shape(tf.numpy_function(add, [x], x.dtype), x.shape)
+
+
+def differentiated(x):
+    """Takes a gradient of a loop that draws."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.while_loop(
+            lambda i, y: i < 2, lambda i, y: (i + 1, y * tf.random.normal([])), (0, x)
+        )[1]
+    return tape.gradient(y, x)
+
+
 def in_a_list(x):
     """Adds other random numbers to each row, in a loop that fills a list."""
     return tf.map_fn(lambda row: row + tf.random.normal([4], seed=3), x)
@@ -56,6 +90,9 @@ DRAWS = {
     "integers": lambda x: x + tf.one_hot(tf.random.uniform([], 0, 4, "int32", 3), 4),
     "shuffled rows": lambda x: tf.random.shuffle(x, seed=3),
     "in a loop": in_a_loop,
+    "of any size": of_any_size,
+    "complex": turned,
+    "by Python": by_python,
 }
 
 
@@ -144,9 +181,10 @@ def main(rank, addresses, counts, folder):
     found["differ"] = said(lambda: function(X[: 5 + rank]))
     # The second host draws other numbers.
     tf.random.set_seed(1 + rank)
+    np.random.seed(1 + rank)
     found["drawn"] = drawn(lambda function: towers.parallelize(function, mine))
     total = tf.Variable(0.0, trainable=False)
-    functions = in_a_list, tf.function(lambda x: assigned(x, total))
+    functions = in_a_list, differentiated, tf.function(lambda x: assigned(x, total))
     found["draws"] = [
         said(lambda f=f: towers.parallelize(f, mine)(X)) for f in functions
     ]

@@ -19,7 +19,7 @@ from towers.keras_adapter.variables import value_behind
 from towers.loop.loop import flat, pack
 from towers.partition.call import Copied
 from towers.partition.functions.placed import PlacedBatch, place, same_batch
-from towers.partition.partitioned import Partitioned, judge
+from towers.partition.partitioned import NOT_SHARED, Partitioned, judge
 from towers.plan import Plan
 from towers.program.features import feature
 from towers.program.voice import say
@@ -187,10 +187,8 @@ class Parallel:
         for line in partitioned.draws_of_host:
             raise ValueError(
                 f"Received '{self.__name__}', which draws random numbers of "
-                f"TensorFlow's own state{line}, in a loop or a branch that also "
-                "changes a variable, or fills a list as tf.map_fn does, so that "
-                f"{plan.hosts.count} hosts cannot share the numbers; expected a draw "
-                "outside of the loop, or keras.random with a seed generator."
+                f"TensorFlow's own state{line}, {NOT_SHARED}; expected a draw outside "
+                "of it, or keras.random with a seed generator."
             )
         with tf.control_dependencies([same_batch(plan.hosts, placed)]):
             return partitioned.on_copies(
