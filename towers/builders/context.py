@@ -72,8 +72,6 @@ class Context:
             calls of training.
         usual_rows: Number of examples in the first batch of training; `None` if not
             known yet.
-        is_elastic: Whether hosts may join and leave during the run.
-        why_hosts: Why the set of hosts has changed; empty for the first set.
         last_batch: Keeps the last batch, to explain a stage that fails: a `LastBatch`;
             `None` without stages.
         facts: Facts about the model that its steps have shown.
@@ -94,8 +92,6 @@ class Context:
     timers: StepTimers | None = None
     callbacks_may_write: bool = False
     usual_rows: int | None = None
-    is_elastic: bool = False
-    why_hosts: str = ""
     last_batch: Any = None
     facts: ModelFacts = dataclasses.field(default_factory=ModelFacts)
     said: set[Any] = dataclasses.field(default_factory=set)
@@ -223,7 +219,6 @@ class Context:
             self.usual_rows,
             towers_by_xla=xla,
             updates_by_xla=self.compiles_update,
-            is_elastic=self.is_elastic,
         )
 
     @contextlib.contextmanager

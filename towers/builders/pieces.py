@@ -130,12 +130,7 @@ class VariableCreator:
         """Creates the optimizer's variables; the model is built."""
         model = self.context.model
         home = self.context.plan.home
-        if self.context.is_elastic:
-            # Hosts that have trained have built it before. All hosts divide it later.
-            placed = sharded.slots_like_variables()
-        else:
-            placed = self._parts_placed(None)
-        with placed, tf.device(home):
+        with self._parts_placed(None), tf.device(home):
             model.optimizer.build(model.trainable_variables)
 
     def build_layers(self, x: Any) -> None:
@@ -166,10 +161,6 @@ class VariableCreator:
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             if all(isinstance(spec, tf.TensorSpec) for spec in _specs(x)):
                 self.build_layers(x)
-        elastic = self.context.is_elastic
-        if elastic and model.built and model.compiled and not model.optimizer.built:
-            with tf.init_scope():
-                self.build_optimizer()
         if model.built:
             store.cut(data)
         # Otherwise ragged or sparse inputs build the model, which is cut afterwards.

@@ -15,10 +15,8 @@ from typing import NamedTuple
 from towers.cluster.addresses import is_address
 from towers.cluster.launchers import ray_train, tf_config
 from towers.hosts.group import (
-    ELASTIC,
     JOIN_SECONDS,
     MPI,
-    ElasticPlace,
     ProcessPlace,
 )
 from towers.program.voice import warn
@@ -27,8 +25,6 @@ _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
 _COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
 _SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
 _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
-_ELASTIC, _SLOT = ELASTIC, "TOWERS_SLOT"
-_RESTARTED = "TOWERS_RESTARTED"
 # Whoever hears a greeting can try out tokens: of four digits, all in a moment.
 _LEAST_TOKEN = 16
 # Ports from here on are below those that Linux gives to whoever asks for any.
@@ -90,42 +86,6 @@ def variables(place: ProcessPlace) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def find_elastic(environ: Environ = os.environ) -> ElasticPlace | None:
-    """Finds this process's place among hosts that come and go, if it has one.
-
-    Args:
-        environ: The environment.
-
-    Raises:
-        ValueError: It contradicts itself, or is of another form.
-    """
-    if not environ.get(_ELASTIC):
-        return None
-    common = _common(environ)
-    if common["token"] is None:
-        raise ValueError(
-            f"Received {_ELASTIC} without {_TOKEN}; expected both, as python -m "
-            "towers.launch sets them, or none."
-        )
-    slot = _number(environ, _SLOT, 0, default=0)
-    again = restarted(environ)
-    return ElasticPlace(_coordinator(environ, ""), slot=slot, restarted=again, **common)
-
-
-def elastic_variables(place: ElasticPlace) -> dict[str, str]:
-    """Returns the environment in which `find_elastic` finds a place."""
-    found = {
-        _ELASTIC: 1,
-        _SLOT: place.slot,
-        _COORDINATOR: place.coordinator,
-        _TOKEN: place.token,
-        _SECONDS: f"{place.join_seconds:g}",
-        _INTERFACE: place.interface,
-        _RESTARTED: int(place.restarted),
-    }
-    return {name: str(value) for name, value in found.items() if value is not None}
-
-
 def restarted(environ: Environ = os.environ) -> bool:
     """Tells whether this process goes on with a run that a launcher began before.
 
@@ -135,9 +95,7 @@ def restarted(environ: Environ = os.environ) -> bool:
     Raises:
         ValueError: It is of another form.
     """
-    # Where hosts come and go, the launcher says it of each; else all start anew.
-    name = _RESTARTED if environ.get(_ELASTIC) else _GENERATION
-    return _number(environ, name, 0, default=0) > 0
+    return _number(environ, _GENERATION, 0, default=0) > 0
 
 
 def _of_towers(environ: Environ) -> ProcessPlace:

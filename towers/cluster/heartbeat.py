@@ -34,7 +34,7 @@ LEFT_S = 5.0
 END_S = 12.0
 _MOST_BYTES = 2**16
 # Why a host has left what the others are in, where it was no error.
-_DONE, _PARTED = "its program has ended", "it has left these hosts"
+_DONE = "its program has ended"
 # Connections that have not said yet who they are, beside those of the hosts.
 _MOST_STRANGERS = 100
 
@@ -52,15 +52,14 @@ class Heartbeat:
         rank: int,
         names: Sequence[str],
         fail: Callable[[str], None],
-        ends: bool = True,
     ) -> None:
         """Begins nothing yet.
 
         Args:
             rank: Which of the hosts this one is.
             names: What to call each of them in sentences.
-            fail: Is called once, in a thread, with what has failed.
-            ends: Whether the process is ended if it does not end then by itself.
+            fail: Is called once, in a thread, with what has failed. The process is
+                ended if it does not end then by itself.
         """
         self._rank, self._names, self._fail = rank, names, fail
         self.failure: str | None = None
@@ -78,12 +77,10 @@ class Heartbeat:
         self._left: dict[int, tuple[int, str, float]] = {}
         # Which call this host is in, counted from 1, and since when.
         self._calls, self._inside, self._entered_s = 0, False, 0.0
-        # Hosts whose programs are at their end, and those that have left the others.
+        # Hosts whose programs are at their end.
         self._done: set[int] = set()
-        self._parted: set[int] = set()
         self._settled = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ends = ends
         self._timer: threading.Timer | None = None
 
     def listen(self, address: str) -> str:
@@ -139,22 +136,10 @@ class Heartbeat:
         Returns:
             Whether all are, within so many seconds.
         """
-        self._note_done(self._rank, _DONE)
+        self._note_done(self._rank)
         self._connections.tell({"done": self._rank})
         self._settled.wait(seconds)
         return len(self._done) == len(self._names)
-
-    def part(self, seconds: float) -> None:
-        """Notes that this host leaves the others, and waits for them to leave, too.
-
-        Nobody takes its end for a failure, unless it is waited for.
-
-        Args:
-            seconds: How long to wait, while nothing has failed.
-        """
-        self._note_done(self._rank, _PARTED)
-        self._connections.tell({"done": self._rank, "parted": 1})
-        self._settled.wait(seconds)
 
     def close(self) -> None:
         """Ends the thread, and closes the connections."""
@@ -241,7 +226,6 @@ class Heartbeat:
         if not data or len(peer.buffer) > _MOST_BYTES:
             # Who has said that it is done may go, unless it is waited for.
             may_go = peer.rank in self._done and not self._inside
-            may_go = may_go or peer.rank in self._parted
             self._connections.drop(connection)
             if peer.rank is not None and not may_go:
                 _, why, _ = self._left.get(peer.rank, (0, "", 0.0))
@@ -286,8 +270,7 @@ class Heartbeat:
                 self._answered.notify_all()
         elif "done" in message:
             self._pass_on(connection, message)
-            why = _PARTED if "parted" in message else _DONE
-            self._note_done(self._rank_in(message, "done"), why)
+            self._note_done(self._rank_in(message, "done"))
         elif "failed" in message:
             self._note(self._rank_in(message, "failed"), str(message["why"]))
 
@@ -295,12 +278,10 @@ class Heartbeat:
         """Returns the number of a host that a message names; raises if it has none."""
         return range(len(self._names)).index(message[name])
 
-    def _note_done(self, rank, why):
+    def _note_done(self, rank):
         with self._lock:
             self._done.add(rank)
-            if why == _PARTED:
-                self._parted.add(rank)
-            self._left.setdefault(rank, (0, why, time.monotonic()))
+            self._left.setdefault(rank, (0, _DONE, time.monotonic()))
             if len(self._done) == len(self._names):
                 self._settled.set()
 
@@ -319,11 +300,10 @@ class Heartbeat:
             if self.failure is not None or self._connections.is_closed:
                 return
             self.failure = f"{self._names[rank]} {why}"
-            if self._ends:
-                # Daemon, as the process may well end before.
-                self._timer = threading.Timer(END_S, self._end)
-                self._timer.daemon = True
-                self._timer.start()
+            # Daemon, as the process may well end before.
+            self._timer = threading.Timer(END_S, self._end)
+            self._timer.daemon = True
+            self._timer.start()
         self._connections.tell({"failed": rank, "why": why})
         self._failed.set()
         self._settled.set()

@@ -5,7 +5,6 @@ serves again, whichever the other host is.
 """
 
 import copy
-import dataclasses
 import json
 import math
 import mmap
@@ -28,47 +27,23 @@ from towers.program import small_file
 T = TypeVar("T")
 
 
-@dataclasses.dataclass
-class _Connection:
-    """To whom a place is connected just now."""
-
-    names: tuple[str, ...]
-    communicator: Communicator
-
-
 class Cluster:
     """Hosts that are connected.
 
     Attributes:
+        names: See `World`.
+        communicator: The collectives of the hosts.
         wire: The type in which gradients travel; `None` for their own.
     """
 
     def __init__(self, names: Sequence[str], index: int, communicator: Communicator):
         """Takes the place of this host among others that it has joined."""
         self.count, self.index = len(names), index
-        self._connection = _Connection(tuple(names), communicator)
+        self.names, self.communicator = tuple(names), communicator
         self.wire: np.dtype | None = None
         with tf.init_scope(), tf.device(HOST):
             # All collectives write it, and so run in the order in which they were made.
             self._order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """See `World`."""
-        return self._connection.names
-
-    @property
-    def communicator(self) -> Communicator:
-        """The collectives of the hosts."""
-        return self._connection.communicator
-
-    def reconnect(self, names: Sequence[str], communicator: Communicator) -> None:
-        """Puts other hosts, as many, in the place of those that this one has left.
-
-        Graphs that were made for those are for these, too.
-        """
-        connection = self._connection
-        connection.names, connection.communicator = tuple(names), communicator
 
     def compressing(self, compression: str) -> "Cluster":
         """See `World`."""
@@ -318,26 +293,15 @@ def _as_bytes(array):
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
+# The hosts that this process has joined, and its place among them.
+_here: tuple[group.Joined, Cluster] | None = None
+
+
 def this_host() -> Cluster:
     """Returns this process's place among the hosts that it has joined."""
-    membership = group.joined()
-    place, names = (membership.rank, membership.count), membership.names
-    return place_among(*place, group.communicator(), names)
-
-
-def place_among(
-    index: int, count: int, communicator: Communicator, names: Sequence[str] = ()
-) -> Cluster:
-    """Returns a place among so many hosts, connected to those that are there now.
-
-    Without `names`, they are "host 0" and so on.
-    """
-    names = names or [f"host {k}" for k in range(count)]
-    if (index, count) not in _places:
-        _places[index, count] = Cluster(names, index, communicator)
-    _places[index, count].reconnect(names, communicator)
-    return _places[index, count]
-
-
-# By rank and count, as hosts that come and go have one place after another.
-_places: dict[tuple[int, int], Cluster] = {}
+    global _here
+    now = group.current
+    if _here is None or _here[0] is not now:
+        membership = now.membership
+        _here = now, Cluster(membership.names, membership.rank, now.communicator)
+    return _here[1]

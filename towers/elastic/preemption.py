@@ -72,8 +72,8 @@ class PreemptionNotice(keras.callbacks.Callback):
 
     A thread looks for the notice while `fit` runs. A line then says what was noticed,
     and the process sends itself SIGTERM, once in a `fit`. With `Checkpoint` in the same
-    list, the run is saved and ends with exit code 143; elastic hosts go on without this
-    one. Without it, SIGTERM does what it does in the program.
+    list, the run is saved and ends with exit code 143, on all hosts. Without it,
+    SIGTERM does what it does in the program.
 
     A machine that ends sends SIGTERM to its processes as well. That is no second one,
     which would end the run before it is saved: after a notice, `fit` ignores others.

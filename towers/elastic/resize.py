@@ -16,7 +16,6 @@ from towers.devices.resolved import resolve
 from towers.elastic import requests
 from towers.elastic.generations import Generation, Generations, Wish, WishSource
 from towers.elastic.requests import Inbox, Request
-from towers.hosts import group
 from towers.layers.variables import steps_done
 from towers.model import fit_call
 from towers.model.fit_call import FitCall
@@ -77,13 +76,10 @@ class Resize(keras.callbacks.Callback):
         self.generations = Generations() if generations is None else generations
         self._balance = balance
         self._sources: Sequence[WishSource] = ()
-        self._changing: tuple[Wish | None, Generation] | None = None
+        self._changing: tuple[Wish, Generation] | None = None
         self._looked_s: float | None = None
-        # Of the last step: when it ended, and how many were done, where hosts come and
-        # go; and why these train together.
+        # When the last step ended.
         self._ended_s: float | None = None
-        self._steps: int | None = None
-        self._why, self._first = "", 0
 
     @contextlib.contextmanager
     def around_fit(self, call: FitCall) -> Iterator[None]:
@@ -107,27 +103,21 @@ class Resize(keras.callbacks.Callback):
             with listens if asked is not None else contextlib.nullcontext():
                 yield
         finally:
-            if self._changing is not None and self._changing[0] is not None:
+            if self._changing is not None:
                 self._changing[0].done("The run has ended, with no step more.")
             self._sources, self._changing = (), None
 
     def on_train_begin(self, logs=None):
-        """Notes the first towers, or those of other hosts."""
+        """Notes the first towers."""
         if self._on_change is not None:
             self._on_change()
-        if why := self.model.builder.context.why_hosts:
-            every = self.generations.every
-            if why != (self._why or (every[-1].why if every else "")):
-                self._changing = None, self._generation(why)
-            self._why = why
-        elif not self.generations.every:
+        if not self.generations.every:
             why = "restart" if steps_done(self.model) else "start"
             self.generations.begin(self._generation(why))
 
     def on_train_batch_begin(self, batch, logs=None):
         """Looks for wishes."""
         now_s = self._clock()
-        self._first = batch
         if self._looked_s is not None and now_s - self._looked_s < _LOOK_EVERY_S:
             return
         self._looked_s = now_s
@@ -156,8 +146,6 @@ class Resize(keras.callbacks.Callback):
         now_s = self._clock()
         if self._changing is not None:
             (wish, generation), self._changing = self._changing, None
-            if wish is None:
-                generation = self._of_hosts(generation, batch)
             since_s = self._looked_s if self._ended_s is None else self._ended_s
             generation = dataclasses.replace(generation, seconds=now_s - since_s)
             line = self.generations.begin(generation)
@@ -165,17 +153,8 @@ class Resize(keras.callbacks.Callback):
                 self.generations.marks.append(line)
                 voice.end_progress_bar()
                 voice.say(line)
-            if wish is not None:
-                wish.done(line)
-        self._ended_s, self._steps = now_s, None
-        if group.member() is not None:
-            self._steps = steps_done(self.model)
-
-    def _of_hosts(self, generation, batch):
-        """What is known of other hosts once they have made their first step."""
-        step = steps_done(self.model) - (batch + 1 - self._first)
-        lost = 0 if self._steps is None else max(0, self._steps - step)
-        return dataclasses.replace(generation, step=step, steps_lost=lost)
+            wish.done(line)
+        self._ended_s = now_s
 
     def on_epoch_end(self, epoch, logs=None):
         """Counts no time between epochs."""
@@ -251,11 +230,6 @@ class Asked:
             raise ValueError(
                 "Received a request for a run with --share_gpus, which gets what other "
                 "runs leave; start it without to decide on its GPUs."
-            )
-        if group.member() is not None:
-            raise ValueError(
-                "Received a request for a run whose hosts come and go; expected other "
-                "hosts instead, by the --host_file of towers launch."
             )
         return self._chosen(request)
 

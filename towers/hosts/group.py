@@ -56,10 +56,6 @@ class SignalReceived(Exception):
         self.number = number
 
 
-class HostsChange(Exception):
-    """Hosts join or leave the group; all hosts stop at the same batch."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ProcessPlace:
     """The rank and addresses of a process that has not met other hosts yet.
@@ -91,28 +87,6 @@ class ProcessPlace:
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticPlace:
-    """The settings of a process that joins a group of elastic hosts.
-
-    Attributes:
-        coordinator: Address at which the coordinator listens, as "host:port".
-        token: Secret that all hosts share.
-        slot: The launcher's number of this process; ranks follow this order at first.
-        join_seconds: Maximum time to try to reach the coordinator.
-        interface: See `ProcessPlace`.
-        restarted: Whether the run began before this process was started, for example
-            because this process replaces one that has failed.
-    """
-
-    coordinator: str
-    token: str = dataclasses.field(repr=False)
-    slot: int
-    join_seconds: float = JOIN_SECONDS
-    interface: str | None = None
-    restarted: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Membership:
     """The group of hosts, once they have met.
 
@@ -120,11 +94,8 @@ class Membership:
         rank: Rank of this host, from 0.
         addresses: Address "host:port" at which each host listens.
         names: Name of each host in messages, such as "host 1 (nodeB, pid 4711)".
-        generation: Number of times that all hosts have restarted, or that the group has
-            changed.
+        generation: Number of times that all hosts have restarted.
         token: See `ProcessPlace`.
-        elastic: Whether a host that loses others may continue with the remaining hosts
-            instead of ending.
     """
 
     rank: int
@@ -132,18 +103,11 @@ class Membership:
     names: tuple[str, ...]
     generation: int = 0
     token: str | None = dataclasses.field(default=None, repr=False)
-    elastic: bool = False
 
     @property
     def count(self) -> int:
         """Number of hosts."""
         return len(self.addresses)
-
-    @property
-    def processes(self) -> frozenset[str]:
-        """The names of the hosts without their ranks, which may change."""
-        named = (f"host {rank} " for rank in range(len(self.names)))
-        return frozenset(map(str.removeprefix, self.names, named))
 
     @property
     def count_here(self) -> int:
@@ -152,8 +116,6 @@ class Membership:
         return machines.count(machines[self.rank])
 
 
-# Set for a process that joins a group of elastic hosts.
-ELASTIC = "TOWERS_ELASTIC"
 # The environment variables in which MPI gives a process its rank, and the number of
 # processes: Open MPI; MPICH, Intel MPI and Cray; MVAPICH; and `srun --mpi=pmix`, where
 # Slurm gives the number.
@@ -166,7 +128,7 @@ MPI = {
 # A launcher of several processes sets at least one of these; `cluster/environment.py`
 # reads them. Slurm also sets SLURM_NTASKS without srun.
 STARTED = (
-    *(ELASTIC, "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT", "TOWERS_COORDINATOR"),
+    *("TOWERS_HOST_RANK", "TOWERS_HOST_COUNT", "TOWERS_COORDINATOR"),
     *("TOWERS_GENERATION", "TF_CONFIG", "SLURM_STEP_ID", "SLURM_NTASKS", *MPI),
 )
 
@@ -188,7 +150,6 @@ class Joined(NamedTuple):
 
 current: Joined | None = None
 """The hosts that this process has joined; set by `towers.cluster`."""
-_member: Any = None
 # The nesting depth of `together` in this process.
 _depth = 0
 _meanwhile: Callable[[], str] | None = None
@@ -227,8 +188,8 @@ def join_as_started(
         )
     if (already := joined()) is not None:
         return already
-    if not is_started(environ) or member(environ) is not None:
-        return None  # An elastic host joins when it trains.
+    if not is_started(environ):
+        return None
     return feature("cluster.process_group").join_as_started(environ)
 
 
@@ -238,29 +199,6 @@ def restarted() -> bool:
     A resumed process keeps the existing files of the run.
     """
     return is_started() and feature("cluster.environment").restarted()
-
-
-def member(environ: Mapping[str, str] = os.environ) -> Any:
-    """Returns the connection of this process to the coordinator of elastic hosts.
-
-    All calls return the same `Member`; `None` if this process was not started as an
-    elastic host.
-
-    Args:
-        environ: The environment.
-
-    Raises:
-        ValueError: The environment contradicts itself.
-    """
-    global _member
-    if _member is None and environ.get(ELASTIC):
-        _member = feature("cluster.process_group").new_member(environ)
-    return _member
-
-
-def change() -> str | None:
-    """Returns why the current generation of elastic hosts is to end; `None` if not."""
-    return None if _member is None or current is None else _member.change
 
 
 def joined() -> Membership | None:
@@ -395,6 +333,4 @@ def check() -> None:
 
 
 def _failed(failure):
-    elastic = (now := joined()) is not None and now.elastic
-    does = "parts from the others" if elastic else "ends"
-    return HostFailedError(f"{failure}, so this host {does}.")
+    return HostFailedError(f"{failure}, so this host ends.")

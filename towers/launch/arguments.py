@@ -21,6 +21,10 @@ from towers.program.flags.arguments import Parser
 from towers.train import checks, flags, settings, tower_flags
 
 _EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"
+_INSTEAD = (
+    "one number, such as --hosts=4, to start again with another number and the same "
+    "--model_dir, from the last checkpoint; or --launcher=ray, which does so by itself"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +32,7 @@ class LaunchOptions:
     """What a launch is asked to do.
 
     Attributes:
-        least: How many hosts may do.
+        least: How many hosts may do; fewer than `most` only with Ray.
         most: How many there are at most.
         command: What each host runs.
         num_gpus: GPUs of each host; `None` for as many as there are for each.
@@ -37,10 +41,7 @@ class LaunchOptions:
         interface: What hosts on other machines are reached by.
         join_seconds: How long hosts wait for one another.
         fail_seconds: How long they may take to end when one has failed.
-        max_restarts: How often all are started anew; of elastic hosts, how often others
-            go on because of a failure, `None` for any number.
-        elastic: Whether hosts come and go while the others go on.
-        host_file: A file that says how many elastic hosts are wanted.
+        max_restarts: How often all are started anew because of a failure.
         log_dir: Where the output of hosts other than the first goes; `None` to choose.
         launcher: "local" to start processes of its own, "ray" for Ray Train.
         num_cpus: CPUs that Ray reserves for each host.
@@ -56,9 +57,7 @@ class LaunchOptions:
     interface: str | None = None
     join_seconds: float = JOIN_SECONDS
     fail_seconds: float = 30.0
-    max_restarts: int | None = 0
-    elastic: bool = False
-    host_file: str | None = None
+    max_restarts: int = 0
     log_dir: str | None = None
     launcher: str = "local"
     num_cpus: int = 1
@@ -69,12 +68,14 @@ def _rank(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+# A range is for runs that outlive nodes; so by default, they do.
+_RANGE_RESTARTS = 3
 # Each flag's value, as the help names it, its type, and what it is for.
 _FLAGS = {
     "hosts": (
         *("N", str),
-        "Number of hosts. 2:4 starts 4, which may come and go: the others go on as "
-        "long as 2 remain, and one that fails starts again.",
+        "Number of hosts. With --launcher=ray, 2:4 for as many as Ray has places for: "
+        "it starts all again with another number as nodes come and go.",
     ),
     "num_gpus": (
         *("N", int),
@@ -95,8 +96,7 @@ _FLAGS = {
     "interface": (
         *("NAME", str),
         "With --host_rank: network interface, or its address, by which the other hosts "
-        "reach this one. Default: the one by which it reaches --coordinator. With a "
-        "--host_file of machines: by which these reach the launcher.",
+        "reach this one. Default: the one by which it reaches --coordinator.",
     ),
     "join_seconds": (
         *("S", float),
@@ -109,15 +109,8 @@ _FLAGS = {
     ),
     "max_restarts": (
         *("N", int),
-        "How often all hosts start again when one has failed. With --hosts=2:4: how "
-        "often the others go on after a failure. Default: 0, and any number with "
-        "--hosts=2:4.",
-    ),
-    "host_file": (
-        *("FILE", str),
-        "With --hosts=2:4: file with the number of hosts that are wanted now, or with "
-        "the machines on which ssh is to start one each. It is read again when it "
-        "changes.",
+        "How often all hosts start again when one has failed. Default: 0, and "
+        f"{_RANGE_RESTARTS} with --hosts=2:4.",
     ),
     "log_dir": (
         *("DIR", str),
@@ -162,6 +155,11 @@ def read(argv: Sequence[str], doc: str) -> LaunchOptions:
     known = vars(parser.parse_args([]))
     for arg in own:
         name = arg.lstrip("-").partition("=")[0]
+        if arg.startswith("--") and name == "host_file":
+            raise ValueError(
+                f"Received {arg}; --host_file is gone, with the hosts that came and "
+                f"went while others trained; expected {_INSTEAD}."
+            )
         if arg.startswith("--") and name in settings.NAMES and name not in known:
             raise ValueError(
                 f"Received --{name} before --; expected flags of towers train after "
@@ -172,13 +170,16 @@ def read(argv: Sequence[str], doc: str) -> LaunchOptions:
         _find_rank(found)
     hosts = found.pop("hosts")
     least, most = _hosts(hosts)
-    elastic = ":" in hosts
-    _check_file(found["host_file"], elastic and found["host_rank"] is None)
-    _check(found, most, elastic)
-    if found["max_restarts"] is None and not elastic:
-        found["max_restarts"] = 0
+    if least < most and found["launcher"] == "local":
+        raise ValueError(
+            f"Received --hosts={hosts}; a range is for --launcher=ray only; expected "
+            f"{_INSTEAD}."
+        )
+    _check(found, most)
+    if found["max_restarts"] is None:
+        found["max_restarts"] = _RANGE_RESTARTS if least < most else 0
     command, asked = _command(theirs, found)
-    return LaunchOptions(least, most, command, elastic=elastic, **(found | asked))
+    return LaunchOptions(least, most, command, **(found | asked))
 
 
 def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -219,13 +220,13 @@ def _hosts(text: str | None) -> tuple[int, int]:
     least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ValueError(
-            f"Received --hosts={text or ''}; expected a number, or the least and the "
-            "most, such as --hosts=2 or --hosts=2:4."
+            f"Received --hosts={text or ''}; expected a number, such as --hosts=2, or "
+            "with --launcher=ray the least and the most, such as --hosts=2:4."
         )
     return least, most
 
 
-def _check(found: dict, most: int, elastic: bool) -> None:
+def _check(found: dict, most: int) -> None:
     for name, bound in (("num_gpus", 1), ("num_cpus", 1), ("max_restarts", 0)):
         if found[name] is not None and found[name] < bound:
             raise ValueError(
@@ -237,7 +238,7 @@ def _check(found: dict, most: int, elastic: bool) -> None:
                 f"Received --{name}={found[name]:g}; expected a number of seconds."
             )
     if found["launcher"] == "ray":
-        return _check_ray(found, elastic)
+        return _check_ray(found)
     if found["launcher"] != "local":
         raise ValueError(
             f"Received --launcher={found['launcher']}; expected local or ray."
@@ -250,14 +251,13 @@ def _check(found: dict, most: int, elastic: bool) -> None:
             )
     rank = found["host_rank"]
     for name in ("coordinator", "interface"):
-        on_others = rank is not None or (name == "interface" and found["host_file"])
-        if found[name] is not None and not on_others:
+        if found[name] is not None and rank is None:
             raise ValueError(
                 f"Received --{name} without --host_rank; expected both, to start one "
                 "host on each machine, or neither, to start all on this one."
             )
     if rank is None:
-        return None if found["host_file"] else check_here(most, "--hosts")
+        return check_here(most, "--hosts")
     if not 0 <= rank < most:
         raise ValueError(
             f"Received --host_rank={rank} for {most} hosts; expected 0 to {most - 1}."
@@ -284,15 +284,7 @@ def check_here(hosts: int, name: str) -> None:
         )
 
 
-def _check_file(file: str | None, may_be: bool) -> None:
-    if file is not None and not may_be:
-        raise ValueError(
-            f"Received --host_file={file}; expected it only with a range of hosts on "
-            "this machine, such as --hosts=2:4."
-        )
-
-
-def _check_ray(found: dict, elastic: bool) -> None:
+def _check_ray(found: dict) -> None:
     for name in ("host_rank", "coordinator", "log_dir"):
         if found[name] is not None:
             raise ValueError(
@@ -303,11 +295,6 @@ def _check_ray(found: dict, elastic: bool) -> None:
         raise ValueError(
             f"Received --placement_strategy={found['placement_strategy']}; expected "
             f"{', '.join(_PLACEMENTS[:-1])} or {_PLACEMENTS[-1]}."
-        )
-    if elastic and found["placement_strategy"].startswith("STRICT_"):
-        raise ValueError(
-            f"Received --placement_strategy={found['placement_strategy']} for hosts "
-            "that come and go, which Ray places one by one; expected PACK or SPREAD."
         )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
 from towers.processes.child import Child
 
@@ -13,10 +12,7 @@ class Host(Child):
 
     Attributes:
         rank: Its number among the hosts.
-        is_lost: Whether it has ended with its machine, and is not to blame.
     """
-
-    is_lost = False
 
     def __init__(
         self,
@@ -26,7 +22,6 @@ class Host(Child):
         log: str | None,
         ended: Callable[["Host"], None],
         pass_fds: Sequence[int] = (),
-        stdin: IO | None = None,
     ):
         """Starts it.
 
@@ -37,16 +32,13 @@ class Host(Child):
             log: The file of its output, as of `Child`. Errors are shown, too.
             ended: Is called in another thread once it has ended.
             pass_fds: File descriptors that it inherits.
-            stdin: Its input; by default the launcher's, or none where it has a log.
 
         Raises:
             ValueError: It cannot be started.
         """
         self.rank = rank
         try:
-            super().__init__(
-                command, environ, ended, log, self._show_error, pass_fds, stdin
-            )
+            super().__init__(command, environ, ended, log, self._show_error, pass_fds)
         except OSError as error:
             raise ValueError(
                 f"Cannot start {command[0]} ({error.strerror}); expected after -- flags"

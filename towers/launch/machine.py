@@ -1,8 +1,4 @@
-"""What a launcher gives the hosts that it starts: an environment, GPUs, a log.
-
-Where hosts start is one object: this machine, machines that ssh reaches, or Ray's
-nodes. It starts a host in a slot, and says when it has ended.
-"""
+"""Gives the hosts that start on this machine an environment, GPUs and a log."""
 
 import contextlib
 import os
@@ -11,7 +7,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from towers.cluster import environment
 from towers.launch import gpus
@@ -27,43 +22,13 @@ SIGNALS = {
 }
 
 
-class Places(Protocol):
-    """Where the hosts that come and go start.
-
-    Attributes:
-        token: What all hosts know and strangers do not.
-        listens_at: Where the coordinator listens.
-        places_later: Whether a host may have to wait for a place.
-    """
-
-    token: str
-    listens_at: str
-    places_later: bool
-
-    def start(
-        self,
-        number: int,
-        place: Mapping[str, str],
-        ended: Callable[[Host], None],
-        placed: Callable[[Host], None],
-    ) -> Host:
-        """Starts a host; see `Machine.start`."""
-
-    def say_where(self, count: int) -> None:
-        """Says how many hosts start, and where they write."""
-
-
 class Machine:
     """This machine, divided among the hosts that are started on it.
 
     Attributes:
         strays: All that the hosts start.
         token: What all hosts know and strangers do not.
-        listens_at: Where the coordinator of elastic hosts listens.
-        places_later: Whether a host may have to wait for a place.
     """
-
-    places_later = False
 
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]):
         """Divides it.
@@ -77,7 +42,6 @@ class Machine:
         """
         self.strays = Strays()
         self.token = secrets.token_hex(16)
-        self.listens_at = options.coordinator or "127.0.0.1:0"
         self._options = options
         self._environ = {**environ, **self.strays.mark}
         # The only host here has what the launcher has.
@@ -98,7 +62,6 @@ class Machine:
         number: int,
         place: Mapping[str, str],
         ended: Callable[[Host], None],
-        placed: Callable[[Host], None] | None = None,
     ) -> Host:
         """Starts a host.
 
@@ -106,8 +69,6 @@ class Machine:
             number: Which of those that share this machine.
             place: The environment that says its place.
             ended: Is called in another thread once it has ended.
-            placed: Is called in another thread once it has found a place, if it had
-                to wait for one; here, none has.
 
         Raises:
             ValueError: It cannot be started.
@@ -125,8 +86,7 @@ class Machine:
         """Says how many hosts start, and where they write."""
         options = self._options
         if options.host_rank is not None:
-            least = f"{options.least} to " if options.elastic else ""
-            said = f"Starting host {options.host_rank} of {least}{options.most}"
+            said = f"Starting host {options.host_rank} of {options.most}"
         else:
             said = f"Starting {words.count(count, 'host')} on this machine"
             if any(self._gpus):

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from towers.cluster import addresses, environment
 from towers.hosts.group import ProcessPlace
 from towers.launch.arguments import LaunchOptions
-from towers.launch.elastic import Launcher, ssh
-from towers.launch.elastic.host_file import HostFile
 from towers.launch.generation import USAGE, Events, Outcome, StartedHosts
 from towers.launch.host import Host
 from towers.launch.machine import SIGNALS, Machine, say
@@ -31,15 +29,8 @@ def run(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     Raises:
         ValueError: They cannot be started as is asked for.
     """
-    file = HostFile.of(options)
-    if file is not None and not isinstance(file.wanted, int):
-        launcher = Launcher(options, ssh.Machines(options, file.wanted), file)
-        signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
-        return launcher.run()
     machine = Machine(options, environ)
     strays, launcher = machine.strays, Supervisor(options, machine)
-    if options.elastic:
-        launcher = Launcher(options, machine, file)
     strays.watch(options.fail_seconds)
     signals.listen(SIGNALS, lambda n: launcher.events.put(SIGNALS[n]))
     try:
@@ -49,7 +40,7 @@ def run(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
 
 class Supervisor:
-    """What stays from one generation of a fixed number of hosts to the next.
+    """What stays from one generation of hosts to the next.
 
     Attributes:
         events: Where signals are put.

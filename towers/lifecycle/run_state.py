@@ -18,7 +18,6 @@ from typing import Any
 import keras
 
 from towers.collectives.joined_hosts import this_host
-from towers.hosts import group
 from towers.hosts.group import SignalReceived
 from towers.keras_adapter import randomness
 from towers.keras_adapter.models import batches_done
@@ -30,7 +29,6 @@ from towers.lifecycle.continuing import data_position, resume
 from towers.lifecycle.continuing.data_position import SkipDoneBatches, call_from_batch
 from towers.lifecycle.continuing.resume import ResumeError
 from towers.lifecycle.current_fit import CurrentEpoch, CurrentFit
-from towers.model import fit_call
 from towers.model.fit_call import FitCall, FitsAgain
 from towers.numerics.errors import NotFiniteStep
 from towers.processes.signals import STOPPING, Signals, Stopped
@@ -153,8 +151,7 @@ class RunState:
         directory = self.checkpoints.directory
         # First of all: what is read later is what nobody else changes.
         with alone(directory) if writes else contextlib.nullcontext():
-            # Hosts that come and go tell one another where they are.
-            if writes and group.member() is None:
+            if writes:
                 self._check_no_others()
             try:
                 with self._around(call):
@@ -189,15 +186,10 @@ class RunState:
     def _around(self, call):
         options = call.options
         call.build_optimizer()
-        elastic = group.member() is not None
-        _restore(self, call, elastic)
+        _restore(self, call)
         asked = Position(options["initial_epoch"])
         goes_on, self.position = self.position > asked, max(self.position, asked)
         data, given = data_position.order(options), options["x"]
-        if elastic:
-            # Those that have trained before open data as those that have just come.
-            for name in ("x", "validation_data"):
-                options[name] = fit_call.unopened(options[name])
         start = _start(self, call, data, goes_on)
         options["x"], options["initial_epoch"] = start.data, start.epoch
         self._trained_on = lambda: None
@@ -223,9 +215,8 @@ class RunState:
                 self.checkpoints.finish()
                 error.checkpoint = self.checkpoints.latest or ""
                 raise
-            except Exception as error:
-                if elastic or isinstance(error, FitsAgain):
-                    self._hand_over()
+            except FitsAgain:
+                self._hand_over()
                 raise
             finally:
                 self._fit = None
@@ -233,22 +224,15 @@ class RunState:
                 self.checkpoints.finish()
 
     def _hand_over(self):
-        """Keeps what hosts that train together after these are to know.
+        """Keeps what the next call of `fit` is to know.
 
         Raises:
-            Stopped: This host leaves, as a signal has asked for.
+            Stopped: A signal has come too late for this call to heed it.
         """
-        fit, epoch = self._fit, self._epoch
         if self.known is None:
-            # Of a call of several steps, the last may have failed.
-            done = fit.step - epoch.step if epoch.batch_begun else 0
-            batch = self.position.batch + done
-            self.position = Position(self.position.epoch, batch)
-            self.known, self._known_of = self._contents(), fit.call.model
+            self.known, self._known_of = self._contents(), self._fit.call.model
         self._saved = None
         if (number := self._signals.stop) is not None:
-            # Where it came too late to be heeded, others hear of it now.
-            fit.call.may_stop(number)
             self._stop(number)
 
     def _skip(self, call, start):
@@ -288,8 +272,7 @@ class RunState:
             self.position = Position(epoch)
             self.save()
         elif self.position.batch:
-            # A host that has just come may have none.
-            self._fit.values_before = saved_model.values(model) if model.built else None
+            self._fit.values_before = saved_model.values(model)
             # What is read again is drawn as it was: the order of a pass, say.
             if (found := self.known.about.get("random_at_begin")) is not None:
                 randomness.set_random_states(found)
@@ -305,8 +288,6 @@ class RunState:
         # Of a call that goes on, some steps are done.
         self.position = max(self.position, Position(self.position.epoch, batch))
         self._epoch.batch_begun, self._epoch.metrics = True, None
-        if group.member() is not None:
-            self._epoch.step = self._fit.step
         # Clocks differ between hosts, and one alone may have heard a signal; but all
         # have a part in a checkpoint.
         wished = self.save_points.minutes_are_over() or self._signals.save
@@ -360,8 +341,6 @@ class RunState:
         """Saves, waits for it, and keeps what another `fit` is to know."""
         if self.known is not None:
             # There was no epoch, and nobody was given what they knew.
-            if group.member() is not None:
-                self._fit.call.model.builder.follow_first_host()
             self.known = self._restore_states()
             done = words.count(self.position.epoch, "epoch")
             directory = self.checkpoints.directory
@@ -429,20 +408,11 @@ def _without_variables(found):
     return Contents(values, found.about)
 
 
-def _restore(run, call, elastic):
-    """Has a run be where it was; of hosts that come and go, where the first one is."""
+def _restore(run, call):
+    """Has a run be where it was."""
     # Equal, if not the same: a tower model is a proxy.
-    known = run.known is not None and call.model == run._known_of
-    first = not elastic or this_host().index == 0
-    if first and (call.state_lost or not known) and run.restore(call.model):
-        if call.state_lost:
-            resume.say_goes_back(run.checkpoints.latest)
-        call.state_lost = False
-    if elastic:
-        mine = current_fit.Handed(run.position, run.past, run.known)
-        mine = current_fit.from_first(this_host(), mine, run.checkpoints.monitor)
-        run.position, run.past, run.known = mine
-        run._known_of, run._saved = call.model, None
+    if run.known is None or call.model != run._known_of:
+        run.restore(call.model)
 
 
 def _start(run, call, data, goes_on):
@@ -472,7 +442,7 @@ def _end_skipping(run):
     if not run.position.batch:
         return
     model = run._fit.call.model
-    current_fit.give_back(this_host(), model, run._fit.values_before)
+    saved_model.assign(model, run._fit.values_before)
     run._fit.values_before = None
     values = run._restore_states().values.get("metrics", ())
     if len(values) != len(model.metrics_variables):

@@ -16,8 +16,7 @@ import tensorflow as tf
 from towers.collectives import batch
 from towers.collectives.world import World
 from towers.devices.names import HOST
-from towers.hosts import group
-from towers.hosts.group import HostsChange, HostsDifferError, SignalReceived
+from towers.hosts.group import HostsDifferError, SignalReceived
 from towers.keras_adapter.optimizers import learning_rate_variable
 from towers.loop import alike
 from towers.loop.host_times import HostTimes, measure_latency
@@ -33,8 +32,8 @@ _MOST, _PRIME = 2**16, 65521
 
 
 # A host's request, unless it is the number of a stopping signal: a checkpoint, nothing,
-# the end of `fit`, or a change of hosts. No signal has these numbers.
-_SAVE, _GO_ON, _STOP_TRAINING, CHANGE = -1, 0, 1, 100
+# or the end of `fit`. No stopping signal has these numbers.
+_SAVE, _GO_ON, _STOP_TRAINING = -1, 0, 1
 # The name of all-reduces for each batch, and at the end, of an evaluation.
 _EVALUATED = "evaluated batch"
 
@@ -159,7 +158,6 @@ class Agreement:
         Raises:
             HostsDifferError: The hosts have different batches.
             SignalReceived: A host stops because of a signal.
-            HostsChange: Hosts join or leave.
         """
         self._heard = None
         try:
@@ -168,8 +166,6 @@ class Agreement:
             if self._heard is None:
                 raise
             number = int(self._heard[:, _STOP].max())
-            if number == CHANGE:
-                raise HostsChange from None
             self._check_batches(self._heard)
             self.left_a_batch = model.stop_training = True
             # Keras takes this for the end of the data; `fit` removes the filter again.
@@ -218,8 +214,7 @@ class Agreement:
         messages = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
         (messages,) = self._hosts.all_reduce([messages], "end of an epoch")
         wish_of_all = messages.numpy()[:, _STOP]
-        # Hosts learn of a change of hosts with the next batch, if there is one.
-        wish_of_all = int(wish_of_all[wish_of_all < CHANGE].max(initial=_GO_ON))
+        wish_of_all = int(wish_of_all.max(initial=_GO_ON))
         if wish_of_all > _STOP_TRAINING:
             raise SignalReceived(wish_of_all)
         return wish_of_all == _STOP_TRAINING
@@ -274,8 +269,6 @@ class FollowHosts(keras.callbacks.Callback):
         if self.model.stop_training:
             self.model.stop_training = False
             self._agreement.wish = _STOP_TRAINING
-        elif group.change() is not None and self._agreement.wish <= _GO_ON:
-            self._agreement.wish = CHANGE
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stops if any host stops."""

@@ -6,17 +6,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from signal import Signals
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import DecodeError
 
-from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
-from towers.hosts.group import HostFailedError, HostsChange
 from towers.loop import alike, loop
 from towers.model import auto
 from towers.model.program import Program
@@ -25,8 +21,6 @@ from towers.program.features import feature
 
 # Hosts may show progress differently.
 _OF_A_HOST = ("verbose",)
-# A data set's state outside of the graph, such as a table, is not copied.
-_IGNORE = 1
 # Maps each known class to its functions at registration.
 _KNOWN: dict[type, dict[str, Callable]] = {}
 
@@ -40,8 +34,7 @@ class FitCall:
 
     A callback may have a method `around_fit(call)` that returns a context manager, as
     `contextlib.contextmanager` makes them. `fit` runs inside, however it ends. At the
-    start, the callback may change the arguments of `fit`. If a callback has
-    `before_hosts_compare`, it is called before hosts compare their arguments.
+    start, the callback may change the arguments of `fit`.
 
     Attributes:
         model: The model that `multi_gpu_model` returned.
@@ -53,9 +46,6 @@ class FitCall:
         skipped_for: The train function that `skips` replaces.
         skipped: Grows with each batch that is skipped or read again for that.
         agreement: Keeps hosts at the same batch; `None` with one host.
-        leaves: Whether this host has announced that it leaves the others.
-        state_lost: Whether variables have to be restored from a checkpoint, as another
-            host has left with its parts of them.
     """
 
     def __init__(
@@ -70,15 +60,12 @@ class FitCall:
         self.create_variables = program.create_variables
         self.skips: Callable[[Iterator], Any] | None = None
         self.skipped_for: Callable[[Iterator], Any] | None = None
-        self.skipped, self.agreement, self.leaves = 0, None, False
-        self.state_lost = False
+        self.skipped, self.agreement = 0, None
         self._fit = fit = type(model.__wrapped__).fit
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
         self._place, self._behind = _Place(), []
-        if group.member() is not None:
-            self._behind.append(_FollowsChange())
 
     @property
     def callbacks(self) -> list[Any]:
@@ -93,12 +80,6 @@ class FitCall:
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):
                     stack.enter_context(callback.around_fit(self))
-            if self.state_lost and this_host().index == 0:
-                raise HostFailedError(
-                    "A host has gone with its part of the variables, and there is no "
-                    "checkpoint that has them, so this host ends; have checkpoints "
-                    "saved in a folder that all hosts share."
-                )
             before = [self._place] if notes_place else []
             stack.enter_context(self._with_callbacks(before, self._behind))
             return self._fit(*self._bound.args, **self._bound.kwargs)
@@ -148,9 +129,6 @@ class FitCall:
         Raises:
             HostsDifferError: The hosts have different arguments.
         """
-        if group.member() is not None and agreement.any(self.model.built):
-            # Hosts that have trained have built the model.
-            self.build_layers()
         agreement.check_alike(given("fit", self.options, self.model.__wrapped__))
         agreement.measure_latency()
         share = self.model.builder.plan.share
@@ -160,15 +138,8 @@ class FitCall:
         self._behind.append(feature("loop.agreement").FollowHosts(agreement))
 
     def may_stop(self, signal: int) -> bool:
-        """Returns whether to stop at once for a signal; informs other hosts first.
-
-        Elastic hosts continue without this one.
-        """
-        if (member := group.member()) is not None:
-            if not self.leaves:
-                self.leaves = True
-                member.leave(Signals(signal).name)
-        elif self.agreement is not None:
+        """Returns whether to stop at once for a signal; informs other hosts first."""
+        if self.agreement is not None:
             self.agreement.wish = signal
         return self.agreement is None
 
@@ -255,15 +226,6 @@ def if_broken_off(end: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-class _FollowsChange(keras.callbacks.Callback):
-    """Stops a host that trains alone as others join; see `FollowHosts` for several."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        """Raises `HostsChange` if other hosts are joining."""
-        if self.model.builder.context.agreement is None and group.change():
-            raise HostsChange
-
-
 class _Place(keras.callbacks.Callback):
     """Tracks the position of `fit`.
 
@@ -331,38 +293,6 @@ def of_host(data: Any, share: Share) -> Any:
         # Kept, as the data set counts epochs.
         data.of_host = dataclasses.replace(pipeline, share=share).dataset()
     return data.of_host
-
-
-def unopened(data: Any) -> Any:
-    """Returns a data set with its own shuffle state, as if it was never opened.
-
-    In consecutive fits, each fit then opens the data set as a new process would.
-    Objects that are not a `tf.data.Dataset`, or cannot be copied, are returned as they
-    are.
-    """
-    if not isinstance(data, tf.data.Dataset) or hasattr(data, "pipeline"):
-        return data
-    try:
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(data),
-            external_state_policy=_IGNORE,
-        )
-        copied = tf.raw_ops.DatasetFromGraph(graph_def=_shuffled_anew(graph.numpy()))
-    except (tf.errors.OpError, ValueError, DecodeError):  # Too large, for example.
-        return data
-    copied = tf.data.experimental.from_variant(copied, data.element_spec)
-    return copied.with_options(data.options())
-
-
-def _shuffled_anew(text: bytes) -> bytes:
-    """Gives the shuffles of a data set's graph seed generators of their own."""
-    graph = tf.compat.v1.GraphDef.FromString(text)
-    for node in (constant for constant in graph.node if constant.op == "Const"):
-        for handle in node.attr["value"].tensor.resource_handle_val:
-            if "SeedGenerator" in handle.maybe_type_name:
-                # TensorFlow creates a generator for a name that does not exist.
-                handle.name = "none"
-    return graph.SerializeToString()
 
 
 def inputs(options: Mapping[str, Any]) -> Any:

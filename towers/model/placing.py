@@ -1,13 +1,10 @@
 """Places the variables of a model: finds their home, makes the plan, and moves them."""
 
-from collections.abc import Sequence
-
 import keras
 
 from towers.collectives.world import World
 from towers.devices.names import HOST, is_gpu
 from towers.devices.resolved import resolve
-from towers.hosts import group
 from towers.keras_adapter.models import already, before_training
 from towers.layers import tables, variables
 from towers.layers.pipeline import LayerPlacement, Pipeline
@@ -69,7 +66,6 @@ def plan_of(
     layout: Layout,
     home: str | None,
     hosts: World,
-    ratios_of_hosts: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
     """Makes the plan for a layout.
 
@@ -79,7 +75,6 @@ def plan_of(
         layout: The towers of this host.
         home: The device of the variables; `None` for that of the first tower.
         hosts: The hosts that train together.
-        ratios_of_hosts: See `Plan.of`.
     """
     first = layout.firsts[0]
     on_towers = home is None or home == first
@@ -97,7 +92,6 @@ def plan_of(
         config.variable_update.packed,
         hosts,
         pipeline,
-        ratios_of_hosts,
     )
 
 
@@ -117,8 +111,7 @@ def place(model: keras.Model, plan: Plan, config: Config, copied: bool) -> None:
     bring_home(model, plan, config)
     if way != "none" and model.built:
         divided = ()
-        # Elastic hosts may have to read a checkpoint before.
-        if plan.hosts.count > 1 and group.member() is None:
+        if plan.hosts.count > 1:
             # Before other variables move, as a table may not fit on their device.
             divided = feature("collectives.spread.tables").divide(model, plan, way)
         stage_places = plan.places_of(copied)

@@ -20,10 +20,7 @@ from towers.builders.steps import is_synchronized
 from towers.builders.strategies import STRATEGIES
 from towers.collectives import batch
 from towers.collectives.joined_hosts import this_host
-from towers.collectives.world import World
 from towers.devices.names import HOST, is_gpu
-from towers.hosts import group
-from towers.hosts.group import Membership
 from towers.keras_adapter.models import already, compile_config
 from towers.keras_adapter.runtime import is_deterministic
 from towers.keras_adapter.variables import (
@@ -64,8 +61,6 @@ class Program:
         chosen: Whether nothing is left to choose.
         xla: Whether XLA compiles towers and update if the choice leaves it open; `None`
             for the update alone, where that is faster.
-        state_lost: Whether a host has left with its parts of divided variables, so that
-            a checkpoint has to restore them.
     """
 
     def __init__(self, model: keras.Model, config: Config, layout: Layout):
@@ -83,10 +78,8 @@ class Program:
         self._preprocess = config.preprocess and Preprocess(config.preprocess)
         # Lines printed about the model, by any builder.
         self._said: set[Any] = set()
-        self._hosts, self._agreement = this_host(), None
-        # Elastic hosts may be joined by others.
-        least = 1 if group.member() is None else 2
-        config.check_hosts(max(self._hosts.count, least))
+        self._hosts = this_host()
+        config.check_hosts(self._hosts.count)
         self._compare(self._hosts)
         self._agree()
         self.told = None
@@ -100,11 +93,6 @@ class Program:
         self._jit_compile = self._compile_config = None
         self._seen: list[Any] = []
         self._kept: dict[Layout, _Kept] = {}
-        # For elastic hosts, by rank, ratios of all hosts, choice and layout.
-        self._kept_places: dict[Any, _Kept] = {}
-        self._place: tuple[Any, ...] | None = None
-        self._membership: Membership | None = group.joined()
-        self.state_lost = False
 
     def reset_if_changed(self) -> bool:
         """Resets traces and choices if the model was compiled or moved.
@@ -120,7 +108,6 @@ class Program:
         self.xla = self.builder.xla = self.wanted_xla()
         self.chosen = not _may_choose(self.told, self.layout)
         self._kept.clear()
-        self._kept_places.clear()
         placing.bring_home(self.model, self.builder.plan, self.config)
         # Step count, learning rate and metrics were created in the user's device scope.
         variables.move(self.model, self.builder.plan.home_of)
@@ -206,7 +193,7 @@ class Program:
             told=self.told,
         )
 
-    def _make_builder(self, choice, ratios_of_hosts=None):
+    def _make_builder(self, choice):
         """Makes a builder, and moves the variables to the devices it needs."""
         model, config, layout = self.model, self.config, self.layout
         copied = choice.variable_update == Replicated.name
@@ -216,7 +203,6 @@ class Program:
             layout,
             None if copied else self._home,
             self._hosts,
-            ratios_of_hosts,
         )
         placing.place(model, plan, config, copied)
         context = Context(
@@ -229,7 +215,6 @@ class Program:
             guard=self._guard,
             agreement=self._agreement,
             shard_embeddings=config.tables,
-            is_elastic=group.member() is not None,
             said=self._said,
         )
         # A way that `Auto` has chosen has no options but the all-reduce algorithm.
@@ -252,9 +237,9 @@ class Program:
             self.builder.context.hold()
         self.create_first(first)
 
-    def _install(self, choice, ratios_of_hosts=None):
+    def _install(self, choice):
         before = self.builder.context
-        self.builder = self._make_builder(choice, ratios_of_hosts)
+        self.builder = self._make_builder(choice)
         self.choice = choice
         self.builder.xla = choice.xla or self.xla
         self.builder.context.callbacks_may_write = before.callbacks_may_write
@@ -325,61 +310,6 @@ class Program:
         }
         _limit(self._kept)
 
-    def is_of_hosts(self, membership: Membership | None) -> bool:
-        """Returns whether the current builder was made for these hosts."""
-        return self._membership is membership
-
-    def follow_hosts(self, why: str, functions: dict[str, Any]) -> dict[str, Any]:
-        """Installs a builder for other hosts; all these hosts call it together.
-
-        They update variables as the first host does, if that was chosen before. Earlier
-        traces for the same rank are used again, unless others would wait for this host
-        while they trace theirs.
-
-        Args:
-            why: Why the set of hosts has changed; empty for the first set. The first
-                host's reason applies.
-            functions: Functions of the current builder, by name.
-
-        Returns:
-            Earlier functions of the new builder, by name; empty if it is new.
-        """
-        used = self._place is not None and self._place[-1] == self.layout
-        if used and not self.config.divides_variables:
-            # The choice may have changed since.
-            rank_and_layout = *self._place[:2], self.choice, self.layout
-            aside = _Kept(self.builder, self.choice, functions, self._places())
-            self._kept_places[rank_and_layout] = aside
-            _limit(self._kept_places)
-            for copy in _copies(self.builder):
-                empty(copy)
-        self._membership = group.joined()
-        self._compare(this_host())
-        self._kept.clear()
-        hosts = self._hosts
-        own_state = [self.chosen, [*self.choice], self.xla, why]
-        self.chosen, choice, self.xla, why = hosts.broadcast_value(own_state)
-        choice = Choice(*choice)
-        ratios = hosts.exchange(self.layout.split_ratios)
-        self._place = hosts.index, str(ratios), choice, self.layout
-        kept = self._kept_places.pop(self._place, None)
-        if kept is not None and _differ(kept.places, self._places()):
-            kept = None
-        if _agree_to_use(kept, hosts, self.needs_first_call):
-            self.builder, self.choice = kept.builder, choice
-            self._agreement = kept.builder.context.agreement
-            for copy in _copies(self.builder):
-                give_room(copy)
-            self.builder.mark_copies_stale()
-            functions = kept.functions
-        else:
-            self._agree()
-            self._install(choice, ratios)
-            functions = {}
-        self.builder.context.why_hosts = why
-        self._seen = self.state()
-        return functions
-
     def _compare(self, hosts):
         """Sets the hosts, after a check that all have the same options."""
         self._hosts = hosts.compressing(self.config.gradient_compression)
@@ -392,25 +322,6 @@ class Program:
         if self._hosts.count > 1:
             agreement = feature("loop.agreement").Agreement
             self._agreement = agreement(self._hosts, self.model)
-
-    def expect_hosts(self, hosts: World, functions: dict[str, Any]) -> dict[str, Any]:
-        """Installs a builder for hosts that this process has not joined yet.
-
-        `follow_hosts` uses its traces.
-
-        Args:
-            hosts: The probable hosts, with this host's rank.
-            functions: Functions of the current builder, by name.
-
-        Returns:
-            An empty dict, as all functions are new.
-        """
-        self._compare(hosts)
-        self._agree()
-        ratios = [[*self.layout.split_ratios]] * hosts.count
-        self._place = hosts.index, str(ratios), self.choice, self.layout
-        self._install(self.choice, ratios)
-        return {}
 
     def layout_of(
         self,
@@ -467,16 +378,6 @@ class _Kept(NamedTuple):
     choice: Choice
     functions: dict[str, Any]
     places: list[Any]
-
-
-def _agree_to_use(kept, hosts, needs_first_call):
-    """Returns whether this host may use its kept builder; all hosts call it together.
-
-    Hosts that trace anew may have to meet others in their first call.
-    """
-    answers = hosts.exchange([kept is not None, needs_first_call])
-    have_it, meet = zip(*answers, strict=True)
-    return kept is not None and (all(have_it) or not any(meet))
 
 
 def _limit(kept):

@@ -19,7 +19,7 @@ from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
 from towers.devices.names import HOST
 from towers.hosts import group
-from towers.hosts.group import HostsChange, HostsDifferError
+from towers.hosts.group import HostsDifferError
 from towers.keras_adapter import runtime
 from towers.keras_adapter.datasets import free_aside
 from towers.model import fit_call
@@ -229,31 +229,13 @@ class TowerModel(wrapt.CallableObjectProxy):
         around `fit`, even if an exception ends it; see `FitCall`.
         """
         self._reset_if_changed()
-        run = functools.partial(self._fit, args, kwargs)
-        if group.member() is None:
-            return run()
-        program, swap = self._self_program, functools.partial(_swap_functions, self)
-        trace = functools.partial(_trace_training, self)
-
-        def prepare():
-            call = _fit_call(self, args, kwargs)
-            feature("model.rehearsal").rehearse(call, program, swap, trace)
-
-        return feature("model.generations").fit(program, swap, run, prepare)
-
-    def _fit(self, args, kwargs):
-        """Calls Keras's `fit`, with the current hosts."""
-        call = _fit_call(self, args, kwargs)
-        call.state_lost = self._self_program.state_lost
+        call = FitCall(self, args, kwargs, self._self_program)
         agreement = self.builder.context.agreement
         before, self._self_call = self._self_call, call
         may_write = fit_call.may_change_variables(call.callbacks)
         try:
             with group.together():
                 if agreement is not None:
-                    for callback in call.callbacks:
-                        if hasattr(callback, "before_hosts_compare"):
-                            callback.before_hosts_compare()
                     call.follow_hosts(agreement)
                     # All hosts follow the first one if any of them may need it.
                     may_write = agreement.any(may_write)
@@ -362,20 +344,6 @@ def _swap_functions(parallel, change):
     return before
 
 
-def _fit_call(parallel, args, kwargs):
-    return FitCall(parallel, args, kwargs, parallel._self_program)
-
-
-def _trace_training(parallel, call):
-    """Traces the first step of a call of `fit`, without a call that tries ways."""
-    parallel._self_call = call
-    parallel.train_function = parallel._train_function(parallel.builder)
-    try:
-        call.run(notes_place=False)
-    finally:
-        parallel._self_call = None
-
-
 @contextlib.contextmanager
 def _explained(parallel, step):
     plan, model = parallel.builder.plan, parallel.__wrapped__
@@ -402,7 +370,7 @@ def _stops(parallel):
     try:
         with agreement.stops(parallel):
             yield
-    except (HostsChange, HostsDifferError):
+    except HostsDifferError:
         if (parts := parallel.builder.pieces.store.hosts_parts) is not None:
             parts.join()
         raise

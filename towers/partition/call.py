@@ -136,13 +136,11 @@ class Execution(NamedTuple):
         usual_rows: Number of examples of most batches, if known.
         towers_by_xla: Whether XLA compiles the phases of towers.
         updates_by_xla: Whether XLA compiles the updates of optimizers.
-        is_elastic: Whether hosts may join and leave during the run.
     """
 
     usual_rows: int | None = None
     towers_by_xla: bool = False
     updates_by_xla: bool = False
-    is_elastic: bool = False
 
 
 DEFAULT_EXECUTION = Execution()
@@ -228,9 +226,7 @@ class PartitionedCall:
     def _add_over_hosts(self, coming):
         """All-reduces over hosts, in one go, the sums for the next phases at home.
 
-        `coming` has the phases that are still to run. If hosts may be lost, no variable
-        changes before all of these sums have arrived: a remaining host then has done
-        all of a step, or nothing.
+        `coming` has the phases that are still to run.
         """
         at_home = itertools.takewhile(
             lambda of_copies: not of_copies[0].place.on_towers, coming
@@ -243,10 +239,7 @@ class PartitionedCall:
         if not sums:
             return
         with tf.device(self._plan.home), tf.name_scope("home"):
-            values = self._at_home([*{key(t): t for t in sums}.values()])
-        if self._execution.is_elastic:
-            with tf.control_dependencies(values), tf.device(HOST):
-                self._gate = tf.identity(True)
+            self._at_home([*{key(t): t for t in sums}.values()])
 
     def _run_phase(self, of_copies):
         """Runs a phase where it is placed; `of_copies` has the phase for each copy."""

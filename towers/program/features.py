@@ -24,8 +24,6 @@ FEATURES = {
     "elastic.shares": "--share_gpus",
     "loop.agreement": "several hosts: what they agree on with each batch",
     "loop.host_times": "several hosts: which of them holds up the others",
-    "model.generations": "hosts that come and go",
-    "model.rehearsal": "hosts that come and go: a first step before they wait",
     "model.remembered": "choice_file=, and what towers train measures",
     "monitoring.bottleneck.hosts": "several hosts: a sentence on their times",
     "monitoring.bottleneck.stages": "several stages: a sentence on their times",

@@ -118,12 +118,9 @@ def main(settings: Settings) -> int:
 
 
 def _alone(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Inside, no other run writes to the model_dir, if this process may write there.
-
-    Where hosts come and go, `run` locks it, for the host that is the first one.
-    """
+    """Inside, no other run writes to the model_dir, if this process may write there."""
     writes = not settings.eval_only and this_host().index == 0
-    if not writes or group.member() is not None:
+    if not writes:
         return contextlib.nullcontext()
     checks.check_model_dir(settings)
     return files.alone(settings.absolute_model_dir)

@@ -5,19 +5,15 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
-import wrapt
 
-from towers.collectives.joined_hosts import this_host
 from towers.elastic.resize import Resize
-from towers.hosts import group
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoints.best import Monitor
 from towers.model import fit_call
-from towers.model.fit_call import FitCall, FitsAgain
+from towers.model.fit_call import FitsAgain
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
 from towers.monitoring.lines import EvaluationProgress, Lines
@@ -28,7 +24,7 @@ from towers.monitoring.throughput import Throughput
 from towers.program import forks
 from towers.program.features import feature
 from towers.train import checks
-from towers.train.job import Job, folder_aside
+from towers.train.job import Job
 from towers.train.outputs import files, start
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
@@ -103,7 +99,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
     setup = job.setup
     own = [] if setup.mine is None else setup.mine.callbacks(**setup.known)
     callbacks = [
-        _of_first_host(_Describe(job)),
+        _Describe(job),
         # Validates the averages.
         *([keras.callbacks.SwapEMAWeights()] if settings.ema is not None else []),
         *watch.callbacks,
@@ -137,7 +133,7 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         )
     if settings.log_csv:
         path = os.path.join(job.model_dir, files.LOG)
-        callbacks.append(_of_first_host(_Log(path, append=True)))
+        callbacks.append(_Log(path, append=True))
     if settings.max_train_steps is not None:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if (descriptor := reports_descriptor()) is not None:
@@ -157,68 +153,6 @@ class _Log(keras.callbacks.CSVLogger):
         """Opens the log."""
         super().on_train_begin(logs)
         self.keys = files.log_columns(self.filename)
-
-
-def _log_dir(job):
-    """Where TensorBoard's logs go: of hosts that come and go, the first one's count."""
-    if group.member() is None:
-        return job.model_dir
-    aside = folder_aside()
-    return lambda: aside if this_host().index else job.model_dir
-
-
-def _of_first_host(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """Has a callback that writes do so on the first of hosts that come and go."""
-    if group.member() is None:
-        return callback  # others write in a folder of their own
-    return _OfFirstHost(callback)
-
-
-class _OfFirstHost(wrapt.ObjectProxy):
-    """A callback that hears what happens only while this host is the first."""
-
-    def __getattribute__(self, name):
-        found = super().__getattribute__(name)
-        if name.startswith("on_") and this_host().index:
-            return _nothing
-        return found
-
-
-def _nothing(*args, **kwargs):
-    pass
-
-
-@fit_call.changes_no_variable
-class FirstHostWrites(keras.callbacks.Callback):
-    """Has nobody else write to the model_dir, where hosts come and go."""
-
-    def __init__(self, job: Job):
-        super().__init__()
-        self._job = job
-
-    @contextlib.contextmanager
-    def around_fit(self, call: FitCall) -> Iterator[None]:
-        """Locks the model_dir, on the first host."""
-        if this_host().index:
-            yield
-            return
-        with files.alone(self._job.model_dir):
-            if self._job.settings.clean and group.joined().generation == 0:
-                files.remove_run(self._job.model_dir)
-            yield
-
-
-@fit_call.changes_no_variable
-class AtTheEnd(keras.callbacks.Callback):
-    """Calls a function once training has ended, while hosts are together."""
-
-    def __init__(self, function: Callable[[], Any]):
-        super().__init__()
-        self._function = function
-
-    def on_train_end(self, logs=None):
-        """Calls it."""
-        self._function()
 
 
 @fit_call.changes_no_variable
@@ -368,7 +302,7 @@ def make_tensorboard(
         "versions": found,
     }
     return TensorBoard(
-        _log_dir(job),
+        job.model_dir,
         log_steps=_scalar_steps(job),
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},
@@ -518,10 +452,9 @@ class BatchSizeChange(FitsAgain):
         size: Examples in a batch of all towers from now on.
     """
 
-    def __init__(self, size: int, is_news: bool = True):
-        """Takes the size, and whether it is another one for the run."""
+    def __init__(self, size: int):
         super().__init__(f"Batches of {size} examples follow.")
-        self.size, self.is_news = size, is_news
+        self.size = size
 
 
 @fit_call.changes_no_variable
@@ -543,16 +476,6 @@ class BatchPerTower(keras.callbacks.Callback):
         super().__init__()
         self._per_tower, self._size = per_tower, size
         self._epoch_begins = epoch_begins
-
-    def before_hosts_compare(self) -> None:
-        """Has hosts that have just come take the size of the others.
-
-        Raises:
-            BatchSizeChange: A host has another size than the first one; on all hosts.
-        """
-        sizes = this_host().exchange(self._size)
-        if len({*sizes}) > 1:
-            raise BatchSizeChange(sizes[0], is_news=False)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the size, for a run that goes on."""

@@ -303,7 +303,9 @@ def _of_this_host(settings):
     """Settings by which only the first host writes in --model_dir."""
     if this_host().index == 0:
         return settings
-    return settings.but(model_dir=folder_aside())
+    aside = tempfile.mkdtemp(prefix="towers-")
+    forks.at_exit(shutil.rmtree, aside, ignore_errors=True)
+    return settings.but(model_dir=aside)
 
 
 def _read_by(settings, ratios):
@@ -311,13 +313,6 @@ def _read_by(settings, ratios):
     read = with_whole_batch(settings, ratios)
     _check_sizes(read, ratios)
     return read
-
-
-def folder_aside() -> str:
-    """Makes a folder for what a host writes that nobody keeps, until it ends."""
-    aside = tempfile.mkdtemp(prefix="towers-")
-    forks.at_exit(shutil.rmtree, aside, ignore_errors=True)
-    return aside
 
 
 def _check_sizes(settings, ratios):

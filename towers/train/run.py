@@ -8,9 +8,6 @@ import textwrap
 from typing import Any
 
 from towers._deprecated import rename_keys
-from towers.collectives.joined_hosts import this_host
-from towers.hosts import group
-from towers.hosts.group import HostFailedError
 from towers.monitoring.lines import EvaluationProgress
 from towers.numerics.errors import NotFinite
 from towers.program import small_file, voice, words
@@ -27,34 +24,12 @@ def run(job: Job) -> None:
     if job.settings.eval_only:
         print(values_text(evaluate(job)))
         return
-    if group.member() is not None:
-        return _run_on_hosts(job)
     with files.alone(job.model_dir):
         if job.settings.clean:
             files.remove_run(job.model_dir)
         renew_learning_rate(job)
         job, watch = train(job)
         _end(job, watch, evaluate(job))
-
-
-def _run_on_hosts(job):
-    """Runs where hosts come and go: who is first writes, and all evaluate in `fit`."""
-    renew_learning_rate(job)
-    values = {}
-    while True:
-        job, watch = _fit(job, values)
-        try:
-            with group.together():
-                if this_host().index == 0:
-                    with files.alone(job.model_dir):
-                        _end(job, watch, values)
-                # Others wait: who is the first then writes, if this one is lost.
-                this_host().exchange("done")
-            return group.member().close(done=True)
-        except (HostFailedError, ConnectionError) as error:
-            if not group.is_broken():
-                raise
-            voice.warn(f"{error} It writes again what is written at the end.")
 
 
 def _end(job, watch, values):
@@ -108,7 +83,7 @@ def train(job: Job) -> tuple[Job, Watch | None]:
     return job, watch
 
 
-def _fit(job, values=None):
+def _fit(job):
     """Fits, and goes on with other batches where towers have a batch each.
 
     Returns:
@@ -117,18 +92,17 @@ def _fit(job, values=None):
     while True:
         watch = callbacks.make_watch(job)
         try:
-            _fit_batches(job, watch, values)
+            _fit_batches(job, watch)
             return job, watch
         except BatchSizeChange as change:
-            is_news = change.is_news and job.step > 0
-            job = _with_batches_of(job, change.size, is_news)
+            job = _with_batches_of(job, change.size)
 
 
-def _with_batches_of(job, size, is_news):
+def _with_batches_of(job, size):
     """Changes the batch, and the learning rate in proportion; says it if it is news."""
     one, before = job.settings.batch_size, job.batch_size
     scale_rate(job.model, size / before)
-    if not is_news:
+    if job.step == 0:
         return job.with_batches_of(size)
     now = words.count(size // one, "tower")
     rate = float(job.model.optimizer.learning_rate)
@@ -143,23 +117,14 @@ def _with_batches_of(job, size, is_news):
     return job.with_batches_of(size)
 
 
-def _fit_batches(job, watch, values):
-    """Fits; of hosts that come and go, the first one writes, and fills in `values`."""
-    before, behind = [], []
-    if values is not None:
-        ending = callbacks.AtTheEnd(lambda: values.update(evaluate(job)))
-        before, behind = [callbacks.FirstHostWrites(job)], [ending]
+def _fit_batches(job, watch):
     terminal = sys.stdout.isatty()
     job.parallel.fit(
         job.data.training,
         validation_data=None if job.data.held_out is None else job.data.evaluation,
         epochs=job.settings.train_epochs,
         steps_per_epoch=job.data.steps_per_epoch(),
-        callbacks=[
-            *before,
-            *callbacks.make(job, watch, lines=not terminal),
-            *behind,
-        ],
+        callbacks=callbacks.make(job, watch, lines=not terminal),
         verbose=1 if terminal else 0,
         shuffle=False,  # the pipeline has shuffled already
         class_weight=job.class_weight,

@@ -10,7 +10,7 @@ import pytest
 
 from towers.cluster import environment
 from towers.hosts import group
-from towers.hosts.group import ElasticPlace, ProcessPlace
+from towers.hosts.group import ProcessPlace
 
 OURS = {
     "TOWERS_HOST_RANK": "1",
@@ -246,20 +246,6 @@ def test_what_the_launcher_sets_is_found():
     assert environment.find(environment.variables(place)) == place
 
 
-def test_a_place_among_hosts_that_come_and_go():
-    place = ElasticPlace("node0:8476", "a secret of all hosts", 3, 7.5, "eth0")
-    assert environment.find_elastic(environment.elastic_variables(place)) == place
-    # What else the environment says is not asked.
-    assert environment.find_elastic(OURS) is None
-    assert "a secret of all hosts" not in repr(place)
-    variables = {"TOWERS_ELASTIC": "1", "TOWERS_COORDINATOR": "node0:8476"}
-    with pytest.raises(ValueError, match="TOWERS_ELASTIC without TOWERS_TOKEN; expec"):
-        environment.find_elastic(variables)
-    variables = {"TOWERS_ELASTIC": "1", "TOWERS_TOKEN": "a secret of all hosts"}
-    with pytest.raises(ValueError, match="TOWERS_COORDINATOR=; expected the address"):
-        environment.find_elastic(variables)
-
-
 def test_a_short_token_is_refused_and_not_shown():
     with pytest.raises(
         ValueError, match="a TOWERS_TOKEN of 4 characters; expected at"
@@ -272,11 +258,6 @@ def test_a_short_token_is_refused_and_not_shown():
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_whether_others_have_begun_before(restarted):
-    place = ElasticPlace("node0:8476", "a secret of all hosts", 3, restarted=restarted)
-    # That of a launcher around this one does not count.
-    variables = {"TOWERS_GENERATION": "2"} | environment.elastic_variables(place)
-    assert environment.find_elastic(variables) == place
-    assert environment.restarted(variables) == restarted
     place = ProcessPlace(
         0, 1, "node0:8476", "a secret of all hosts", generation=int(restarted)
     )

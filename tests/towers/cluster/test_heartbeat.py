@@ -11,7 +11,6 @@ import threading
 import pytest
 
 from tests.limits import HANG_S
-from tests.towers.cluster.in_threads import in_threads
 from towers.cluster import heartbeat
 from towers.cluster.heartbeat import Heartbeat
 from towers.cluster.links import LinkError
@@ -323,37 +322,6 @@ def test_who_is_done_may_go_while_others_work_alone():
     assert hosts.failure(0) == hosts.failure(1) == said
     for each in hosts.first, one:
         each.leave(None)
-
-
-def test_hosts_that_part_end_and_are_no_failure():
-    threads = threading.active_count()
-    hosts = Hosts(3)
-    every = [hosts.first, hosts.join(1), hosts.join(2)]
-    for each in every:
-        each.enter()
-    in_threads([lambda each=each: each.part(HANG_S) for each in every])
-    for each in every:
-        each.close()
-    assert all(each.empty() for each in hosts.failures)
-    assert threading.active_count() == threads
-    # What others do late harms nobody.
-    for each in every:
-        each.leave(ValueError("late"))
-        assert each.ask(0) != {} and each.wait_for_failure(0) is None
-        each.close()
-
-
-def test_who_waits_for_one_that_has_parted_ends():
-    hosts = Hosts(2)
-    one = hosts.join(1)
-    hosts.first.enter()
-    one.part(0)
-    one.close()
-    said = "host 1 has left what the others are in: it has left these hosts"
-    assert hosts.failure(0) == said
-    # It has found that before it closes, and hears of nothing more.
-    hosts.first.close()
-    assert hosts.failures[0].empty() and hosts.failures[1].empty()
 
 
 def test_who_takes_nothing_blocks_nobody_and_gets_whole_lines():

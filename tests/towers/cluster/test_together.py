@@ -14,7 +14,6 @@ import pytest
 from tests.limits import HANG_S
 from tests.towers.cluster import on_hosts
 from towers.cluster import heartbeat
-from towers.cluster.elastic import talk
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -133,7 +132,7 @@ def test_hosts_notice_within_the_time_that_documents_say():
     """The tests above wait longer: the machine may be busy."""
     text = (ROOT / "docs/hosts.md").read_text()
     assert f"Hosts notice after {heartbeat.SILENT_S:.0f} s" in text
-    assert heartbeat.SILENT_S == heartbeat.END_S == talk.SILENT_S
+    assert heartbeat.SILENT_S == heartbeat.END_S
 
 
 def test_the_end_of_a_fork_is_not_that_of_its_host():

@@ -20,7 +20,6 @@ from towers.elastic import requests
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.requests import Inbox, Request, RunError
 from towers.elastic.resize import Asked
-from towers.hosts import group
 from towers.resize import __main__ as program
 from towers.resize import arguments
 
@@ -190,16 +189,6 @@ def test_devices_that_are_not_set_up(tmp_path, devices, request_, message):
     )
     assert source.look() is None
     assert message in answers(tmp_path)["refused"]
-
-
-def test_hosts_that_come_and_go_are_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(group, "member", lambda: object())
-    source = Asked(str(tmp_path), Devices(GPUS, ""))
-    (tmp_path / "resize.json").write_text(
-        json.dumps({"key": "a", "num_gpus": 1, "gpu_indices": (), "split_ratios": ()})
-    )
-    assert source.look() is None
-    assert "whose hosts come and go" in answers(tmp_path)["refused"]
 
 
 def test_another_request_comes_before(locked):

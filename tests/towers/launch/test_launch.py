@@ -443,10 +443,10 @@ def test_a_terminal_stays_one_for_the_first_host(tmp_path):
     ],
 )
 def test_a_command(words, command):
-    options = read("--hosts=2:4 --num_gpus 1 --max_restarts=3", *words)
+    options = read("--hosts=4 --num_gpus 1 --max_restarts=3", *words)
     assert options.command == tuple(command)
-    assert (options.least, options.most, options.num_gpus) == (2, 4, 1)
-    assert (options.max_restarts, options.log_dir, options.elastic) == (3, None, True)
+    assert (options.least, options.most, options.num_gpus) == (4, 4, 1)
+    assert (options.max_restarts, options.log_dir) == (3, None)
 
 
 @pytest.mark.parametrize("words", [["--model_dir=d/e"], ["-x", "--model_dir", "d/e"]])
@@ -456,10 +456,11 @@ def test_logs_are_in_the_model_dir(words):
 
 
 WRONG = {
-    "": "Received --hosts=; expected a number, or the least and the most",
+    "": "Received --hosts=; expected a number, such as --hosts=2, or with --launcher=",
     "--hosts=0": "Received --hosts=0; expected",
     "--hosts=99999": "Received 99,999 hosts by --hosts, all of them on this machine",
-    "--hosts=1:99999": "Received 99,999 hosts by --hosts, all of them on",
+    "--hosts=1:2": "Received --hosts=1:2; a range is for --launcher=ray only; expected",
+    "--hosts=1:2 --host_rank=0 --coordinator=a:1": "a range is for --launcher=ray only",
     "--hosts=3:2": "Received --hosts=3:2; expected",
     "--hosts=x": "Received --hosts=x; expected",
     "--hosts=2 --num_gpus=0": "Received --num_gpus=0; expected at least 1.",
@@ -472,10 +473,8 @@ WRONG = {
     "--hosts=2 --host_rank=1": "Received --coordinator=; expected where",
     "--hosts=2 --coordinator=a:1": "Received --coordinator without --host_rank",
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",
-    "--hosts=2 --host_file=x": "Received --host_file=x; expected it only with a range",
-    "--hosts=1:2 --host_rank=0 --coordinator=a:1 --host_file=x": "Received --host_fi",
-    "--hosts=2 --launcher=ray --host_file=x": "Received --host_file=x; expected it",
-    "--hosts=1:2 --launcher=ray --placement_strategy=STRICT_PACK": "PACK or SPREAD.",
+    "--hosts=1:2 --host_file=x": "Received --host_file=x; --host_file is gone, with",
+    "--hosts=2 --host_file x": "Received --host_file; --host_file is gone, with the",
     "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected local or ray.",
     "--hosts=2 --num_cpus=2": "Received --num_cpus=2 without --launcher=ray; expected",
     "--hosts=2 --launcher=ray --host_rank=0": "Received --host_rank with --laun",
@@ -506,21 +505,21 @@ def test_arguments_for_ray(monkeypatch):
     options = read("--hosts=2:4 --launcher=ray --num_cpus=3", "--", "my.py")
     assert (options.launcher, options.num_cpus) == ("ray", 3)
     assert (options.least, options.most, options.placement_strategy) == (2, 4, "PACK")
-    assert (options.max_restarts, options.elastic) == (None, True)
 
 
 @pytest.mark.parametrize(
-    ("words", "elastic", "restarts"),
+    ("words", "restarts"),
     [
-        ("--hosts=2", False, 0),
-        ("--hosts=2:2", True, None),
-        ("--hosts=1:2 --host_rank=1 --coordinator=a:1", True, None),
-        ("--hosts=1:2 --max_restarts=0 --host_file=x", True, 0),
+        ("--hosts=2", 0),
+        ("--hosts=2:2", 0),
+        ("--hosts=2 --launcher=ray", 0),
+        ("--hosts=1:2 --launcher=ray", 3),
+        ("--hosts=1:2 --launcher=ray --max_restarts=0", 0),
     ],
 )
-def test_a_range_of_hosts_is_elastic(words, elastic, restarts):
-    options = read(words, "my.py")
-    assert (options.elastic, options.max_restarts) == (elastic, restarts)
+def test_a_range_of_hosts_restarts_by_default(monkeypatch, words, restarts):
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: name)
+    assert read(words, "my.py").max_restarts == restarts
 
 
 def test_no_token_for_several_machines():

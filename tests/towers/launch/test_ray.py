@@ -139,6 +139,26 @@ def test_another_generation_starts(launched, process, how):
     assert [each[3] for each in found(out)] == ["0", "0", "1", "1"]
 
 
+def test_of_a_range_as_many_start_as_there_are_places_for(launched):
+    code, out = launched("--hosts=1:9", *python(PLACE))
+    assert code == 0, out
+    assert [each[:2] for each in found(out)] == [[str(k), "6"] for k in range(6)]
+    assert "towers.launch: Ray has started 6 hosts." in out
+
+
+def test_a_range_starts_again_by_default(launched):
+    code, out = launched("--hosts=1:2", *python(FAILS.format(process="os.getppid()")))
+    assert code == 0, out
+    assert [each[3] for each in found(out)] == ["0", "0", "1", "1"]
+
+
+def test_one_host_is_told_how_often_it_has_started(launched):
+    fails = PLACE + 'raise SystemExit(os.environ["TOWERS_GENERATION"] == "0")'
+    code, out = launched("--hosts=1", "--max_restarts=1", *python(fails))
+    assert code == 0, out
+    assert [each[3] for each in found(out)] == ["0", "1"]
+
+
 def test_the_exit_code_is_that_of_the_host_that_failed_first(launched):
     code, out = launched(*python(RANK + "raise SystemExit(3 if rank else 75)"))
     assert code == 3, out

@@ -8,6 +8,7 @@ import pytest
 
 from tests.towers.train.runs import TWO_STEPS, finish, start
 from towers.hosts import group
+from towers.hosts.group import Membership
 from towers.train.parts import auto_count, devices
 from towers.train.settings import Settings
 
@@ -92,7 +93,8 @@ def test_an_evaluation_measures_nothing(asked):
 
 
 def test_several_hosts(asked, monkeypatch):
-    monkeypatch.setattr(group, "member", lambda: object())
+    several = Membership(0, ("a:1", "b:1"), ("host 0", "host 1"))
+    monkeypatch.setattr(group, "joined", lambda: several)
     with pytest.raises(ValueError, match="--num_gpus=auto on several hosts; expected"):
         auto_count.find(asked.settings)
 

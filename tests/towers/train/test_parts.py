@@ -235,60 +235,6 @@ def test_callbacks_are_in_order(tmp_path, capsys):
     assert capsys.readouterr().out == "Learning rate: 0.5, after 0.001.\n"
 
 
-def of_elastic_hosts(monkeypatch, index=0):
-    """Has this process be a host of those that come and go."""
-    member = mock.Mock()
-    monkeypatch.setattr(group, "member", lambda: member)
-    monkeypatch.setattr(group, "together", contextlib.nullcontext)
-    monkeypatch.setattr(group, "joined", lambda: mock.Mock(generation=index))
-    host = mock.Mock(index=index)
-    for module in (callbacks, train_run):
-        monkeypatch.setattr(module, "this_host", lambda: host)
-    return member, host
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_of_hosts_that_come_and_go_the_first_writes(tmp_path, monkeypatch, index):
-    of_elastic_hosts(monkeypatch, index)
-    (tmp_path / "flags.txt").touch()
-    job = mock.Mock(model_dir=str(tmp_path), settings=Settings(clean=True))
-    with callbacks.FirstHostWrites(job).around_fit(None):
-        assert (
-            requests.is_running(tmp_path) == (tmp_path / "lock").exists() == (not index)
-        )
-        assert (tmp_path / "flags.txt").exists() == bool(index)
-    ended, epochs = mock.Mock(), mock.Mock()
-    callback = callbacks._of_first_host(callbacks.AtTheEnd(ended))
-    callback.on_epoch_end = epochs
-    callback.on_train_end()
-    assert ended.called == (not index)
-    folder = callbacks._log_dir(job)()
-    assert (folder == str(tmp_path)) == (not index) and os.path.isdir(folder)
-
-
-def test_the_end_is_written_again_if_the_first_host_is_lost(monkeypatch, tmp_path):
-    member, host = of_elastic_hosts(monkeypatch)
-    job, warned, written = mock.Mock(model_dir=str(tmp_path)), [], []
-    host.exchange.side_effect = [HostFailedError("Host 1 has failed."), None, OSError]
-    for name, value in (
-        ("renew_learning_rate", mock.Mock()),
-        ("_fit", lambda job, values: (job, values.update(val_loss=0.5))),
-        ("_end", lambda *given: written.append(given)),
-    ):
-        monkeypatch.setattr(train_run, name, value)
-    monkeypatch.setattr(train_run.start, "text", lambda job: "")
-    monkeypatch.setattr(train_run.voice, "warn", warned.append)
-    monkeypatch.setattr(group, "is_broken", lambda: len(written) == 1)
-    job.settings.eval_only = False
-    train_run.run(job)
-    assert written == 2 * [(job, None, {"val_loss": 0.5})]
-    assert warned == ["Host 1 has failed. It writes again what is written at the end."]
-    member.close.assert_called_once_with(done=True)
-    host.exchange.side_effect = HostFailedError("no")
-    with pytest.raises(HostFailedError):
-        train_run.run(job)
-
-
 def test_pictures_are_mixed_in_training_only():
     about = setup(Settings(mixup_alpha=1.0), (4, 4, 1))
     prepared = model_parts.make_preprocess(about, 3)
@@ -320,7 +266,7 @@ def test_split_ratios_that_were_found(tmp_path, monkeypatch):
     assert split_ratios(settings.but(clean=True), placed) == (1, 1)
     three = devices.Devices((*placed.towers, "/device:CPU:2"), placed.home)
     assert split_ratios(settings, three) == (1, 1, 1)
-    monkeypatch.setattr(group, "member", lambda: object())
+    monkeypatch.setattr(group, "joined", lambda: mock.Mock(count=2))
     with pytest.raises(ValueError, match="--split_ratios=auto on several hosts"):
         split_ratios(settings, placed)
 

@@ -1,16 +1,13 @@
 """Variables that several hosts divide, so that no host has a whole one.
 
-Before the set of hosts changes, each host gathers the whole variables, and the next
-generation divides them again. If a host dies, zeros take the place of its parts, and
-the next generation reads the checkpoint: a copy of a neighbour's part would cost as
-much traffic in each step as the parts do.
+If a host dies, its parts are lost, and all start again from the checkpoint: a copy of a
+neighbour's part would cost as much traffic in each step as the parts do.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from towers.devices.names import HOST
 from towers.keras_adapter.variables import put_behind, variable_like
@@ -47,34 +44,10 @@ class HostsParts:
     def join(self) -> None:
         """Gathers the whole divided variables into the memory of each host.
 
-        All hosts call it together. Afterwards each host may join another group.
+        All hosts call it together.
         """
         for variable, parts in self._divided():
             put_behind(variable, variable_like(parts.numpy(), HOST, parts))
-
-    def lose(self) -> bool:
-        """Replaces divided variables by zeros, after a host has left with its parts.
-
-        Returns:
-            Whether there were any divided variables.
-        """
-        divided = [*self._divided()]
-        for variable, parts in divided:
-            with tf.device(HOST):  # A table may be larger than a GPU.
-                zeros = tf.zeros(parts.shape, parts.dtype)
-            put_behind(variable, variable_like(zeros, HOST, parts))
-        return bool(divided)
-
-    def take_home(self) -> bool:
-        """Restores the whole divided variables on this host, without the others.
-
-        Returns:
-            Whether the values were lost, as hosts have trained since `keep`.
-        """
-        if not self._may_be_kept:
-            return self.lose()
-        self.join()
-        return False
 
     def _divided(self) -> Iterator[tuple[keras.Variable, Any]]:
         """Yields divided variables, each with the `SpreadVariable` behind it."""

@@ -10,14 +10,11 @@ from towers.launch.arguments import LaunchOptions
 from towers.machine import limits
 
 
-def connect(cpus: int) -> bool:
+def connect(cpus: int) -> None:
     """Connects to the cluster that there is, or starts one on this machine.
 
     Args:
         cpus: How many CPUs that is to have at least, whatever the machine has.
-
-    Returns:
-        Whether it has started one.
 
     Raises:
         ConnectionError: RAY_ADDRESS names one that does not answer.
@@ -25,8 +22,7 @@ def connect(cpus: int) -> bool:
     address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "local":
         try:
-            ray.init(address=address)
-            return False
+            return ray.init(address=address)
         except ConnectionError:
             if address != "auto":
                 raise
@@ -34,7 +30,6 @@ def connect(cpus: int) -> bool:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Processes on one machine share its CPUs.
     ray.init(address="local", num_cpus=max(cpus, limits.cpu_count()))
-    return True
 
 
 def resources(options: LaunchOptions) -> dict[str, int]:
@@ -44,18 +39,6 @@ def resources(options: LaunchOptions) -> dict[str, int]:
     if ray.cluster_resources().get("GPU"):
         found["GPU"] = options.num_gpus or 1
     return found
-
-
-def address() -> str:
-    """Returns where the other nodes reach this one."""
-    here = ray.get_runtime_context().get_node_id()
-    known = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
-    return known[here]
-
-
-def has(node: str) -> bool:
-    """Tells whether a node is still there."""
-    return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
 
 
 def in_words(resources: Mapping[str, float]) -> str:

@@ -18,11 +18,8 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from towers.launch.arguments import LaunchOptions
-from towers.launch.elastic import Launcher
-from towers.launch.elastic.host_file import HostFile
 from towers.launch.generation import Events, Outcome, StartedHosts
 from towers.launch.on_ray import cluster, desk, worker
-from towers.launch.on_ray.nodes import Nodes
 from towers.launch.supervisor import SIGNALS, may_go_on, pause, say
 from towers.processes import signals
 from towers.program import words
@@ -38,25 +35,11 @@ def run(options: LaunchOptions) -> int:
     Raises:
         ValueError: Ray has no place for them, or ended them for a reason of its own.
     """
-    is_own = cluster.connect(options.most * options.num_cpus)
+    cluster.connect(options.most * options.num_cpus)
     try:
-        if options.elastic:
-            return _run_elastic(options, is_own)
         return RayDriver(options).run()
     except ray.exceptions.RayError as error:
         raise ValueError(f"Ray ended the run: {cluster.first_line(error)}.") from error
-
-
-def _run_elastic(options, is_own):
-    file = HostFile.of(options)
-    if file is not None and not isinstance(file.wanted, int):
-        raise ValueError(
-            f"Received machines in --host_file={options.host_file} with --launcher=ray;"
-            " expected the number of hosts, as Ray chooses the nodes."
-        )
-    launcher = Launcher(options, Nodes(options, is_own), file)
-    signals.listen(_SIGNALS, lambda number: launcher.events.put(_SIGNALS[number]))
-    return launcher.run()
 
 
 class RayHost:
@@ -116,6 +99,8 @@ class RayDriver:
         self._hosts: list[RayHost] = []
         # Whether Ray has ended the last ones, none of which was to blame.
         self._is_cut = False
+        # Not all that start again have failed: Ray may have places for more.
+        self._failures = 0
         self._resources = cluster.resources(options)
 
     def run(self) -> int:
@@ -140,7 +125,7 @@ class RayDriver:
             return self._events.get(timeout=self._options.join_seconds)
         except queue.Empty:
             raise ValueError(
-                f"Ray found no place for {words.count(self._options.most, 'host')} "
+                f"Ray found no place for {words.count(self._options.least, 'host')} "
                 f"with {cluster.in_words(self._resources)} each within "
                 f"{self._options.join_seconds:g} s; its cluster has "
                 f"{cluster.in_words(ray.cluster_resources())}: expected fewer hosts, a "
@@ -150,6 +135,8 @@ class RayDriver:
     def _generation(self, hosts: Sequence[RayHost]) -> Outcome:
         """Watches over hosts until all have ended, and lets Ray go on."""
         options = self._options
+        if options.least < options.most:
+            say(f"Ray has started {words.count(len(hosts), 'host')}.")
         generation = StartedHosts(hosts, self._events, _Nothing(), options.fail_seconds)
         outcome = generation.run()
         lost = any(host.is_lost for host in hosts)
@@ -158,13 +145,15 @@ class RayDriver:
             say("Ray has ended all hosts.")
         elif outcome.said and outcome.stopped is None:
             say(outcome.said)
+        if not self._is_cut:
+            self._failures += 1
         if lost:
             return outcome  # Ray knows
         number, error = hosts[0].generation, outcome.said or None
         if not may_go_on(outcome):
             error = None
-        elif number < options.max_restarts:
-            event = pause(self._events, number + 1, options.max_restarts)
+        elif self._failures <= options.max_restarts:
+            event = pause(self._events, self._failures, options.max_restarts)
             if isinstance(event, int):
                 error, outcome = None, Outcome(128 + event, stopped=event)
             elif event is not None:
@@ -228,6 +217,9 @@ class RayDriver:
         if options.interface is not None:
             environ["TOWERS_INTERFACE"] = options.interface
         model_dir = options.log_dir and os.path.abspath(options.log_dir)
+        # With a range, Ray counts anew from time to time what it has places for.
+        is_range = options.least < options.most
+        count = (options.least, options.most) if is_range else options.most
         work = worker.HostWork(
             *(self._desk, options.command, sys.executable),
             *(folder, environ, model_dir),
@@ -235,7 +227,7 @@ class RayDriver:
         return DataParallelTrainer(
             lambda: worker.run(work),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=options.most,
+                num_workers=count,
                 use_gpu="GPU" in self._resources,
                 resources_per_worker=self._resources,
                 placement_strategy=options.placement_strategy,

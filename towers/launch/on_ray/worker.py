@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import queue
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import ray.train
 from ray.train import collective
 
 from towers.cluster import environment
+from towers.hosts.group import ProcessPlace
 from towers.launch.host import Host
 from towers.launch.on_ray.watcher import Watcher
 from towers.processes.strays import Strays
@@ -64,9 +66,10 @@ def run(work: HostWork) -> None:
     begun = ray.get(work.desk.next_generation.remote()) if is_first else None
     generation = collective.broadcast_from_rank_zero(begun)
     environ = {**os.environ, **work.environ}
-    if place is not None:
-        place = dataclasses.replace(place, generation=generation)
-        environ |= environment.variables(place)
+    # One host alone, too, is told its generation; what has started Ray does not count.
+    place = place or ProcessPlace(0, 1, "127.0.0.1:1", secrets.token_hex(16))
+    place = dataclasses.replace(place, generation=generation)
+    environ |= environment.variables(place)
     strays = Strays()
     watcher = Watcher(strays)
     try:

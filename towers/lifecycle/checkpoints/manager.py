@@ -19,7 +19,6 @@ from typing import Any
 import keras
 
 from towers.collectives.joined_hosts import this_host
-from towers.hosts import group
 from towers.lifecycle.checkpoints import saved_model, store
 from towers.lifecycle.checkpoints.best import Best, Monitor, last_logs
 from towers.lifecycle.checkpoints.store import Contents, OnDemand, Position
@@ -78,9 +77,7 @@ class CheckpointManager:
                 f"Received background={background!r}; expected True, False or None."
             )
         self._received, self._background = None, background
-        # Where hosts come and go, each may have to write some day.
-        self._elastic = group.member() is not None
-        if self._hosts.index > 0 and not self._elastic:
+        if self._hosts.index > 0:
             # Only the first host writes; it sends what it has.
             self._received = tempfile.TemporaryDirectory(prefix="towers-")
             directory = self._received.name
@@ -100,7 +97,7 @@ class CheckpointManager:
 
     def tell_latest(self, clause: str = "the last checkpoint is {}") -> str:
         """Says which checkpoint is the latest, if there is one, as a clause."""
-        if self._received or self._hosts.index:
+        if self._received:
             return f"{self._hosts.names[0]} saves"
         return clause.format(self.latest) if self.latest else "nothing was saved yet"
 
@@ -122,7 +119,7 @@ class CheckpointManager:
             ValueError: There are some, but none can be read, or is of this model.
         """
         path, contents = None, None
-        if self._hosts.index > 0 and not self._elastic:
+        if self._hosts.index > 0:
             path = self._hosts.send_files(None, self.directory)
             contents = path and store.load(path)
             if contents is not None:
@@ -133,7 +130,7 @@ class CheckpointManager:
             path, contents = saved_model.newest_good(self.directory, load, model)
         else:
             path, contents = self._load_chosen(model, which)
-        if self._hosts.index == 0 and not self._elastic:
+        if self._hosts.index == 0:
             self._hosts.send_files(path, self.directory)
         self.latest = path
         if path is not None:

@@ -105,14 +105,6 @@ def _say_validation_differs(run, then, now):
     )
 
 
-def say_goes_back(path: str) -> None:
-    """Reports that a run goes back to a checkpoint, because a host is gone."""
-    say(
-        f"Note: A host has gone with its part of the variables; the run goes back to "
-        f"{path}."
-    )
-
-
 def check_classes(
     run: str, before: Any, now: Any, nouns: tuple[str, str] = ("class", "classes")
 ) -> None:

@@ -183,7 +183,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def __init__(
         self,
-        log_dir: str | Callable[[], str],
+        log_dir: str,
         log_steps: int,
         *,
         texts: Mapping[str, str | Callable[[], str]] = _NOTHING,
@@ -202,8 +202,7 @@ class TensorBoard(keras.callbacks.Callback):
         """Initializes the callback. It writes nothing yet.
 
         Args:
-            log_dir: Folder for the runs `train` and `validation`, or a function that
-                returns it as training begins.
+            log_dir: Folder for the runs `train` and `validation`.
             log_steps: Steps between two recorded batches.
             texts: Markdown texts by tag, such as the flags. Functions are called at the
                 end.
@@ -228,7 +227,7 @@ class TensorBoard(keras.callbacks.Callback):
             ValueError: If the number of steps is not positive.
         """
         super().__init__()
-        self._asked_dir, self._log_dir = log_dir, ""
+        self._log_dir = log_dir
         self._interval = Interval(log_steps)
         self._texts, self._scalars = texts, scalars
         self._measures, self._marks = measures, marks
@@ -239,12 +238,10 @@ class TensorBoard(keras.callbacks.Callback):
         self._timeline = pictures.Timeline(timeline)
         self._classes = pictures.Classes(class_names)
         self._writers, self._failed = {}, False
-        # The folder in which examples have been written already.
-        self._shown_in: str | None = None
+        # Whether examples have been written already.
+        self._has_shown = False
 
     def _begin(self):
-        folder = self._asked_dir
-        self._log_dir = folder() if callable(folder) else folder
         self._measured_step = self._interval.step
         self._writers, self._failed, self._graph_written = {}, False, False
 
@@ -273,9 +270,9 @@ class TensorBoard(keras.callbacks.Callback):
                 )
             for summary in summaries:
                 tf.summary.experimental.write_raw_pb(summary)
-            if self._examples is not None and self._shown_in != self._log_dir:
+            if self._examples is not None and not self._has_shown:
                 pictures.write_examples(self._examples, self._classes)
-                self._shown_in = self._log_dir
+                self._has_shown = True
 
     @_while_it_works
     def on_train_batch_end(self, batch, logs=None):

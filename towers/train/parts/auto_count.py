@@ -33,7 +33,7 @@ def find(settings: Settings) -> int | None:
         ValueError: It cannot be measured.
     """
     hosts = group.joined()
-    if group.member() is not None or (hosts is not None and hosts.count > 1):
+    if hosts is not None and hosts.count > 1:
         raise ValueError(
             "Received --num_gpus=auto on several hosts; expected a number, as auto "
             "measures this machine alone."

@@ -121,7 +121,7 @@ def share_devices(
     if fractions is None:
         return devices, None
     hosts = group.joined()
-    if group.member() is not None or (hosts is not None and hosts.count > 1):
+    if hosts is not None and hosts.count > 1:
         raise ValueError(
             f"Received {settings.as_flag('share_gpus')} on several hosts; expected it "
             "on one host, as the towers of one alone can come and go."
@@ -155,7 +155,7 @@ def split_ratios(settings: Settings, devices: Devices) -> tuple[int, ...]:
 def _found_ratios(settings, devices):
     """Returns what --split_ratios=auto has found before, if it has."""
     hosts = group.joined()
-    if group.member() is not None or (hosts is not None and hosts.count > 1):
+    if hosts is not None and hosts.count > 1:
         raise ValueError(
             "Received --split_ratios=auto on several hosts; expected one ratio for "
             "each tower of a host, as auto measures the towers of one host alone."

@@ -1,5 +1,0 @@
-"""Hosts that come and go: the launcher has their coordinator, and starts others."""
-
-from towers.launch.elastic.launcher import Launcher
-
-__all__ = ["Launcher"]

@@ -1,5 +1,0 @@
-"""Hosts on machines that ssh reaches."""
-
-from towers.launch.elastic.ssh.machines import Machines
-
-__all__ = ["Machines"]
