@@ -1,8 +1,4 @@
-"""The `World` of hosts that are connected by `Communicator`s.
-
-Graphs ask for the connections as they run. So one that was traced as "host 0 of 2"
-serves again, whichever the other host is.
-"""
+"""The `World` of hosts that are connected by `Communicator`s."""
 
 import copy
 import json
@@ -131,27 +127,30 @@ class Cluster:
 
     def broadcast(self, tensors: Sequence[tf.Tensor], purpose: str) -> list[tf.Tensor]:
         """See `World`."""
-        varying = not all(each.shape.is_fully_defined() for each in tensors)
+        varying = not all(tensor.shape.is_fully_defined() for tensor in tensors)
 
         def send(*arrays):
-            sizes = np.array([n for each in arrays for n in each.shape], np.int64)
             if varying:
                 # Random numbers may decide on a shape, too.
+                sizes = np.array([n for array in arrays for n in array.shape], np.int64)
                 self.communicator.broadcast(_as_bytes(sizes), f"shapes of {purpose}")
+                ends = np.cumsum([array.ndim for array in arrays])[:-1]
+                shapes = np.split(sizes, ends)
+            else:
+                shapes = [array.shape for array in arrays]
             if self.index > 0:
-                ends = np.cumsum([each.ndim for each in arrays])[:-1]
                 arrays = [
                     aligned(math.prod(shape), like.dtype).reshape(shape)
-                    for shape, like in zip(np.split(sizes, ends), arrays, strict=True)
+                    for shape, like in zip(shapes, arrays, strict=True)
                 ]
-            for each in arrays:
-                self.communicator.broadcast(_as_bytes(each), purpose)
+            for array in arrays:
+                self.communicator.broadcast(_as_bytes(array), purpose)
             return arrays
 
         with tf.device(HOST), tf.name_scope("hosts"):
-            sent = self.meet(send, tensors, [each.dtype for each in tensors])
-        for each, like in zip(sent, tensors, strict=True):
-            each.set_shape(like.shape)
+            sent = self.meet(send, tensors, [tensor.dtype for tensor in tensors])
+        for tensor, like in zip(sent, tensors, strict=True):
+            tensor.set_shape(like.shape)
         return sent
 
     def send_files(self, folder: str | None, to: str) -> str | None:

@@ -40,22 +40,20 @@ def join_as_started(environ: Mapping[str, str] = os.environ) -> Membership | Non
         return None
     if place.mpi is not None:
         joined, seed = mpi.connect(place)
-        _begin(joined, seed, seeds=True)
+        _begin(joined, seed)
         return joined.membership
     membership = rendezvous.meet(place)
     join(membership)
     return membership
 
 
-def join(membership: Membership, seeds: bool = True) -> None:
-    """Connects this host to the others.
+def join(membership: Membership) -> None:
+    """Connects this host to the others, so that all draw the same random numbers.
 
     It listens at its own address only. Where it fails, this process has joined nobody.
 
     Args:
         membership: Which hosts there are.
-        seeds: Whether all hosts draw the same random numbers, unless the user sets a
-            seed. It imports Keras.
 
     Raises:
         RuntimeError: It is connected to other hosts already.
@@ -68,15 +66,15 @@ def join(membership: Membership, seeds: bool = True) -> None:
         opened.callback(links.close)
         heartbeat, communicator, seed = _connected(membership, links, opened)
         opened.pop_all()
-    _begin(group.Joined(membership, heartbeat, communicator), seed, seeds)
+    _begin(group.Joined(membership, heartbeat, communicator), seed)
 
 
-def _begin(joined: group.Joined, seed: int, seeds: bool) -> None:
+def _begin(joined: group.Joined, seed: int) -> None:
     """Makes connected hosts those of this process."""
     group.current = joined
     if group.is_together():
         joined.heartbeat.enter()
-    _draw_from(seed, seeds)
+    _draw_from(seed)
     _tell_of_the_end()
 
 
@@ -99,16 +97,15 @@ def _connected(membership, links, opened) -> tuple[Heartbeat, Communicator, int]
     return heartbeat, communicator, seed
 
 
-def _draw_from(seed, seeds):
+def _draw_from(seed):
     """Has all hosts draw the same random numbers, unless the user sets a seed."""
-    if seeds:
-        # They take seconds to import.
-        import keras
+    # They take seconds to import.
+    import keras
 
-        from towers.keras_adapter import runtime
+    from towers.keras_adapter import runtime
 
-        if runtime.random_seed() is None:
-            keras.utils.set_random_seed(seed)
+    if runtime.random_seed() is None:
+        keras.utils.set_random_seed(seed)
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def _rank(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-# A range is for runs that outlive nodes; so by default, they do.
+# With a range of hosts, a run is meant to outlive nodes, so it restarts by default.
 _RANGE_RESTARTS = 3
 # Each flag's value, as the help names it, its type, and what it is for.
 _FLAGS = {

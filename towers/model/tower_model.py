@@ -329,7 +329,7 @@ def _called_on_the_host(function):
             python_calls.guard_all()
         # By default, TensorFlow would send values that a loop passes from step to step
         # through the first GPU.
-        with tf.device(HOST), runtime.optimizing_graphs_once():
+        with tf.device(HOST):
             return function(data)
 
     return call

@@ -636,18 +636,27 @@ class PartitionedCall:
             gates = [] if self._gate is None else [self._gate]
             gradients = [gradient for gradient in sums[0] if gradient is not None]
             with (
-                made_in(tf.compat.v1.get_default_graph()) as created,
+                self._refusing_draws(),
                 tf.control_dependencies(gates),
                 self._guarded(parts, gradients),
             ):
                 self._updates_apart.apply(sums)
-            drawn = [e for e in effects.of(created) if e.type in effects.RANDOM]
-            if drawn and self._plan.hosts.count > 1:
-                raise ModelError(
-                    "The optimizer draws random numbers of TensorFlow's own state, by "
-                    f"{drawn[0]}, and several hosts cannot share these; expected "
-                    "keras.random with a seed generator, or run_eagerly=True."
-                )
+
+    @contextmanager
+    def _refusing_draws(self):
+        """Refuses an optimizer whose random numbers several hosts cannot share."""
+        if self._plan.hosts.count == 1:
+            yield
+            return
+        with made_in(tf.compat.v1.get_default_graph()) as created:
+            yield
+        drawn = [e for e in effects.of(created) if e.type in effects.RANDOM]
+        if drawn:
+            raise ModelError(
+                "The optimizer draws random numbers of TensorFlow's own state, by "
+                f"{drawn[0]}, and several hosts cannot share these; expected "
+                "keras.random with a seed generator, or run_eagerly=True."
+            )
 
     def _gradients_for(self, update):
         """Returns the gradients that an optimizer's call takes.

@@ -82,11 +82,6 @@ class Strays:
             start_new_session=True,
         )
 
-    def stop_watching(self) -> None:
-        """Has the watching process end them now, and waits for it."""
-        if self._watcher is not None:
-            self._watcher.communicate()
-
 
 def _has(process: psutil.Process, mark: Mapping[str, str]) -> bool:
     try:

@@ -31,9 +31,9 @@ def join(monkeypatch):
         opened.extend((communicator, heartbeat))
         return told
 
-    def join(**options):
+    def join():
         first, second = memberships(2)
-        calls = [lambda: process_group.join(first, **options), lambda: other(second)]
+        calls = [lambda: process_group.join(first), lambda: other(second)]
         nothing, told = in_threads(calls)
         assert nothing is None
         opened.extend((group.current.communicator, group.current.heartbeat))
@@ -54,7 +54,7 @@ def test_all_draw_alike(join, monkeypatch):
 
 def test_this_host_is_one_of_those_that_it_has_joined(join):
     assert this_host() is ALONE
-    join(seeds=False)
+    join()
     host = this_host()
     assert host is this_host()
     assert (host.count, host.index, host.names) == (2, 0, ("host 0", "host 1"))

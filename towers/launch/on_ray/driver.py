@@ -99,7 +99,7 @@ class RayDriver:
         self._hosts: list[RayHost] = []
         # Whether Ray has ended the last ones, none of which was to blame.
         self._is_cut = False
-        # Not all that start again have failed: Ray may have places for more.
+        # The number of failures. Ray also starts hosts again if it has room for more.
         self._failures = 0
         self._resources = cluster.resources(options)
 

@@ -66,7 +66,7 @@ def run(work: HostWork) -> None:
     begun = ray.get(work.desk.next_generation.remote()) if is_first else None
     generation = collective.broadcast_from_rank_zero(begun)
     environ = {**os.environ, **work.environ}
-    # One host alone, too, is told its generation; what has started Ray does not count.
+    # Ray Train counts the generations, also of a single host.
     place = place or ProcessPlace(0, 1, "127.0.0.1:1", secrets.token_hex(16))
     place = dataclasses.replace(place, generation=generation)
     environ |= environment.variables(place)
