@@ -1,7 +1,10 @@
 """TensorFlow's runtime: devices, determinism, NCCL, the profiler's files."""
 
+import contextlib
+import copy
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +22,7 @@ __all__ = [
     "is_deterministic",
     "nccl_sums",
     "now",
+    "optimizing_graphs_once",
     "random_seed",
 ]
 
@@ -37,6 +41,37 @@ def now() -> tf.Tensor:
         timestamp.set_shape([])
         return timestamp
     return tf.timestamp()
+
+
+@contextlib.contextmanager
+def optimizing_graphs_once() -> Iterator[None]:
+    """Inside, TensorFlow optimizes a new graph once, not twice.
+
+    Grappler, TensorFlow's optimizer of graphs, goes over a graph twice by default. In
+    the graph of a training step, the second pass changes almost nothing: one of 1,978
+    nodes of a ResNet-50. With 8 towers, it takes a fifth of the time to the first step.
+    In a transformer, only the second pass computes some shapes ahead.
+    """
+    current = context.context()
+    before = current.function_call_options
+    options = copy.copy(before)
+    options.config_proto_serialized = _optimizing_once(before.config_proto_serialized)
+    current.function_call_options = options
+    try:
+        yield
+    finally:
+        # Setting an option of TensorFlow has put others in their place.
+        if current.function_call_options is options:
+            current.function_call_options = before
+
+
+@functools.cache
+def _optimizing_once(serialized):
+    """Returns a configuration of TensorFlow with one pass of its graph optimizer."""
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    rewrites = config.graph_options.rewrite_options
+    rewrites.meta_optimizer_iterations = rewrites.ONE
+    return config
 
 
 def device_memory_limits() -> dict[str, int]:

@@ -17,7 +17,7 @@ import wrapt
 
 from towers.builders.builder import Builder
 from towers.builders.guard import StoppedStep
-from towers.devices.names import HOST
+from towers.devices.names import HOST, is_gpu
 from towers.hosts import group
 from towers.hosts.group import HostsDifferError
 from towers.keras_adapter import runtime
@@ -307,21 +307,26 @@ class _OfLayout:
     def __init__(self, make: Callable[[], Callable[[Any], Any]], builder: Builder):
         """Makes the function by calling `make`."""
         self._make, self._facts = make, builder.context.facts
-        self._function = _called_on_the_host(make())
+        self._plan = builder.context.plan
+        self._function = _called_on_the_host(make(), self._plan)
         self._kept_whole = len(self._facts.kept_whole)
 
     def __call__(self, data: Any) -> Any:
         """Calls the function with an iterator, or with batches."""
         if self._kept_whole != len(self._facts.kept_whole):
-            self._function = _called_on_the_host(self._make())
+            self._function = _called_on_the_host(self._make(), self._plan)
         made = self._function(data)
         # The call itself may have joined variables, before it was traced.
         self._kept_whole = len(self._facts.kept_whole)
         return made
 
 
-def _called_on_the_host(function):
+def _called_on_the_host(function, plan):
     """Wraps a function of Keras's loop so that it is called on the host."""
+    on_gpus = any(map(is_gpu, [plan.home, *plan.all_devices]))
+    # A second pass of TensorFlow's optimizer computes a few more shapes ahead. A host
+    # with GPUs would otherwise wait for these; on CPUs, nothing waits.
+    optimizing = contextlib.nullcontext if on_gpus else runtime.optimizing_graphs_once
 
     def call(data):
         if isinstance(data, tf.data.Iterator):
@@ -329,7 +334,7 @@ def _called_on_the_host(function):
             python_calls.guard_all()
         # By default, TensorFlow would send values that a loop passes from step to step
         # through the first GPU.
-        with tf.device(HOST):
+        with tf.device(HOST), optimizing():
             return function(data)
 
     return call

@@ -1517,6 +1517,36 @@ def _():
 
 
 @contract(
+    "tensorflow.python.eager.context",
+    "optimizing_graphs_once",
+    "has the options of calls, which functions called in a graph get, too",
+)
+def _():
+    def rewrites():
+        inner = tf.function(lambda x: 2 * x)
+        traced = tf.function(inner).get_concrete_function(tf.TensorSpec([3]))
+        (call,) = (op for op in traced.graph.get_operations() if "Call" in op.type)
+        config = tf.compat.v1.ConfigProto.FromString(call.get_attr("config_proto"))
+        return config.graph_options.rewrite_options
+
+    def passes():
+        return rewrites().meta_optimizer_iterations
+
+    assert passes() == 0  # TensorFlow's default, which is two.
+    with runtime.optimizing_graphs_once():
+        assert passes() == 1
+    assert passes() == 0
+    # An option that the user sets meanwhile stays set.
+    options = tf.config.optimizer.get_experimental_options()
+    try:
+        with runtime.optimizing_graphs_once():
+            tf.config.optimizer.set_experimental_options({"loop_optimization": False})
+        assert rewrites().loop_optimization == rewrites().OFF
+    finally:
+        tf.config.optimizer.set_experimental_options(options)
+
+
+@contract(
     "tensorflow.python.eager.forwardprop_util",
     "has_tangents",
     "knows what forward accumulators follow, also variables in a graph",

@@ -1,6 +1,7 @@
 """The Keras door: what `multi_gpu_model` returns is a Keras model in every way."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -218,6 +219,50 @@ def _load_elsewhere(path, tmp_path, x, y):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+_THREE_LOOPS = textwrap.dedent(
+    """
+    import keras
+    import numpy as np
+    import towers
+
+    towers.configure(num_gpus=2)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    parallel = towers.multi_gpu_model(model, gpus=2)
+    parallel.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    parallel.fit(x, x[:, :1], verbose=0)
+    parallel.evaluate(x, x[:, :1], verbose=0)
+    parallel.predict(x, verbose=0)
+    """
+)
+
+
+@pytest.mark.slow
+def test_on_cpus_tensorflow_optimizes_the_graphs_of_steps_once():
+    # TensorFlow's log says when it optimizes a graph, and how often it goes over it.
+    log = {
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_MAX_VLOG_LEVEL": "1",
+        "TF_CPP_VMODULE": "meta_optimizer=1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _THREE_LOOPS],
+        env=os.environ | log,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    passes, graph = {}, ""
+    for line in done.stderr.splitlines():
+        if "Starting optimization for grappler item: " in line:
+            graph = line.split()[-1]
+        elif "model_pruner: Graph size after" in line:
+            passes.setdefault(graph, []).append(line)
+    of_steps = {name: len(n) for name, n in passes.items() if "Dataset" not in name}
+    assert len(of_steps) >= 3
+    assert {*of_steps.values()} == {1}, of_steps
 
 
 @pytest.mark.slow
