@@ -91,6 +91,8 @@ setup(
             *MPI,
             # An MPI to test it with, also on machines that have none.
             "openmpi>=5,<6; sys_platform == 'linux'",
+            # Reads the manifest for Kubernetes in examples/.
+            "pyyaml>=6,<7",
             # Drives Debian's Chromium, in tests and screenshots of pages.
             "playwright>=1.55,<2",
         ],

@@ -26,6 +26,7 @@ FOREIGN = {
     *("--help", "--helpfull", "--version", "--verbosity"),
     *("--minutes", "--list", "--parts"),  # of scripts.gpu_truth
     *("--map-by", "--bind-to", "--mpi", "--kill-on-bad-exit"),  # of mpirun and srun
+    *("--max-restarts", "--nodes"),  # of torchrun, and sbatch
 }
 MAKE = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

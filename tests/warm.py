@@ -41,10 +41,12 @@ def run(
     module: str,
     *flags: object,
     changed: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Does what `python -m module flags` does, without GPUs, nor functions at exit.
 
-    `changed` holds what is set before, such as {"module.NAME": 1}.
+    `changed` holds what is set before, such as {"module.NAME": 1}; `environ` is added
+    to the environment.
     """
     args = [module, *map(str, flags)]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +55,8 @@ def run(
             connected.connect(_server()[0])
             server = Connection(connected.detach())
         with server:
-            server.send((args, changed or {}, {**os.environ, **_ENVIRON}, *files))
+            added = {**os.environ, **_ENVIRON, **(environ or {})}
+            server.send((args, changed or {}, added, *files))
             pid = server.recv()
             if not server.poll(HANG_S):
                 os.kill(pid, signal.SIGKILL)

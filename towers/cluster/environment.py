@@ -1,8 +1,8 @@
 """Finds this process's place among the hosts, in what a launcher says of it.
 
 That is the environment: of `python -m towers.launch`, of anything that sets TF_CONFIG,
-such as Kubernetes, of MPI's `mpirun`, or of Slurm's `srun`. Ray Train answers its
-workers instead.
+of MPI's `mpirun`, of `torchrun` and its kin, or of Slurm's `srun`. Ray Train answers
+its workers instead.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from towers.cluster.addresses import is_address
-from towers.cluster.launchers import ray_train, tf_config
+from towers.cluster.launchers import ray_train, tf_config, torchrun
 from towers.hosts.group import (
     JOIN_SECONDS,
     MPI,
@@ -25,6 +25,7 @@ _RANK, _COUNT = "TOWERS_HOST_RANK", "TOWERS_HOST_COUNT"
 _COORDINATOR, _TOKEN = "TOWERS_COORDINATOR", "TOWERS_TOKEN"
 _SECONDS, _GENERATION = "TOWERS_JOIN_SECONDS", "TOWERS_GENERATION"
 _INTERFACE, _TF_CONFIG = "TOWERS_INTERFACE", "TF_CONFIG"
+_SLURM_RESTARTS = "SLURM_RESTART_COUNT"
 # Whoever hears a greeting can try out tokens: of four digits, all in a moment.
 _LEAST_TOKEN = 16
 # Ports from here on are below those that Linux gives to whoever asks for any.
@@ -37,8 +38,9 @@ def find(environ: Environ = os.environ) -> ProcessPlace | None:
     """Finds this process's place among several hosts; `None` if it is alone.
 
     What `TOWERS_HOST_RANK` and its kin say counts first, then what Ray Train says, then
-    `TF_CONFIG`, then MPI's variables, then Slurm's. `TOWERS_COORDINATOR`,
-    `TOWERS_TOKEN`, `TOWERS_INTERFACE` and `TOWERS_JOIN_SECONDS` are for all but MPI.
+    `TF_CONFIG`, then MPI's variables, then torchrun's, then Slurm's.
+    `TOWERS_COORDINATOR`, `TOWERS_TOKEN`, `TOWERS_INTERFACE` and `TOWERS_JOIN_SECONDS`
+    are for all but MPI.
 
     Args:
         environ: The environment.
@@ -57,19 +59,37 @@ def find(environ: Environ = os.environ) -> ProcessPlace | None:
     elif (rank := _rank_of_mpi(environ)) is not None:
         # Before Slurm, which may have started mpirun.
         place = _of_mpi(environ, rank)
+    elif (names := torchrun.names(environ)) is not None:
+        # Before Slurm, which may have started torchrun.
+        place = _of_torchrun(environ, names)
     elif environ.get("SLURM_STEP_ID"):
         place = _of_slurm(environ)
     elif environ.get(_COORDINATOR):
         place = _of_towers(environ)  # which says what is missing
     else:
-        if _number(environ, "SLURM_NTASKS", 1, default=1) > 1:
-            warn(
-                f"Slurm has {environ['SLURM_NTASKS']} tasks for this job, but srun did "
-                "not start this process, which trains alone; begin its command with "
-                "srun to train on all."
-            )
+        _check_alone(environ)
         return None
     return place if place.count > 1 else None
+
+
+def _check_alone(environ: Environ) -> None:
+    """Warns, or raises, where a process without a place may be one of several."""
+    if rank := environ.get("PMIX_RANK"):
+        # So `prterun` and `prun` of PRRTE start a process. PMIx tells its size only to
+        # who speaks its protocol.
+        raise ValueError(
+            f"Received PMIX_RANK={rank} without the number of processes; start with "
+            "mpirun or srun --mpi=pmix, which tell it, or unset PMIX_RANK to train "
+            "alone."
+        )
+    if _number(environ, "SLURM_NTASKS", 1, default=1) > 1:
+        warn(
+            f"Slurm has {environ['SLURM_NTASKS']} tasks for this job, but srun did "
+            "not start this process, which trains alone; begin its command with "
+            "srun to train on all."
+        )
+    elif missing := torchrun.unfinished(environ):
+        warn(f"{missing}, so this process trains alone; set all of them, or none.")
 
 
 def variables(place: ProcessPlace) -> dict[str, str]:
@@ -95,7 +115,9 @@ def restarted(environ: Environ = os.environ) -> bool:
     Raises:
         ValueError: It is of another form.
     """
-    return _number(environ, _GENERATION, 0, default=0) > 0
+    # A requeued job of Slurm's may start launchers anew, each with generation 0.
+    names = _GENERATION, torchrun.RESTARTS, _SLURM_RESTARTS
+    return any(_number(environ, name, 0, default=0) > 0 for name in names)
 
 
 def _of_towers(environ: Environ) -> ProcessPlace:
@@ -208,13 +230,25 @@ def _of_mpi(environ: Environ, name: str) -> ProcessPlace:
     return ProcessPlace(_rank(environ, name, count), count, "", None, mpi=name)
 
 
+def _of_torchrun(environ: Environ, names: torchrun.Names) -> ProcessPlace:
+    """Returns the place of a process of torchrun's, or of a pod of its kin."""
+    count = _number(environ, names.count, 1)
+    rank = _rank(environ, names.rank, count)
+    generation = _number(environ, torchrun.RESTARTS, 0, default=0)
+    generation = _number(environ, _GENERATION, 0, default=generation)
+    coordinator = _coordinator(environ, torchrun.coordinator(environ, names))
+    return ProcessPlace(
+        rank, count, coordinator, generation=generation, **_common(environ)
+    )
+
+
 def _of_slurm(environ: Environ) -> ProcessPlace:
     """The place of a task of `srun`."""
     tasks = "SLURM_STEP_NUM_TASKS"
     tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
     count = _number(environ, tasks, 1)
     rank = _rank(environ, "SLURM_PROCID", count)
-    generation = _number(environ, "SLURM_RESTART_COUNT", 0, default=0)
+    generation = _number(environ, _SLURM_RESTARTS, 0, default=0)
     generation = _number(environ, _GENERATION, 0, default=generation)
     coordinator = _slurm_coordinator(environ)
     return ProcessPlace(

@@ -106,8 +106,8 @@ def configure(
             kernel for it.
         log_device_placement: Whether TensorFlow logs the device of every operation.
         hosts: "auto" to train together with the other processes, if any, of a launcher:
-            `towers.launch`, MPI, Slurm, Ray Train, or another that sets TF_CONFIG.
-            Waits for these processes. None: this process trains alone.
+            `towers.launch`, MPI, torchrun, Slurm, Ray Train, or another that sets
+            TF_CONFIG. Waits for these processes. None: this process trains alone.
         max_gpus: Number of GPUs to set up, which `TowerModel.resize` may use later. By
             default the number that training begins with.
         gpu_memory_fraction: The part of each GPU's memory that this process may take,

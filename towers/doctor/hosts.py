@@ -13,7 +13,7 @@ import numpy as np
 from towers.cluster import addresses, environment, rendezvous
 from towers.cluster.communicator import Communicator
 from towers.cluster.links import Links
-from towers.doctor import cluster
+from towers.doctor import cluster, reach
 from towers.doctor.finding import Check, Finding, note, ok, wrong
 from towers.hosts.group import HostsDifferError, Membership, ProcessPlace
 from towers.program import words
@@ -125,6 +125,7 @@ class BetweenHosts:
         """The checks and their names, in the order in which all hosts make them."""
         yield "names", self.names
         yield "hosts", self.meet
+        yield "reach", self.reach
         yield "clocks", self.clocks
         yield "latency", self.latency
         yield "bandwidth", self.bandwidth
@@ -156,6 +157,13 @@ class BetweenHosts:
                 hosts=listed,
             )
         return ok(text, hosts=listed)
+
+    def reach(self) -> Finding:
+        """Says who may reach a port of this host, besides the other hosts."""
+        if self._membership is None:
+            return note("not looked at, as the hosts have not met")
+        hosts = [addresses.split(each)[0] for each in self._membership.addresses]
+        return reach.check(sorted({*map(addresses.resolved, hosts)}))
 
     def clocks(self) -> Finding:
         """Compares the hosts' clocks."""

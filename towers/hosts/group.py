@@ -126,10 +126,13 @@ MPI = {
     "PMIX_RANK": "SLURM_STEP_NUM_TASKS",
 }
 # A launcher of several processes sets at least one of these; `cluster/environment.py`
-# reads them. Slurm also sets SLURM_NTASKS without srun.
+# reads them. Slurm also sets SLURM_NTASKS without srun, and SLURM_RESTART_COUNT also
+# for one process. PyTorch's launchers set WORLD_SIZE for processes, and PET_NNODES for
+# pods.
 STARTED = (
     *("TOWERS_HOST_RANK", "TOWERS_HOST_COUNT", "TOWERS_COORDINATOR"),
     *("TOWERS_GENERATION", "TF_CONFIG", "SLURM_STEP_ID", "SLURM_NTASKS", *MPI),
+    *("WORLD_SIZE", "PET_NNODES", "SLURM_RESTART_COUNT"),
 )
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -25,6 +24,29 @@ SLURM = {
     "SLURM_STEP_NODELIST": "n[08-10,12],gpu-a[1-2]",
     "SLURM_JOB_NODELIST": "a[1-9]",
     "SLURM_JOB_ID": "4242",
+}
+# As torchrun 2.14 has set them, with --nnodes=2 --nproc-per-node=2.
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+# As Volcano sets them, and PyTorchJob.
+PYTORCH_JOB = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+PYTORCH_JOB["MASTER_ADDR"] = "job-master-0"
+# As Kubeflow's Trainer sets them.
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
 }
 HOSTS = "a:1", "b:2", "c:3"
 
@@ -102,6 +124,65 @@ ENVIRONMENTS = {
         tf_config(index=2) | {"PMI_RANK": "0", "PMI_SIZE": "2"},
         ProcessPlace(2, 3, "a:1", None, addresses=HOSTS),
     ),
+    "torchrun, which listens at its own port": (
+        TORCHRUN,
+        ProcessPlace(3, 4, "node0:29501", None),
+    ),
+    "torchrun, whose processes would listen there": (
+        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        ProcessPlace(3, 4, "node0:29500", None),
+    ),
+    "torchrun, at the last port": (
+        TORCHRUN | {"MASTER_PORT": "65535"},
+        ProcessPlace(3, 4, "node0:65534", None),
+    ),
+    "torchrun, by IPv6": (
+        TORCHRUN | {"MASTER_ADDR": "fd00::1"},
+        ProcessPlace(3, 4, "[fd00::1]:29501", None),
+    ),
+    "torchrun, on one machine": (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
+        ProcessPlace(3, 4, "127.0.0.1:29501", None),
+    ),
+    "torchrun, which has restarted, in a pod of Kubeflow's": (
+        TORCHRUN | TRAIN_JOB | {"TORCHELASTIC_RESTART_COUNT": "2"},
+        ProcessPlace(3, 4, "node0:29501", None, generation=2),
+    ),
+    "torchrun, with what is for all": (
+        TORCHRUN | {"TOWERS_COORDINATOR": "a:1", "TOWERS_TOKEN": OURS["TOWERS_TOKEN"]},
+        ProcessPlace(3, 4, "a:1", OURS["TOWERS_TOKEN"]),
+    ),
+    "torchrun, in a job of Slurm's": (
+        SLURM | TORCHRUN,
+        ProcessPlace(3, 4, "node0:29501", None),
+    ),
+    "torchrun, alone": (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+    "MPI before torchrun": (
+        TORCHRUN | {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        ProcessPlace(0, 2, "", None, mpi="PMI_RANK"),
+    ),
+    "a pod of PyTorchJob's, or of Volcano's": (
+        PYTORCH_JOB,
+        ProcessPlace(3, 4, "job-master-0:29500", None),
+    ),
+    "a pod of Kubeflow's Trainer": (
+        TRAIN_JOB,
+        ProcessPlace(1, 2, "job-node-0-0.job:29400", None),
+    ),
+    "a pod of PyTorchJob's that counts processes": (
+        PYTORCH_JOB | TRAIN_JOB,
+        ProcessPlace(1, 2, "job-node-0-0.job:29400", None),
+    ),
+    "an elastic PyTorchJob, whose torchrun has not started this": (
+        {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:29400"},
+        None,
+    ),
+    "a rank that may mean anything": ({"RANK": "1"}, None),
+    "an address that may mean anything": (
+        {"MASTER_ADDR": "a", "WORLD_SIZE": "1"},
+        None,
+    ),
+    "a size of something else": ({"WORLD_SIZE": "large"}, None),
     "Slurm, on one node": (
         SLURM | {"SLURM_STEP_NODELIST": "n10"},
         ProcessPlace(2, 4, f"127.0.0.1:{15_000 + 31 * 4242 % 10_000}", None),
@@ -209,6 +290,27 @@ CONTRADICTIONS = {
         SLURM | {"SLURM_STEP_NODELIST": "n[1-,"},
         "Received the node list 'n[1-,'; expected one of Slurm's, such as n[1-3,7].",
     ),
+    "a rank of torchrun's too many": (
+        TORCHRUN | {"RANK": "4"},
+        "Received RANK=4 for 4",
+    ),
+    "a rank of a pod too many": (
+        TRAIN_JOB | {"PET_NODE_RANK": "2"},
+        "Received PET_NODE_RANK=2 for 2 hosts; expected 0 to 1.",
+    ),
+    "a range of nodes": (TRAIN_JOB | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4; expected"),
+    "a port of torchrun's that is none": (
+        TORCHRUN | {"MASTER_PORT": "0"},
+        "Received MASTER_ADDR=node0 and MASTER_PORT=0; expected the name or",
+    ),
+    "no restarts of torchrun's": (
+        TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "no"},
+        "Received TORCHELASTIC_RESTART_COUNT=no; expected a whole number",
+    ),
+    "PMIx without a size": (
+        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-node0-4711@1"},
+        "Received PMIX_RANK=1 without the number of processes; start with mpirun",
+    ),
     "no job": ({**SLURM, "SLURM_JOB_ID": ""}, "Received SLURM_JOB_ID=; expected"),
 }
 
@@ -222,21 +324,35 @@ def test_a_contradiction_is_one_sentence(name):
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
-def test_the_manifest_for_kubernetes():
-    page = (Path(__file__).parents[3] / "docs" / "hosts.md").read_text()
-    text = re.search(r"value: >-\n(.*?)- name", page, re.DOTALL)[1]
-    for rank in (0, 1):
-        place = environment.find({"TF_CONFIG": text.replace("$(INDEX)", str(rank))})
-        assert (place.rank, place.coordinator) == (rank, "train-0.towers:2222")
-        assert place.count == 2
-
-
 def test_a_process_that_srun_did_not_start_trains_alone_and_says_so(monkeypatch):
     said = []
     monkeypatch.setattr(environment, "warn", said.append)
     without = {name: SLURM[name] for name in SLURM if name != "SLURM_STEP_ID"}
     assert environment.find(without) is None
     assert len(said) == 1 and said[0].startswith("Slurm has 4 tasks for this job, but")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("MASTER_ADDR", "WORLD_SIZE is 4, but MASTER_ADDR is missing, so this process"),
+        ("RANK", "WORLD_SIZE is 4, but RANK is missing, so this process trains alone;"),
+    ],
+)
+def test_a_place_without_all_of_torchrun_s_variables(monkeypatch, lacks, said):
+    warnings = []
+    monkeypatch.setattr(environment, "warn", warnings.append)
+    environ = {name: value for name, value in TORCHRUN.items() if name != lacks}
+    assert group.is_started(environ) and environment.find(environ) is None
+    assert len(warnings) == 1 and warnings[0].startswith(said)
+
+
+def test_nothing_is_said_of_variables_that_may_mean_anything(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(environment, "warn", warnings.append)
+    for name in ENVIRONMENTS:
+        environment.find(ENVIRONMENTS[name][0])
+    assert warnings == []
 
 
 def test_what_the_launcher_sets_is_found():
@@ -263,6 +379,22 @@ def test_whether_others_have_begun_before(restarted):
     )
     assert environment.restarted(environment.variables(place)) == restarted
     assert not environment.restarted({})
+    for launcher in (TORCHRUN, SLURM):
+        assert not environment.restarted(launcher)
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_launcher_that_has_begun_before(name):
+    """A requeued job may start our own launcher, which counts from 0 again."""
+    assert environment.restarted({name: "1", "TOWERS_GENERATION": "0"})
+
+
+def test_one_process_of_a_requeued_job_goes_on(monkeypatch):
+    for name in group.STARTED:
+        monkeypatch.delenv(name, raising=False)
+    assert not group.restarted()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert group.restarted() and environment.find() is None
 
 
 @pytest.mark.parametrize(

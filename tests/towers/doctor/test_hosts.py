@@ -7,8 +7,8 @@ import pytest
 from tests.towers.cluster.in_threads import in_threads, memberships
 from towers.doctor import hosts
 from towers.doctor.__main__ import main
-from towers.doctor.finding import NOTE, OK, WRONG
-from towers.hosts.group import ProcessPlace
+from towers.doctor.finding import NOTE, OK, WRONG, ok
+from towers.hosts.group import STARTED, ProcessPlace
 
 
 def places(count, **changes):
@@ -30,11 +30,13 @@ def test_hosts_that_are_well(monkeypatch):
     monkeypatch.setattr(hosts, "_LARGE_BYTES", 4 * 10**6)
     monkeypatch.setattr(hosts, "_SLOW_MB_S", 0.0)
     monkeypatch.setattr(hosts, "_FAR_MS", 1e9)
+    monkeypatch.setattr(hosts.reach, "check", lambda hosts: ok(", ".join(hosts)))
     for found in examine(places(3)):
         assert {name: each.verdict for name, each in found.items()} == dict.fromkeys(
-            ("names", "hosts", "clocks", "latency", "bandwidth"), OK
+            ("names", "hosts", "reach", "clocks", "latency", "bandwidth"), OK
         )
         assert "3 hosts of one version meet: host 0 (" in found["hosts"].text
+        assert found["reach"].text == "127.0.0.1"
         assert found["latency"].figures["ms"] > 0
         assert found["bandwidth"].figures["mb_per_s"] > 0
 
@@ -51,6 +53,7 @@ def test_a_host_that_does_not_come():
     (found,) = examine(places(2, join_seconds=0.3)[:1])
     assert found["hosts"].verdict == WRONG and "host 1" in found["hosts"].text
     assert found["bandwidth"].text == "not measured, as the hosts have not met"
+    assert found["reach"].text == "not looked at, as the hosts have not met"
 
 
 @pytest.mark.slow
@@ -97,7 +100,7 @@ def test_which_host_this_one_is(monkeypatch):
     ],
 )
 def test_hosts_that_are_none(flags, said, capsys, monkeypatch):
-    for name in ("TF_CONFIG", "TOWERS_HOST_RANK", "SLURM_STEP_ID", "SLURM_NTASKS"):
+    for name in STARTED:
         monkeypatch.delenv(name, raising=False)
     assert main(flags) == 1
     assert said in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.limits import HANG_S
+from towers.hosts import group
 from towers.program.features import FEATURES, feature
 
 _PLAIN = """
@@ -34,8 +35,8 @@ print([name for name in names if f"towers.{name}" in sys.modules])
 
 
 def test_a_plain_run_imports_none_of_them():
-    started = {name for name in os.environ if name.startswith(("SLURM_", "TOWERS_"))}
-    environ = {k: v for k, v in os.environ.items() if k not in {*started, "TF_CONFIG"}}
+    ours = {name for name in os.environ if name.startswith(("SLURM_", "TOWERS_"))}
+    environ = {k: v for k, v in os.environ.items() if k not in {*ours, *group.STARTED}}
     done = subprocess.run(
         [sys.executable, "-c", _PLAIN],
         env=environ,
