@@ -9,7 +9,7 @@ every reducer sums arrays of all sizes in turn. Nothing else may run meanwhile.
 
 Reducers (--reducers):
 
-    towers          ours; towers:fp16 and towers:bf16 round what travels
+    towers          ours, by TensorFlow; towers:fp16 and towers:bf16 round what travels
     mpi             ours, by MPI (needs mpi4py and mpirun); mpi:fp16 and mpi:bf16, too
     multi_worker    MultiWorkerMirroredStrategy's all_reduce of TensorFlow's tensors
     gloo            PyTorch's (needs torch)
@@ -51,35 +51,35 @@ _SUMS, _ROUND_BYTES = 50, 2e8
 
 def towers(rank: int, addresses: list[str], wire: str | None) -> Callable:
     """Connects a host; returns what sums so many numbers."""
-    from towers.cluster.communicator import Communicator
-    from towers.cluster.links import Links
-    from towers.hosts.group import Membership
+    from towers.cluster import process_group
 
     names = tuple(f"host {k}" for k in range(len(addresses)))
-    communicator = Communicator(Links(Membership(rank, tuple(addresses), names)))
-    return _adding(communicator, len(addresses), wire)
+    process_group.join(group.Membership(rank, tuple(addresses), names))
+    return _adding(wire)
 
 
 def mpi(rank: int, addresses: list[str], wire: str | None) -> Callable:
     """Connects a process that mpirun has started."""
-    from towers.cluster.process_group import join_as_started
-
-    count = join_as_started().count
-    return _adding(group.communicator(), count, wire)
+    group.join_as_started("auto")
+    return _adding(wire)
 
 
-def _adding(communicator, hosts, wire):
-    """Returns what sums so many numbers by a communicator of ours."""
-    import ml_dtypes
-    import numpy as np
+def _adding(wire):
+    """Returns what sums so many numbers over the hosts that have joined."""
+    import tensorflow as tf
 
-    types = {None: None, "fp16": np.dtype("float16")}
-    types["bf16"] = np.dtype(ml_dtypes.bfloat16)
+    hosts = group.world().compressing(wire or "none")
+
+    @tf.function
+    def step(array):
+        (total,) = hosts.all_reduce([array], "sum", compressible=[array])
+        return total
+
     arrays = {}
 
     def add(count):
-        array = arrays.setdefault(count, np.ones(count, np.float32))
-        assert communicator.all_reduce(array, "sum", types[wire])[-1] == hosts
+        array = arrays.setdefault(count, tf.ones(count))
+        assert step(array)[-1].numpy() == hosts.count
 
     return add
 
@@ -90,7 +90,6 @@ def multi_worker(rank: int, addresses: list[str], _: None) -> Callable:
     os.environ["TF_CONFIG"] = json.dumps(
         {"cluster": {"worker": addresses}, "task": task}
     )
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -135,6 +134,7 @@ REDUCERS = {each.__name__: each for each in (towers, mpi, multi_worker, gloo)}
 
 def work(reducer: str, rank: str, *addresses: str) -> None:
     """Is a host: for each line of count and times, it sums so often."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     name, _, way = reducer.partition(":")
     # What others print is none of the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -156,10 +156,10 @@ def work(reducer: str, rank: str, *addresses: str) -> None:
 def _lines_of_first(is_first):
     """Yields the lines that mpirun gives to the first process alone."""
     while True:
-        line = sys.stdin.readline().encode() if is_first else b""
-        if not (line := group.communicator().all_gather(line, "line")[0]):
+        line = sys.stdin.readline() if is_first else None
+        if not (line := group.world().broadcast_value(line)):
             return
-        yield bytes(line).decode()
+        yield line
 
 
 class Hosts:

@@ -1,6 +1,8 @@
 """Several hosts on this machine, each a process."""
 
 import concurrent.futures
+import contextlib
+import secrets
 import socket
 from collections.abc import Sequence
 
@@ -12,7 +14,7 @@ def run(module: str, layout: Sequence[int], *arguments: object) -> None:
 
     `layout` has the number of towers of each host.
     """
-    ports = _free_ports(len(layout))
+    ports = free_ports(len(layout))
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
     first = addresses, ",".join(map(str, layout))
 
@@ -25,9 +27,15 @@ def run(module: str, layout: Sequence[int], *arguments: object) -> None:
     assert [code for code, _ in ended] == [0] * len(layout), ended
 
 
-def _free_ports(count):
-    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in opened]
-    for each in opened:
-        each.close()
+def free_ports(count: int) -> list[int]:
+    """Returns free ports, which stay free until hosts listen there.
+
+    The system gives none of these to whoever connects, or asks for any port.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            ports += [port] * (port not in ports)
     return ports

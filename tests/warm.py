@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 _WORKERS_OF = os.environ.get("PYTEST_XDIST_TESTRUNUID")
 _NAME = f"towers-warm-{_WORKERS_OF or secrets.token_hex(8)}"
 _ENVIRON = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+# A host waits so long for the programs of the others.
+_FINISH_S = 60.0
 # How often the server looks whether the tests still run.
 _LOOK_S = 2
 
@@ -140,7 +142,13 @@ def _be(args, changed, environ, out, err):
     for name, value in changed.items():
         module, _, attribute = name.rpartition(".")
         setattr(importlib.import_module(module), attribute, value)
-    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    finally:
+        group = sys.modules.get("towers.hosts.group")
+        if group is not None and group.current is not None:
+            # Other hosts may still need what this one has sent them.
+            group.current.heartbeat.finish(_FINISH_S)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import math
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -27,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from towers.cluster.communicator import aligned
-from towers.cluster.links import LinkError
+from towers.cluster.mpi_world import MpiWorld
 from towers.cluster.rendezvous.host import (
     HostDescription,
     RendezvousError,
     difference,
 )
+from towers.cluster.scattered import aligned
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsDifferError, ProcessPlace
 from towers.program import ending, startup, words
@@ -52,14 +51,18 @@ _END = "the end of its program"
 _WITHOUT_FAILURE = 0, ending.ANOTHER_FAILED, *ending.STOPPED
 
 
-def connect(place: ProcessPlace) -> tuple[group.Joined, int]:
+class LinkError(ConnectionError):
+    """Another host has failed, or the hosts cannot be reached any more."""
+
+
+def join(place: ProcessPlace) -> group.Joined:
     """Connects this process to the others that MPI has started.
 
     Args:
         place: Rank and number of processes, from the launcher's environment.
 
     Returns:
-        The connected hosts, and a random seed that the first host has drawn.
+        The connected hosts.
 
     Raises:
         ValueError: mpi4py is missing, or is of another MPI than the launcher.
@@ -70,8 +73,7 @@ def connect(place: ProcessPlace) -> tuple[group.Joined, int]:
     own = HostDescription.here(
         dataclasses.replace(place, rank=comm.rank), f"{socket.gethostname()}:0"
     )
-    gathered = comm.allgather((own, secrets.randbelow(2**32)))
-    hosts, seeds = zip(*gathered, strict=True)
+    hosts = comm.allgather(own)
     if text := difference(hosts):
         raise RendezvousError(text)
     membership = group.Membership(
@@ -80,7 +82,8 @@ def connect(place: ProcessPlace) -> tuple[group.Joined, int]:
         tuple(host.name for host in hosts),
     )
     communicator = MpiCommunicator(mpi, comm, membership.names)
-    return group.Joined(membership, Ends(communicator), communicator), seeds[0]
+    world = functools.partial(MpiWorld, membership.names, membership.rank, communicator)
+    return group.Joined(membership, Ends(communicator), communicator, world)
 
 
 def _imported(place):
@@ -443,18 +446,18 @@ class Ends:
         """Records the error, if any, that has ended the call."""
         self._error = error if isinstance(error, Exception) else None
 
-    def wait_for_failure(self) -> str | None:
+    def begin(self, purpose: str) -> None:
+        """Does nothing: the communicator knows in which collective this host is."""
+
+    def end(self) -> None:
+        """Does nothing; see `begin`."""
+
+    def explain(self, error: BaseException) -> str | None:
         """Returns `failure`, which is known at once."""
         return self.failure
 
     def ask(self, seconds: float) -> None:
         """Returns `None`: with MPI, hosts cannot be asked during a collective."""
-
-    def part(self, seconds: float) -> None:
-        """Does nothing: MPI needs no message before hosts leave."""
-
-    def close(self) -> None:
-        """Does nothing: there is no connection of its own to close."""
 
     def finish(self, seconds: float) -> None:
         """Ends MPI on this host, as its program ends.

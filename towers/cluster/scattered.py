@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.cluster.communicator import aligned
 from towers.collectives.packing import widened
 from towers.devices.names import HOST
 
+# TensorFlow takes an array as it is if it begins at such an address.
+_ALIGNMENT = 64
 # Tensors of as many numbers travel as they are; smaller ones are joined.
 LARGE = 2**14
 
@@ -139,3 +140,11 @@ class _Buffers:
 
 def _bytes(array):
     return np.ascontiguousarray(array).view(np.uint8)
+
+
+def aligned(size: int, dtype: np.dtype) -> np.ndarray:
+    """Returns a new flat array that TensorFlow takes without a copy."""
+    count = size * np.dtype(dtype).itemsize
+    raw = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + count].view(dtype)

@@ -2,7 +2,6 @@
 
 from towers.collectives.world import ALONE, World
 from towers.hosts import group
-from towers.program.features import feature
 
 
 def this_host() -> World:
@@ -10,4 +9,4 @@ def this_host() -> World:
     membership = group.joined()
     if membership is None or membership.count == 1:
         return ALONE
-    return feature("cluster.hosts").this_host()
+    return group.world()

@@ -5,13 +5,11 @@ the same collectives in the same order. `Alone` is a single host, whose collecti
 no operations. Connected hosts are `towers.cluster.hosts.Cluster`, a feature.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
-
-from towers.devices.names import HOST
 
 T = TypeVar("T")
 
@@ -121,39 +119,25 @@ class World(Protocol):
             purpose: Name of the tensors.
         """
 
-    def meet(
-        self,
-        function: Callable[..., Sequence[np.ndarray]],
-        inputs: Sequence[tf.Tensor],
-        types: Sequence[tf.DType],
-    ) -> list[tf.Tensor]:
-        """Calls a function of arrays at this place in the order of collectives.
-
-        The function may call `all_to_all`.
-
-        Args:
-            function: Returns arrays.
-            inputs: The arguments of the function.
-            types: The types of the arrays that it returns.
-        """
-
     def all_to_all(
         self,
-        arrays: Sequence[Sequence[np.ndarray]],
+        parts: Sequence[Sequence[tf.Tensor]],
         purpose: str,
-        sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Sequence[Sequence[np.ndarray]]:
-        """Sends different arrays, of any sizes, to each host; called within `meet`.
+        sizes: Any = None,
+    ) -> list[list[tf.Tensor]]:
+        """Sends different rows, of any number, to each host.
 
         Args:
-            arrays: For each host, flat arrays: all hosts send the same number of
-                arrays, of the same types.
-            purpose: Name of the arrays.
-            sizes: Sizes of the arrays that each host sends this one, if all hosts know
-                them. Otherwise hosts exchange sizes first.
+            parts: For each host, the tensors that this one sends it: on all hosts as
+                many, and of the same types. Shapes are the same and static, except for
+                the number of rows.
+            purpose: Name of the tensors.
+            sizes: For each host, the number of rows of each tensor that it sends this
+                one, if all hosts know that: integers, or one tensor. Otherwise hosts
+                exchange sizes first.
 
         Returns:
-            For each host, the arrays that it has sent this host.
+            For each host, the tensors that it has sent this host; its own unchanged.
         """
 
     def send_files(self, folder: str | None, to: str) -> str | None:
@@ -221,24 +205,14 @@ class Alone:
         """Returns the tensors unchanged; see `World`."""
         return list(tensors)
 
-    def meet(
-        self,
-        function: Callable[..., Sequence[np.ndarray]],
-        inputs: Sequence[tf.Tensor],
-        types: Sequence[tf.DType],
-    ) -> list[tf.Tensor]:
-        """Calls the function on the host's arrays; see `World`."""
-        with tf.device(HOST):
-            return list(tf.numpy_function(function, inputs, list(types)))
-
     def all_to_all(
         self,
-        arrays: Sequence[Sequence[np.ndarray]],
+        parts: Sequence[Sequence[tf.Tensor]],
         purpose: str,
-        sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Sequence[Sequence[np.ndarray]]:
-        """Returns the arrays unchanged; see `World`."""
-        return arrays
+        sizes: Any = None,
+    ) -> list[list[tf.Tensor]]:
+        """Returns the tensors unchanged; see `World`."""
+        return [[*parts[0]]]
 
     def send_files(self, folder: str | None, to: str) -> str | None:
         """Returns the folder; see `World`."""

@@ -153,6 +153,8 @@ def configure(
     note = " ".join(filter(None, [stand_in, threads_note]))
     tf.config.set_soft_device_placement(soft_placement)
     tf.debugging.set_log_device_placement(log_device_placement)
+    if joined is not None:
+        group.world()
     on_first = local_parameter_device == "gpu"
     if local_parameter_device is None:
         # Copying variables to and from the host would take longer than a step.

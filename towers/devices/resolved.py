@@ -8,7 +8,7 @@ import tensorflow as tf
 from towers.devices.wish import check_unique, is_int
 
 _DEVICE = re.compile(
-    r"(?:/job:localhost/replica:0/task:0)?/?(?:device:)?(CPU|GPU):(\d+)", re.IGNORECASE
+    r"(?:/job:\w+/replica:0/task:\d+)?/?(?:device:)?(CPU|GPU):(\d+)", re.IGNORECASE
 )
 
 

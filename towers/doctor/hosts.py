@@ -1,26 +1,23 @@
 """Meets the other hosts as training does, and measures what lies between them."""
 
+import dataclasses
 import json
 import os
 import socket
 import statistics
-import time
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from towers.cluster import addresses, environment, rendezvous
-from towers.cluster.communicator import Communicator
-from towers.cluster.links import Links
-from towers.doctor import cluster, reach
+from towers.doctor import cluster, process, reach
 from towers.doctor.finding import Check, Finding, note, ok, wrong
-from towers.hosts.group import HostsDifferError, Membership, ProcessPlace
+from towers.hosts.group import Membership, ProcessPlace
 from towers.program import words
 
 # Shorter than a check may take; whoever starts hosts by hand needs some time.
 _JOIN_S = 50.0
-_TIMES, _LARGE_BYTES, _LARGE_TIMES = 100, 100 * 10**6, 3
+_CONNECT_S = 55.0
 # What is worth a word: ordinary networks do better.
 _FAR_MS, _SLOW_MB_S, _CLOCKS_S = 5.0, 100.0, 1.0
 
@@ -99,17 +96,34 @@ def gather(place: ProcessPlace, told: Any) -> dict[str, Any]:
         told: What this host tells, as JSON may have it.
 
     Raises:
-        OSError: They do not meet, or one fails.
+        OSError: They do not meet, or do not connect.
         ValueError: They do not fit together.
     """
     membership = rendezvous.meet(place)
-    communicator = Communicator(Links(membership))
-    every = communicator.all_gather(json.dumps(told).encode(), "what hosts tell")
-    read = [json.loads(bytes(each)) for each in every]
-    # Nobody leaves before all have read.
-    communicator.all_reduce(np.zeros(1), "the end")
-    communicator.close()
-    return dict(zip(membership.names, read, strict=True))
+    found = _connect(membership, told, measures=False)
+    if "told" not in found:
+        raise ConnectionError(found["error"])
+    return dict(zip(membership.names, found["told"], strict=True))
+
+
+def _connect(membership, told, measures):
+    """Returns what `network.py` has found, by name."""
+    options = dataclasses.asdict(membership)
+    options = {name: options[name] for name in ("rank", "addresses", "names")}
+    options = json.dumps({**options, "told": told, "measures": measures})
+    command = [sys.executable, "-m", "towers.doctor.network", options]
+    # It would take the memory of GPUs, which others may use.
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    out, log, code = process.run(command, _CONNECT_S, environ)
+    # Of a process that was killed, the last line may be a part of one.
+    whole = out.split("\n")[:-1]
+    found = dict(json.loads(line) for line in whole if line.startswith('["'))
+    if not found:
+        ports = words.all_of(membership.addresses)
+        late = f"not all hosts connect within {_CONNECT_S:g} s; let all reach {ports}"
+        *_, last = log.strip().splitlines() or [""]
+        found["error"] = late if code is None else f"no connection ({code}): {last}"
+    return found
 
 
 class BetweenHosts:
@@ -119,13 +133,14 @@ class BetweenHosts:
         """Takes the place of this process among them."""
         self._place = place
         self._membership: Membership | None = None
-        self._communicator: Communicator | None = None
+        self._found: dict[str, Any] = {}
 
     def checks(self) -> Iterator[tuple[str, Check]]:
         """The checks and their names, in the order in which all hosts make them."""
         yield "names", self.names
         yield "hosts", self.meet
         yield "reach", self.reach
+        yield "connection", self.connect
         yield "clocks", self.clocks
         yield "latency", self.latency
         yield "bandwidth", self.bandwidth
@@ -140,10 +155,9 @@ class BetweenHosts:
         return ok(f"this is host {self._place.rank} on {socket.gethostname()}; {text}")
 
     def meet(self) -> Finding:
-        """Meets the hosts, which compare their versions and tokens, and connects."""
+        """Meets the hosts, which compare their versions and tokens."""
         try:
             membership = rendezvous.meet(self._place)
-            self._communicator = Communicator(Links(membership))
         except (OSError, ValueError) as error:
             return wrong(str(error))
         self._membership = membership
@@ -165,78 +179,68 @@ class BetweenHosts:
         hosts = [addresses.split(each)[0] for each in self._membership.addresses]
         return reach.check(sorted({*map(addresses.resolved, hosts)}))
 
+    def connect(self) -> Finding:
+        """Connects the hosts by TensorFlow, as training does."""
+        if self._membership is None:
+            return note("not connected, as the hosts have not met")
+        self._found = _connect(self._membership, None, measures=True)
+        if (error := self._found.get("error")) is not None:
+            return wrong(error)
+        return ok("TensorFlow connects all hosts")
+
     def clocks(self) -> Finding:
         """Compares the hosts' clocks."""
 
-        def compare(comm):
-            comm.all_reduce(np.zeros(2), "clocks")
-            told = comm.all_gather(json.dumps(time.time()).encode(), "clocks")
-            times = [json.loads(bytes(each)) for each in told]
+        def compare(times):
             apart = max(times) - min(times)
             names = self._membership.names
             if apart > _CLOCKS_S:
+                first, last = (names[times.index(f(times))] for f in (max, min))
                 return note(
-                    f"that of {names[int(np.argmax(times))]} is {apart:,.1f} s ahead "
-                    f"of that of {names[int(np.argmin(times))]}, so their logs do not "
-                    "fit together; set both by NTP",
+                    f"that of {first} is {apart:,.1f} s ahead of that of {last}, so "
+                    "their logs do not fit together; set both by NTP",
                     seconds=apart,
                 )
             return ok(f"they differ by {1000 * apart:,.1f} ms at most", seconds=apart)
 
-        return self._connected(compare)
+        return self._judged("clocks", compare)
 
     def latency(self) -> Finding:
-        """Measures how long it takes to add 16 bytes."""
+        """Says how long it takes to add 16 bytes."""
 
-        def measure(comm):
-            small = np.zeros(4, np.float32)
-            found = [_seconds(comm, small, "latency") for _ in range(_TIMES)]
-            ms = 1000 * statistics.median(found)
+        def judge(seconds):
+            ms = 1000 * statistics.median(seconds)
             text = f"adding 16 bytes takes {ms:,.2f} ms"
-            advice = (
-                f"more than {_FAR_MS:g}: each step takes so much longer at least; use "
-                "hosts that are nearer to one another"
+            if ms <= _FAR_MS:
+                return ok(text, ms=ms)
+            return note(
+                f"{text}, more than {_FAR_MS:g}: each step takes so much longer at "
+                "least; use hosts that are nearer to one another",
+                ms=ms,
             )
-            return _judged(text, ms > _FAR_MS, advice, ms=ms)
 
-        return self._connected(measure)
+        return self._judged("latency", judge)
 
     def bandwidth(self) -> Finding:
-        """Measures how long it takes to add 100 MB."""
+        """Says how long it takes to add 100 MB."""
 
-        def measure(comm):
-            large = np.ones(_LARGE_BYTES // 4, np.float32)
-            count = self._place.count
-            found = [_seconds(comm, large, "bandwidth") for _ in range(_LARGE_TIMES)]
-            total = comm.all_reduce(large, "bandwidth")
-            if not (total == count).all():
-                return wrong("the sum of 100 MB is not that of all hosts")
-            rate = _LARGE_BYTES / min(found) / 10**6
-            text = f"adding 100 MB takes {1000 * min(found):,.0f} ms: {rate:,.0f} MB/s"
-            advice = (
-                f"less than {_SLOW_MB_S:g}: gradients will take long; name a faster "
-                "network by --interface or TOWERS_INTERFACE"
+        def judge(seconds):
+            ms = 1000 * min(seconds)
+            rate = 100_000 / ms
+            text = f"adding 100 MB takes {ms:,.0f} ms: {rate:,.0f} MB/s"
+            if rate >= _SLOW_MB_S:
+                return ok(text, mb_per_s=rate)
+            return note(
+                f"{text}, less than {_SLOW_MB_S:g}: gradients will take long; name a "
+                "faster network by --interface or TOWERS_INTERFACE",
+                mb_per_s=rate,
             )
-            return _judged(text, rate < _SLOW_MB_S, advice, mb_per_s=rate)
 
-        return self._connected(measure)
+        return self._judged("bandwidth", judge)
 
-    def _connected(self, measure):
-        if self._communicator is None:
-            return note("not measured, as the hosts have not met")
-        try:
-            return measure(self._communicator)
-        except (OSError, HostsDifferError) as error:
-            return wrong(str(error))
-
-
-def _judged(text, too_bad, advice, **figures):
-    if too_bad:
-        return note(f"{text}, {advice}", **figures)
-    return ok(text, **figures)
-
-
-def _seconds(comm, array, purpose):
-    begun_s = time.perf_counter()
-    comm.all_reduce(array, purpose)
-    return time.perf_counter() - begun_s
+    def _judged(self, name, judge):
+        if name in self._found:
+            return judge(self._found[name])
+        if "told" in self._found:
+            return wrong("not measured, as it takes too long, or hosts have failed")
+        return note("not measured, as the hosts are not connected")

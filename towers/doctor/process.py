@@ -1,5 +1,6 @@
 """Runs a program that may hang, even when it is killed."""
 
+import atexit
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,8 @@ def run(
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    # This thread may wait as Ctrl-C ends the program.
+    atexit.register(process.kill)
     try:
         out, err = process.communicate(timeout=limit_s)
         code = process.returncode
@@ -35,4 +38,5 @@ def run(
         # Unlike `subprocess.run`, without waiting for the end: what waits for a broken
         # driver cannot even be killed.
         process.kill()
+        atexit.unregister(process.kill)
     return out.decode(errors="replace"), err.decode(errors="replace"), code

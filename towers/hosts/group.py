@@ -141,18 +141,21 @@ class Joined(NamedTuple):
 
     Attributes:
         membership: The group of hosts.
-        heartbeat: Detects hosts that fail: a `Heartbeat`, or with MPI, `Ends`.
-        communicator: The collectives of the hosts: a `Communicator`, or an
-            `MpiCommunicator`.
+        heartbeat: Detects hosts that fail: a `HostWatch`, or with MPI, `Ends`.
+        communicator: Knows the collective in which this host is, and the error that has
+            ended the collectives: a `HostWatch`, or with MPI, an `MpiCommunicator`.
+        connect: Connects the hosts, and returns their `World`.
     """
 
     membership: Membership
     heartbeat: Any
     communicator: Any
+    connect: Callable[[], Any]
 
 
 current: Joined | None = None
 """The hosts that this process has joined; set by `towers.cluster`."""
+_connected: tuple[Joined, Any] | None = None
 # The nesting depth of `together` in this process.
 _depth = 0
 _meanwhile: Callable[[], str] | None = None
@@ -213,6 +216,34 @@ def communicator() -> Any:
     """Returns the collectives of the hosts that this process has joined."""
     assert current is not None
     return current.communicator
+
+
+def world() -> Any:
+    """Returns the `World` of the hosts that this process has joined.
+
+    The first call connects them; all hosts have to come to it.
+    """
+    global _connected
+    if _connected is None or _connected[0] is not current:
+        _connected = current, feature("cluster.process_group").connect()
+    return _connected[1]
+
+
+@contextlib.contextmanager
+def calling(purpose: str) -> Iterator[None]:
+    """Inside, this host calls a function that may have collectives.
+
+    Args:
+        purpose: Name of the function for messages, the same on all hosts.
+    """
+    if current is None:
+        yield
+        return
+    current.heartbeat.begin(purpose)
+    try:
+        yield
+    finally:
+        current.heartbeat.end()
 
 
 def collective() -> str | None:
@@ -319,14 +350,10 @@ def _cause(error):
     """Returns the cause of a collective's error, instead of TensorFlow's error."""
     if (now := current) is None or isinstance(error, HostFailedError):
         return error
-    broken = now.communicator.broken
-    if broken is not None and not isinstance(broken, OSError):
-        return broken
-    if broken is not None:
-        now.heartbeat.wait_for_failure()
-    if now.heartbeat.failure is not None:
-        return _failed(now.heartbeat.failure)
-    return error
+    if isinstance(now.communicator.broken, HostsDifferError):
+        return now.communicator.broken
+    failure = now.heartbeat.explain(error)
+    return error if failure is None else _failed(failure)
 
 
 def check() -> None:

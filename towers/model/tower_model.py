@@ -214,7 +214,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         made = _OfLayout(make, self.builder)
 
         def function(data):
-            with _explained(self, kind), _stops(self):
+            with _explained(self, kind), _stops(self), group.calling(kind):
                 return made(data)
 
         setattr(self, name, function)

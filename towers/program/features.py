@@ -10,7 +10,6 @@ from typing import Any
 FEATURES = {
     "builders.asynchronous.strategy": 'variable_update="asynchronous"',
     "cluster.environment": "what a launcher says of several hosts",
-    "cluster.hosts": "several hosts: what they add, gather and send",
     "cluster.process_group": "several hosts: how they meet",
     "collectives.first_host": "several hosts: variables that follow the first one's",
     "collectives.spread.hosts_parts": "several hosts: the variables that they divide",

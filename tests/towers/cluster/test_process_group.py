@@ -1,61 +1,66 @@
-"""A process that joins others: in this process, with a thread for the other host."""
+"""How a process joins other hosts."""
 
-import json
+import types
 
 import pytest
 
-from tests.towers.cluster.in_threads import in_threads, memberships
-from towers.cluster import process_group
-from towers.cluster.communicator import Communicator
-from towers.cluster.heartbeat import Heartbeat
-from towers.cluster.links import Links
+from towers.cluster import process_group, tensorflow_engine
 from towers.collectives.joined_hosts import this_host
 from towers.collectives.world import ALONE
 from towers.hosts import group
+from towers.hosts.group import Membership
 from towers.keras_adapter import runtime
+
+MEMBERSHIP = Membership(0, ("127.0.0.1:1", "127.0.0.1:2"), ("host 0", "host 1"))
 
 
 @pytest.fixture
-def join(monkeypatch):
-    """Has this process join another host; returns what that host was told."""
+def connected(monkeypatch):
+    """Has this process join hosts without an engine; returns how often it connects."""
+    times = []
+
+    def connect():
+        times.append(len(times))
+        return types.SimpleNamespace(count=2, broadcast_value=lambda value: 17)
+
+    joined = group.Joined(MEMBERSHIP, None, None, connect)
     monkeypatch.setattr(group, "current", None)
-    # This process ends without the other host.
     monkeypatch.setattr(process_group, "_tell_of_the_end", lambda: None)
-    opened = []
-
-    def other(membership):
-        communicator = Communicator(Links(membership))
-        told = json.loads(bytes(communicator.all_gather(b"", "addresses")[0]))
-        heartbeat = Heartbeat(1, membership.names, communicator.links.abort)
-        heartbeat.connect(told[0])
-        opened.extend((communicator, heartbeat))
-        return told
-
-    def join():
-        first, second = memberships(2)
-        calls = [lambda: process_group.join(first), lambda: other(second)]
-        nothing, told = in_threads(calls)
-        assert nothing is None
-        opened.extend((group.current.communicator, group.current.heartbeat))
-        return told
-
-    yield join
-    for each in opened:
-        each.close()
+    monkeypatch.setattr(tensorflow_engine, "join", lambda membership: joined)
+    monkeypatch.setattr("keras.utils.set_random_seed", lambda seed: None)
+    return times
 
 
-def test_all_draw_alike(join, monkeypatch):
+def test_all_draw_what_the_first_host_draws(connected, monkeypatch):
     monkeypatch.setattr(runtime, "random_seed", lambda: None)
     seeds = []
     monkeypatch.setattr("keras.utils.set_random_seed", seeds.append)
-    _, seed = join()
-    assert seeds == [seed]
+    process_group.join(MEMBERSHIP)
+    assert seeds == [17]
 
 
-def test_this_host_is_one_of_those_that_it_has_joined(join):
+def test_the_users_seed_stays(connected, monkeypatch):
+    monkeypatch.setattr(runtime, "random_seed", lambda: 3)
+    seeds = []
+    monkeypatch.setattr("keras.utils.set_random_seed", seeds.append)
+    process_group.join(MEMBERSHIP)
+    assert seeds == []
+
+
+def test_hosts_connect_once(connected):
     assert this_host() is ALONE
-    join()
-    host = this_host()
-    assert host is this_host()
-    assert (host.count, host.index, host.names) == (2, 0, ("host 0", "host 1"))
-    assert host.communicator is group.communicator()
+    process_group.join(MEMBERSHIP)
+    assert this_host() is this_host() and this_host().count == 2
+    assert connected == [0]
+
+
+def test_a_process_joins_once(connected):
+    process_group.join(MEMBERSHIP)
+    with pytest.raises(RuntimeError, match="has joined other hosts already"):
+        process_group.join(MEMBERSHIP)
+
+
+def test_hosts_come_before_tensorflow():
+    runtime.device_memory_limits()  # which initialises TensorFlow
+    with pytest.raises(RuntimeError, match="TensorFlow is initialised already, so"):
+        tensorflow_engine.join(MEMBERSHIP)

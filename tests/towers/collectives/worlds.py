@@ -23,6 +23,10 @@ from towers.hosts.group import Membership
 
 # Large enough to be added where it lies.
 LARGE = 2**14 + 3
+TYPES = [
+    *("float16", "bfloat16", "float32", "float64"),
+    *("uint8", "int16", "int32", "uint32", "int64"),
+]
 
 
 def rows_of(k):
@@ -60,6 +64,43 @@ def check_sum(world, folder):
     )
 
 
+def values(dtype):
+    return tf.cast(tf.constant([[0, 1, 2], [3, 100, 120]]), dtype)
+
+
+def check_sum_of_each_type(world, folder):
+    for dtype in TYPES:
+        value = values(dtype)
+        (total,) = world.all_reduce([value], f"sum of {dtype}")
+        assert total.dtype == value.dtype and total.shape == value.shape
+        expected = tf.cast(world.count * tf.cast(value, tf.int64), dtype)
+        np.testing.assert_array_equal(total, expected)
+
+
+def check_sum_of_large_integers(world, folder):
+    for value in (-(2**61), -1, 2**40 + 3):
+        (total,) = world.all_reduce([tf.constant(value, tf.int64)], "integers")
+        expected = (world.count * value + 2**63) % 2**64 - 2**63
+        assert int(total) == expected
+
+
+def check_sum_of_large_and_small(world, folder):
+    tensors = [
+        tf.range(size, dtype=tf.float32)[:, tf.newaxis] for size in (3, LARGE, 0, 5)
+    ]
+    totals = world.all_reduce(tensors, "large and small")
+    for total, tensor in zip(totals, tensors, strict=True):
+        np.testing.assert_array_equal(total, world.count * tensor)
+
+
+def check_same_bits(world, folder):
+    rng = np.random.default_rng(world.index)
+    own = rng.normal(size=LARGE).astype("float32")
+    (total,) = world.all_reduce([tf.constant(own)], "bits")
+    for other in world.exchange(total.numpy().tobytes().hex()):
+        assert bytes.fromhex(other) == total.numpy().tobytes()
+
+
 def check_rounded_sum(world, folder):
     third, exact = tf.fill([LARGE], 1 / 3), tf.fill([LARGE], 1 / 3)
     # Sums of small buffers, or of none, are not rounded.
@@ -83,6 +124,21 @@ def check_order(world, folder):
         assert float(function(tf.constant(2.0))) == 5 * world.count
 
 
+def check_order_in_a_loop(world, folder):
+    def step(i, x):
+        sums = world.all_reduce([x], "one"), world.all_reduce([x + 1], "another")
+        return i + 1, tf.add_n([total for (total,) in sums])
+
+    @tf.function(autograph=False)
+    def function(x):
+        return tf.while_loop(lambda i, _: i < 3, step, [0, x])[1]
+
+    expected = 1.0
+    for _ in range(3):
+        expected = world.count * (2 * expected + 1)
+    assert float(function(tf.ones([]))) == expected
+
+
 def check_reduce_scatter(world, folder):
     k, every = world.index, range(world.count)
     parts = [
@@ -100,6 +156,64 @@ def check_gather(world, folder):
     found = world.all_gather(mine, total, "rows")
     np.testing.assert_array_equal(found["rows"], np.concatenate(every))
     assert int(found["scalar"]) == 3
+
+
+def check_gather_of_each_type(world, folder):
+    """Hosts have different numbers of rows, or none."""
+    for dtype in (*TYPES, "bool"):
+        value = values(dtype)
+        want = np.concatenate([value[:k].numpy() for k in range(world.count)])
+        total = len(want)
+
+        def gather(value=value, total=total, dtype=dtype):
+            return world.all_gather(value[: world.index], total, f"rows of {dtype}")
+
+        for function in (gather, tf.function(gather, autograph=False)):
+            whole = function()
+            assert whole.shape == want.shape and whole.dtype == value.dtype
+            np.testing.assert_array_equal(whole, want)
+
+
+def check_gather_of_unknown_rows(world, folder):
+    @tf.function(input_signature=[tf.TensorSpec([None, None])])
+    def gather(rows):
+        return world.all_gather(rows, None, "unknown rows")
+
+    # Two of them are of as many numbers.
+    for rows, width in ((1, 2), (4, 3), (6, 2)):
+        own = tf.fill([rows * world.index, width], float(world.index))
+        want = [[k] * width for k in range(world.count) for _ in range(k * rows)]
+        np.testing.assert_array_equal(gather(own), np.reshape(want, [-1, width]))
+
+
+def check_parts_of_several_types(world, folder):
+    """A host has tensors of several types, large and small; others have none."""
+    shapes = [[(2, 3), (LARGE,), (3,)], [], [(1,), (0, 2), ()]]
+    types = [tf.float32, tf.float64, tf.bfloat16]
+
+    def parts(rank):
+        return [
+            [
+                tf.fill(shape, tf.cast(8 * k + i + rank, dtype))
+                for i, (shape, dtype) in enumerate(zip(of_host, types, strict=False))
+            ]
+            for k, of_host in enumerate((shapes * world.count)[: world.count])
+        ]
+
+    first = parts(0)
+    sums = world.reduce_scatter(parts(world.index), "several types")
+    ranks = sum(range(world.count))
+    for total, part in zip(sums, first[world.index], strict=True):
+        assert total.dtype == part.dtype and total.shape == part.shape
+        expected = world.count * tf.cast(part, tf.float64) + ranks
+        expected = tf.cast(expected, part.dtype).numpy()
+        np.testing.assert_array_equal(total.numpy(), expected)
+    like = [[tf.TensorSpec(t.shape, t.dtype) for t in of_host] for of_host in first]
+    gathered = world.gather_parts(first[world.index], like, "several types")
+    for of_host, expected in zip(gathered, first, strict=True):
+        for value, part in zip(of_host, expected, strict=True):
+            assert value.dtype == part.dtype and value.shape == part.shape
+            np.testing.assert_array_equal(value.numpy(), part.numpy())
 
 
 def check_gather_parts(world, folder):
@@ -129,29 +243,53 @@ def check_broadcast(world, folder):
 
 
 def check_broadcast_of_other_sizes(world, folder):
-    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
+    shapes = [None, 2], [None], None
+
+    @tf.function(input_signature=[*map(tf.TensorSpec, shapes)])
     def first(*tensors):
         return world.broadcast([tf.constant(world.index), *tensors], "test")
 
     k = world.index
-    index, full, empty = first(tf.fill([1 + k, 2], 1.0 + k), tf.ones([k]))
+    full = tf.fill([1 + k, 2], 1.0 + k)
+    index, full, empty, of_any_rank = first(full, tf.ones([k]), full)
     np.testing.assert_array_equal(full, [[1, 1]])
+    np.testing.assert_array_equal(of_any_rank, [[1, 1]])
     assert (index.numpy(), empty.shape) == (0, (0,))
 
 
 def check_all_to_all(world, folder):
     k, every = world.index, range(world.count)
 
-    def function(numbers):
-        sent = [[np.full(i + k, i, np.int64), numbers[:i]] for i in every]
-        received = world.all_to_all(sent, "test")
-        sizes = [[len(sent_by[0]), len(sent_by[1])] for sent_by in received]
-        return [np.array(sizes), np.concatenate([one for one, _ in received])]
+    def of_pair(source, to):
+        """What a host sends another, of which some is empty."""
+        numbers = np.arange(to, dtype=np.int64) + source
+        return numbers, np.full([2 * source, 2, 3], 10.0 * source + to, np.float32)
 
-    types = [tf.int64, tf.int64]
-    sizes, received = world.meet(function, [tf.range(5.0)], types)
-    np.testing.assert_array_equal(sizes, [[k + i, k] for i in every])
-    np.testing.assert_array_equal(received, [k] * sum(k + i for i in every))
+    def exchanged(parts, sizes=None):
+        return world.all_to_all(parts, "test", sizes)
+
+    def in_graph(*arguments):
+        received = function(*arguments)
+        for numbers, rows in function.get_concrete_function().structured_outputs:
+            assert numbers.shape.as_list() == [None]
+            assert rows.shape.as_list() == [None, 2, 3]
+        return received
+
+    sent = [[*map(tf.constant, of_pair(k, to))] for to in every]
+    expected = [of_pair(source, k) for source in every]
+    sizes = tf.constant([[*map(len, of_source)] for of_source in expected], tf.int64)
+    nested = [tf.unstack(tf.cast(of_source, tf.int32)) for of_source in sizes]
+    specs = [[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 2, 3])]]
+    specs = [specs * world.count, tf.TensorSpec(sizes.shape, tf.int64)]
+    results = [exchanged(sent), exchanged(sent, sizes), exchanged(sent, nested)]
+    for known in [], [sizes]:
+        function = tf.function(exchanged, specs[: 1 + len(known)], autograph=False)
+        results += [in_graph(sent, *known), in_graph(sent, *known)]
+    for received in results:
+        for tensors, arrays in zip(received, expected, strict=True):
+            for tensor, array in zip(tensors, arrays, strict=True):
+                assert tensor.dtype == array.dtype
+                np.testing.assert_array_equal(tensor, array)
 
 
 def check_values(world, folder):
@@ -160,19 +298,23 @@ def check_values(world, folder):
     assert world.broadcast_value([world.index, "first"]) == [0, "first"]
 
 
+FILES = {"empty": b"", "odd": b"abc", "large": bytes(range(256)) * 5000}
+
+
 def check_files(world, folder):
     own = os.path.join(folder, "0", "sent")
     if world.index == 0:
         os.makedirs(own)
-        for name, content in ("empty", ""), ("text", "abc" * 1000):
-            with open(os.path.join(own, name), "w") as file:
+        for name, content in FILES.items():
+            with open(os.path.join(own, name), "wb") as file:
                 file.write(content)
     to = os.path.join(folder, str(world.index))
     found = world.send_files(own if world.index == 0 else None, to)
     assert found == os.path.join(to, "sent")
-    assert sorted(os.listdir(found)) == ["empty", "text"]
-    with open(os.path.join(found, "text")) as file:
-        assert file.read() == "abc" * 1000
+    assert {*os.listdir(found)} == FILES.keys()
+    for name, content in FILES.items():
+        with open(os.path.join(found, name), "rb") as file:
+            assert file.read() == content
     assert world.send_files(None, to) is None
 
 

@@ -816,6 +816,7 @@ def test_hosts_on_a_machine_divide_its_cores(
     machine(0)
     joined = Membership(0, addresses, addresses)
     monkeypatch.setattr(group, "join_as_started", lambda hosts: joined)
+    monkeypatch.setattr(group, "world", lambda: None)
     devices.configure(towers, hosts="auto")
     assert _threads() == expected
 

@@ -13,6 +13,7 @@ from tests.limits import HANG_S
 from tests.made_up_nvml import Nvml, held, memory
 from towers.devices import free
 from towers.find_batch_size import search_flags
+from towers.hosts.group import Membership
 from towers.machine import nvml
 from towers.machine.nvml import Gpu, Holders
 from towers.parity import check_flags
@@ -224,8 +225,7 @@ def test_a_run_takes_them(monkeypatch, tmp_path):
     assert found == [(None, [3, 1]), (None, [3, 1]), (1, [3])]
 
 
-def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
-    """Otherwise the first of a machine would wait for those that wait for it."""
+def test_hosts_meet_before_they_choose(monkeypatch, tmp_path):
     monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path))
     events = []
 
@@ -235,17 +235,26 @@ def test_hosts_meet_before_one_chooses(monkeypatch, tmp_path):
         yield
         events.append("unlock")
 
+    def join(hosts):
+        events.append(hosts)
+        return Membership(0, addresses, ("host 0", "host 1"))
+
     monkeypatch.setattr(free, "one_at_a_time", one_at_a_time)
-    monkeypatch.setattr(
-        parts_devices.group, "join_as_started", lambda hosts: events.append(hosts)
-    )
+    monkeypatch.setattr(parts_devices.group, "join_as_started", join)
     monkeypatch.setattr(parts_devices, "_configure", lambda settings: "devices")
     monkeypatch.setattr(
         parts_devices, "_say_doubts", lambda settings, devices: events.append(devices)
     )
+    addresses = "10.0.0.1:1", "10.0.0.2:1"
     parts_devices.configure_devices(Settings(gpu_indices=("free",)))
     # Here TensorFlow finds no GPU, and why is said before that is an error.
     assert events == ["auto", None, "lock", "unlock", "devices"]
+    events.clear()
+    # One would hold the lock, and wait for the other one that waits for the lock.
+    addresses = "10.0.0.1:1", "10.0.0.1:2"
+    with pytest.raises(ValueError, match="free for 2 hosts on this machine, which"):
+        parts_devices.configure_devices(Settings(gpu_indices=("free",)))
+    assert events == ["auto"]
 
 
 def test_a_program_whose_processes_use_them(monkeypatch, tmp_path):

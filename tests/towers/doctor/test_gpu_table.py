@@ -1,6 +1,5 @@
 """Who holds which GPU, with a driver that is made up."""
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -15,12 +14,10 @@ import pytest
 
 from tests.limits import HANG_S
 from tests.made_up_nvml import Nvml, held, memory
-from tests.towers.cluster.in_threads import in_threads, memberships
 from towers.doctor import __main__ as doctor
 from towers.doctor import hosts
 from towers.doctor.gpus import notes as gpu_notes
 from towers.doctor.gpus import table as gpu_table
-from towers.hosts.group import ProcessPlace
 from towers.machine import nvml
 from towers.machine.nvml import Driver
 from towers.processes import described
@@ -224,20 +221,6 @@ def test_the_doctor_lists_gpus(monkeypatch, capsys):
     assert "GPU 1  a GPU" in capsys.readouterr().out
     assert doctor.main(["--gpus", "--json"]) == 0
     assert [each["index"] for each in json.loads(capsys.readouterr().out)] == [0, 1]
-
-
-def test_the_gpus_of_all_hosts():
-    listed = memberships(2)[0].addresses
-    first = ProcessPlace(0, 2, listed[0], "token", 20.0, addresses=listed)
-    every = [first, dataclasses.replace(first, rank=1)]
-
-    def one(place):
-        return hosts.gather(place, {"text": f"GPUs of {place.rank}"})
-
-    found = in_threads([lambda place=place: one(place) for place in every])
-    assert found[0] == found[1]
-    assert [each[:7] for each in found[0]] == ["host 0 ", "host 1 "]
-    assert [each["text"] for each in found[0].values()] == ["GPUs of 0", "GPUs of 1"]
 
 
 def test_the_doctor_lists_the_gpus_of_all_hosts(monkeypatch, capsys):

@@ -10,6 +10,7 @@ import io
 import multiprocessing.util
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -27,6 +28,7 @@ import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 from tensorflow.python.ops import script_ops
 
+from tests.hosts import free_ports
 from towers.keras_adapter import (
     datasets,
     graphs,
@@ -1514,6 +1516,56 @@ def _():
 
     assert module(tf.nn.silu) == "tensorflow.python.ops.nn_impl"
     assert module(mine) == __name__
+
+
+_CLUSTER = """
+import sys
+import tensorflow as tf
+from towers.keras_adapter import cluster
+
+assert not cluster.is_initialized()
+server = cluster.configure(["127.0.0.1:" + sys.argv[1]], 0, silent_s=10)
+(cpu,) = tf.config.list_physical_devices("CPU")
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+cluster.start(server)
+assert len(tf.config.list_logical_devices("CPU")) == 2
+assert cluster.is_initialized()
+assert cluster.write("key", "value") and not cluster.write("key", "another")
+assert cluster.read("key", 1) == "value"
+cluster.remove("key")
+assert cluster.lost(1) == []
+assert cluster.read("key", 0.01) is None
+order = tf.Variable(0.0)
+add = tf.function(lambda x: cluster.all_reduce(x, 1, 7, order))
+assert add(tf.ones([2])).numpy().tolist() == [1, 1]
+gather = tf.function(lambda x: cluster.all_gather(x, 1, 8, order))
+assert gather(tf.ones([2])).numpy().tolist() == [1, 1]
+cluster.report("host 1 has ended")
+try:
+    while True:
+        add(tf.ones([2]))
+except cluster.ERRORS as error:
+    assert "host 1 has ended" in str(error)
+print("as expected", flush=True)
+"""
+
+
+@contract(
+    "tensorflow.python.eager.context",
+    "configure, start, all_reduce, all_gather, write, read, remove, lost, report",
+    "joins a cluster, adds and gathers over its tasks, keeps values, and aborts",
+)
+@contract("_initialized", "is_initialized", "tells whether TensorFlow has its devices")
+def _():
+    (port,) = free_ports(1)
+    done = subprocess.run(
+        [sys.executable, "-c", _CLUSTER, str(port)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "as expected" in done.stdout, done.stderr
 
 
 @contract(

@@ -7,6 +7,7 @@ Hosts do what the function with that name does. All of them have the same FOLDER
 
 import os
 import sys
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -19,10 +20,10 @@ from tests.towers.layers import test_tables
 from towers.callbacks import Checkpoint
 from towers.cluster import process_group
 from towers.collectives.joined_hosts import this_host
+from towers.collectives.spread.tables import SpreadTable, fetch, give
 from towers.collectives.spread.variable import SpreadVariable
-from towers.hosts import group
 from towers.hosts.group import HostsDifferError, Membership
-from towers.keras_adapter import optimizers
+from towers.keras_adapter import cluster, optimizers
 from towers.layers import sharded
 
 
@@ -57,15 +58,28 @@ def _has_its_share(model, way, rank, counts):
 
 
 class Sent(keras.callbacks.Callback):
-    """Notes how many bytes this host has sent, and how many variables take."""
+    """Notes how many bytes this host has sent in collectives, which are rings."""
 
-    def on_train_begin(self, logs=None):
-        """Begins."""
-        self.bytes, self.links = [], group.communicator().links
+    def __init__(self):
+        """Counts from now on."""
+        super().__init__()
+        self.bytes, self._sent = [], tf.Variable(0.0, trainable=False)
+        cluster.all_gather = self._counted(cluster.all_gather, lambda n: n - 1)
+        cluster.all_reduce = self._counted(
+            cluster.all_reduce, lambda n: 2 * (n - 1) / n
+        )
+
+    def _counted(self, collective, times):
+        def call(tensor, tasks, *args):
+            size = tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size
+            self._sent.assign_add(size * times(tasks))
+            return collective(tensor, tasks, *args)
+
+        return call
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts."""
-        self.bytes.append(self.links.moved_bytes)
+        """Notes them."""
+        self.bytes.append(self._sent.numpy())
 
 
 ROWS, WIDTH, IDS, BATCH = 50_000, 16, 5, 12
@@ -82,8 +96,9 @@ def large(rank, counts, folder, way):
     mean = keras.layers.GlobalAveragePooling1D()(rows + small)
     model = keras.Model(inputs, keras.layers.Dense(1)(mean))
     parallel = towers.multi_gpu_model(model, gpus=counts[rank], shard_embeddings=way)
+    sent = Sent()
     parallel.compile(keras.optimizers.Adagrad(), "mse", jit_compile=False)
-    sent, data = Sent(), tf.data.Dataset.from_tensor_slices((ids, ids[:, 0] % 2))
+    data = tf.data.Dataset.from_tensor_slices((ids, ids[:, 0] % 2))
     parallel.fit(data.batch(BATCH), verbose=0, callbacks=[sent])
     small, table = sorted(model.trainable_variables[:2], key=lambda v: v.shape[0])
     assert isinstance(sharded.of(small), SpreadVariable) == (way == "rows")
@@ -104,6 +119,67 @@ def large(rank, counts, folder, way):
         assert model.predict(ids[:3], verbose=0).shape == (3, 1)
         assert np.asarray(table).shape == (ROWS, WIDTH)
     this_host().exchange("")
+
+
+def exchanges(rank, counts, folder, ids_type):
+    """Fetches rows, and gives gradients: duplicates, none at all, and of any size."""
+    del folder
+    inputs = keras.Input((2,), dtype="int32")
+    rows = [keras.layers.Embedding(*size)(inputs) for size in ((9, 4), (5, 3))]
+    mean = keras.layers.GlobalAveragePooling1D()(keras.layers.Concatenate()(rows))
+    model = keras.Model(inputs, keras.layers.Dense(1)(mean))
+    parallel = towers.multi_gpu_model(model, gpus=counts[rank], shard_embeddings="rows")
+    parallel.compile("sgd", "mse", jit_compile=False)
+    parallel.fit(np.zeros([6, 2], np.int32), np.zeros([6, 1]), verbose=0)
+    spread = [sharded.of(variable) for variable in model.trainable_variables[:2]]
+    draw = np.random.default_rng(0)
+    # The last host has no rows of the second table.
+    sizes = [(20, 10)] * (len(counts) - 1) + [(20, 0)]
+    with mock.patch.object(SpreadTable, "ids_type", tf.dtypes.as_dtype(ids_type)):
+        for extreme in 1.0, 3e38, np.inf, np.nan:
+            of_hosts = []
+            for n_of_tables in sizes:
+                of_hosts.append([])
+                for table, n in zip(spread, n_of_tables, strict=True):
+                    values = draw.normal(size=[n, table.shape[1]]).astype(np.float32)
+                    values[:3] = extreme
+                    of_hosts[-1].append((draw.integers(0, table.shape[0], n), values))
+            _check_exchange(spread, of_hosts)
+
+
+def _check_exchange(spread, of_hosts):
+    """Checks both exchanges for the indices and gradients of each host and table."""
+    hosts = this_host()
+
+    def exchange(ids, values):
+        halves = [[indices[:2], indices[2:]] for indices in ids]
+        slices = [*map(tf.IndexedSlices, values, ids)]
+        return fetch(hosts, spread, halves), give(hosts, spread, slices)
+
+    ids, values = zip(*of_hosts[hosts.index], strict=True)
+    specs = [
+        [tf.TensorSpec([None], tf.int64)] * len(spread),
+        [tf.TensorSpec([None, table.shape[1]]) for table in spread],
+    ]
+    for function in exchange, tf.function(exchange, specs, autograph=False):
+        fetched, given = function([*map(tf.constant, ids)], [*map(tf.constant, values)])
+        for k, table in enumerate(spread):
+            np.testing.assert_array_equal(fetched[k][0], np.unique(ids[k]))
+            looked_up = table.numpy()[np.unique(ids[k])]
+            np.testing.assert_array_equal(fetched[k][1], looked_up)
+            joined = zip(*[of_tables[k] for of_tables in of_hosts], strict=True)
+            all_ids, all_values = map(np.concatenate, joined)
+            *gradients, norm = given[k]
+            start = table.start
+            for gradient, shard in zip(gradients, table.shards, strict=True):
+                own = (start <= all_ids) & (all_ids < start + shard.shape[0])
+                np.testing.assert_array_equal(gradient.indices, all_ids[own] - start)
+                np.testing.assert_array_equal(gradient.values, all_values[own])
+                start += shard.shape[0]
+            others = all_values[(all_ids < table.start) | (all_ids >= start)]
+            exact = np.linalg.norm(others.astype(np.float64))
+            most = np.finfo(np.float32).max if np.isfinite(exact) else np.inf
+            np.testing.assert_allclose(norm, np.minimum(exact, most), rtol=1e-6)
 
 
 class ReadsAlone(keras.callbacks.Callback):

@@ -371,6 +371,15 @@ def test_hosts_have_their_share_and_send_rows_alone(layout, way, tmp_path):
     hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "ids_type"),
+    [((1, 2), "int32"), slow((2, 1), "int64"), slow((1, 1, 1), "int32")],
+)
+def test_hosts_exchange_rows_and_their_gradients(layout, ids_type, tmp_path):
+    arguments = "exchanges", tmp_path, ids_type
+    hosts.run("tests.towers.layers.on_hosts", layout, *arguments)
+
+
 @pytest.mark.slow
 def test_tables_lie_beside_stages_of_any_size(caplog):
     inputs = keras.Input((4,), dtype="int32")

@@ -732,7 +732,6 @@ def test_what_does_not_fit(options, message):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (("step 0", ""), "the network, as all hosts are in the collective 'step 0'"),
         (
             (None, "waits for the callback Slow"),
             "host 1, which waits for the callback Slow, in the collective 'step 0'",
@@ -751,6 +750,15 @@ def test_hosts_that_are_waited_for(monkeypatch, told, said):
     monkeypatch.setattr(group, "collective", lambda: "step 0")
     assert hosts.waited_for(1.0) == said
     assert Stall(stall_seconds=9)._ask(testing=False) == said
+
+
+def test_hosts_that_are_all_in_a_step(monkeypatch):
+    answers = dict.fromkeys(["host 0", "host 1"], ("train", "computes"))
+    monkeypatch.setattr(group, "ask_all", lambda seconds: answers)
+    monkeypatch.setattr(group, "collective", lambda: "train")
+    assert hosts.waited_for(1.0) is None
+    reason = "another host, the network, the input or the computation"
+    assert Stall(stall_seconds=9)._ask(testing=False) == reason
 
 
 def test_hosts_that_cannot_be_asked(monkeypatch):

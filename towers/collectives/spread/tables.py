@@ -116,6 +116,11 @@ class SpreadTable(SpreadVariable):
         others = tf.concat([tf.reshape(others, [-1]), tf.zeros([1], others.dtype)], 0)
         return [*self.own_rows.split(own_gradient), sharded.norm(others)]
 
+    def owners(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns, in int32, the index of the host that owns each row."""
+        ends = tf.constant(self.ends[:-1], rows.dtype)
+        return tf.searchsorted(ends, rows, side="right")
+
     def look_up_own(self, ids: tf.Tensor) -> tf.Tensor:
         """Looks up rows that this host has."""
         ids = ids - self.start
@@ -225,48 +230,23 @@ def fetch(
     Returns:
         For each table, the unique indices in order, and their rows.
     """
-    count = len(spread)
-
-    def ask(*arrays):
-        unique = [*map(np.unique, arrays)]
-        parts = [
-            np.split(indices, np.searchsorted(indices, table.ends[:-1]))
-            for indices, table in zip(unique, spread, strict=True)
-        ]
-        asked = _exchange(hosts, parts, "rows that are looked up")
-        counts = [
-            [[part.size for part in of_table] for of_table in of_tables]
-            for of_tables in (parts, asked)
-        ]
-        joined = [np.concatenate(of_table) for of_table in asked]
-        return [*unique, *joined, np.array(counts, np.int64)]
-
-    def answer(counts, *arrays):
-        own, others = counts
-        parts = [
-            np.split(rows, np.cumsum(of_table)[:-1])
-            for rows, of_table in zip(arrays, others, strict=True)
-        ]
-        sizes = own.T * [table.shape[1] for table in spread]
-        received = _exchange(hosts, parts, "rows of tables", sizes)
-        return [*map(np.concatenate, received)]
-
     with tf.device(HOST), tf.name_scope("fetch"):
-        wanted = [
-            tf.concat([tf.cast(indices, table.ids_type) for indices in of_table], 0)
-            for table, of_table in zip(spread, ids, strict=True)
-        ]
-        types = [table.ids_type for table in spread]
-        *asked, counts = hosts.meet(ask, wanted, [*types, *types, tf.int64])
-        for tensor in asked:
-            tensor.set_shape([None])
-        pairs = zip(spread, asked[count:], strict=True)
-        rows = [table.look_up_own(indices) for table, indices in pairs]
-        types = [table.dtype for table in spread]
-        fetched = hosts.meet(answer, [counts, *rows], types)
-        for tensor, table in zip(fetched, spread, strict=True):
-            tensor.set_shape([None, table.shape[1]])
-        return [*zip(asked[:count], fetched, strict=True)]
+        unique, parts, rows = [], [], []
+        for table, of_table in zip(spread, ids, strict=True):
+            wanted = [tf.cast(indices, table.ids_type) for indices in of_table]
+            unique.append(tf.sort(tf.unique(tf.concat(wanted, 0)).y))
+            owners = table.owners(unique[-1])
+            parts.append(tf.dynamic_partition(unique[-1], owners, hosts.count))
+        parts = [*zip(*parts, strict=True)]
+        asked = hosts.all_to_all(parts, "rows that are looked up")
+        for table, of_hosts in zip(spread, zip(*asked, strict=True), strict=True):
+            own_rows = table.look_up_own(tf.concat(of_hosts, 0))
+            rows.append(tf.split(own_rows, [*map(tf.size, of_hosts)]))
+        sizes = [[*map(tf.size, of_host)] for of_host in parts]
+        sent = [*zip(*rows, strict=True)]
+        received = hosts.all_to_all(sent, "rows of tables", sizes)
+        joined = [tf.concat(of_hosts, 0) for of_hosts in zip(*received, strict=True)]
+        return [*zip(unique, joined, strict=True)]
 
 
 def look_up(
@@ -341,39 +321,27 @@ def give(
 
 def _give_rows(hosts, spread, gradients):
     """Sends sparse gradients to the hosts that own the rows; see `give`."""
-    count = len(spread)
-
-    def send(*arrays):
-        parts, squares = [], []
-        for table, ids, values in zip(
-            spread, arrays[:count], arrays[count:], strict=True
-        ):
-            owners = np.searchsorted(table.ends, ids, side="right")
-            owned = [np.flatnonzero(owners == k) for k in range(hosts.count)]
-            parts += [[array[indices] for indices in owned] for array in (ids, values)]
-            squares.append([*map(_square, parts[-1])])
-        # All hosts receive all squares, as the norm is that of all gradients.
-        parts.append([np.array(squares)] * hosts.count)
-        *received, squares = _exchange(hosts, parts, "gradients of rows")
-        others = np.delete(np.sum(squares, axis=0), hosts.index, axis=1)
-        norms = np.sqrt(others.sum(axis=1))
-        # A finite norm has to stay finite in float32.
-        most = np.where(np.isfinite(norms), np.finfo(np.float32).max, np.inf)
-        norms = np.minimum(norms, most).astype(np.float32)
-        return [*map(np.concatenate, received), norms]
-
-    inputs, types = [], []
+    parts, squares = [], []
     for table, gradient in zip(spread, gradients, strict=True):
-        inputs.append(tf.cast(gradient.indices, table.ids_type))
-        types += [table.ids_type, gradient.values.dtype]
-    inputs += [gradient.values for gradient in gradients]
-    *rows, norms = hosts.meet(send, inputs, [*types, tf.float32])
-    norms = tf.unstack(tf.ensure_shape(norms, [count]))
+        values = tf.ensure_shape(gradient.values, [None, table.shape[1]])
+        ids = tf.cast(gradient.indices, table.ids_type)
+        owners = table.owners(ids)
+        parts += [tf.dynamic_partition(t, owners, hosts.count) for t in (ids, values)]
+        of_rows = tf.reduce_sum(tf.square(tf.cast(values, tf.float64)), 1)
+        squares.append(tf.math.unsorted_segment_sum(of_rows, owners, hosts.count))
+    # All hosts receive all squares, as the norm is that of all gradients.
+    parts.append([tf.stack(squares)] * hosts.count)
+    received = hosts.all_to_all([*zip(*parts, strict=True)], "gradients of rows")
+    *received, squares = zip(*received, strict=True)
+    others = np.delete(np.arange(hosts.count), hosts.index)
+    norms = tf.sqrt(tf.reduce_sum(tf.gather(tf.add_n(squares), others, axis=1), 1))
+    # A finite norm has to stay finite in float32.
+    most = tf.minimum(norms, float(tf.float32.max))
+    norms = tf.cast(tf.where(tf.math.is_finite(norms), most, norms), tf.float32)
+    rows, norms = [tf.concat(r, 0) for r in received], tf.unstack(norms, len(spread))
     sums = []
     for k, table in enumerate(spread):
         row_ids, values = rows[2 * k : 2 * k + 2]
-        row_ids.set_shape([None])
-        values.set_shape([None, table.shape[1]])
         shape = tf.constant(table.own_rows.shape.as_list(), row_ids.dtype)
         own = tf.IndexedSlices(values, row_ids - table.start, shape)
         sums.append([*table.own_rows.split(own), norms[k]])
@@ -393,33 +361,3 @@ def _give_dense(hosts, table, gradient):
     norms = hosts.stack(sharded.norm(own), "norms of gradients")
     others = tf.concat([norms[: hosts.index], norms[hosts.index + 1 :]], 0)
     return [*table.own_rows.split(own), sharded.norm(others)]
-
-
-def _exchange(hosts, parts, purpose, sizes=None):
-    """Sends arrays to hosts.
-
-    Args:
-        hosts: The hosts.
-        parts: For each array, a list of the part for each host.
-        purpose: See `World`.
-        sizes: See `World.all_to_all`.
-
-    Returns:
-        For each array, a list of the part from each host.
-    """
-    sent = [
-        [np.ravel(part) for part in of_host] for of_host in zip(*parts, strict=True)
-    ]
-    received = hosts.all_to_all(sent, purpose, sizes)
-    return [
-        [
-            array.reshape(-1, *part.shape[1:])
-            for array, part in zip(of_array, like, strict=True)
-        ]
-        for of_array, like in zip(zip(*received, strict=True), parts, strict=True)
-    ]
-
-
-def _square(values):
-    # A dot product would wake the threads of BLAS, which takes longer than the sum.
-    return np.square(values.astype(np.float64)).sum()

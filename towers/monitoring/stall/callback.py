@@ -255,6 +255,8 @@ class Stall(keras.callbacks.Callback):
         else:
             reason = "a record further on in the input, or the computation itself"
             answers.append("the input, read once more, gives a batch")
+        if group.collective() is not None:
+            reason = f"another host, the network, {reason}"
         return f"{reason} ({', and '.join(answers)})" if answers else reason
 
     def _stop(self):

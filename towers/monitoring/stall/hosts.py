@@ -4,13 +4,14 @@ from towers.hosts import group
 
 
 def waited_for(limit_s: float) -> str | None:
-    """Names the host that a collective waits for, and describes its work.
+    """Names the hosts that are not where this one waits, and describes their work.
 
     Args:
         limit_s: The seconds that hosts have to answer.
 
     Returns:
-        A phrase; `None` if this host is in no collective.
+        A phrase; `None` if this host is in no collective, or all hosts are where it is:
+        TensorFlow does not say how far a host has come in a step.
     """
     own_collective = group.collective()
     if own_collective is None:
@@ -26,6 +27,6 @@ def waited_for(limit_s: float) -> str | None:
         elif answer[0] != own_collective:
             does = f"is in the collective '{answer[0]}'" if answer[0] else answer[1]
             late.append(f"{name}, which {does}")
-    if late:
-        return f"{' and '.join(late)}, in the collective '{own_collective}'"
-    return f"the network, as all hosts are in the collective '{own_collective}'"
+    if not late:
+        return None
+    return f"{' and '.join(late)}, in the collective '{own_collective}'"

@@ -28,8 +28,15 @@ def configure_devices(settings: Settings) -> Devices:
 
 
 def _configure_free(settings):
-    # Hosts wait for one another, and on one machine they choose one after another.
-    group.join_as_started("auto")
+    hosts = group.join_as_started("auto")
+    if hosts is not None and hosts.count_here > 1:
+        # TensorFlow waits for all hosts as it initialises, and one of them would wait
+        # for the lock.
+        raise ValueError(
+            f"Received --gpu_indices=free for {hosts.count_here} hosts on this "
+            "machine, which would wait for one another; expected numbers for each, "
+            "such as --gpu_indices=0, or towers launch, which divides the GPUs."
+        )
     if not tf.config.list_physical_devices("GPU"):
         _say_doubts(settings, None)  # before an error says that there is none
     with feature("devices.free").one_at_a_time():

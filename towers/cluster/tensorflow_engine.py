@@ -1,0 +1,106 @@
+"""The engine for hosts that TensorFlow's collectives connect: the default.
+
+TensorFlow carries the bytes, by gRPC, and its coordination service notices hosts that
+are silent. Its server belongs to one cluster for the life of a process, and listens on
+all interfaces without authentication, as under `MultiWorkerMirroredStrategy`.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+from towers.cluster import addresses, connecting
+from towers.cluster.tensorflow_watch import SILENT_S, HostWatch
+from towers.cluster.tensorflow_world import TensorFlowWorld
+from towers.hosts import group
+from towers.hosts.group import Membership
+from towers.keras_adapter import cluster
+from towers.program import forks, voice
+
+# Seconds from when hosts have met until TensorFlow has connected all.
+_CONNECT_S = 120.0
+
+
+def join(membership: Membership) -> group.Joined:
+    """Prepares TensorFlow to connect this host to others when it initialises.
+
+    Args:
+        membership: The hosts, which have met.
+
+    Returns:
+        The hosts. They are connected by the first call of `connect`.
+
+    Raises:
+        RuntimeError: TensorFlow is initialised already.
+    """
+    if cluster.is_initialized():
+        raise RuntimeError(
+            "TensorFlow is initialised already, so this process can join no other "
+            "hosts; call towers.configure(hosts='auto') before anything else uses "
+            "TensorFlow."
+        )
+    rank = membership.rank
+    _, port = addresses.split(membership.addresses[rank])
+    # Until TensorFlow listens there, no other process may take the port.
+    held = forks.close_in_children(socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", port))
+    server = cluster.configure(membership.addresses, rank, SILENT_S)
+    watch = HostWatch(rank, membership.names)
+    watch.describe = functools.partial(group.describe, watch)
+    connect = functools.partial(_connect, membership, watch, held, server)
+    return group.Joined(membership, watch, watch, connect)
+
+
+def _connect(membership, watch, held, server):
+    """Initialises TensorFlow, which connects all hosts; returns their `World`."""
+    with _ended_if_late(membership), _ended_by_signals():
+        held.close()
+        cluster.start(server)
+    if membership.rank == 0:
+        ports = ", ".join(
+            sorted({address.rpartition(":")[2] for address in membership.addresses})
+        )
+        voice.say(
+            f"TensorFlow's servers listen on all interfaces, at {ports}, without "
+            "authentication; docs/hosts.md says how to shut others out."
+        )
+    watch.start()
+    return TensorFlowWorld(membership.names, membership.rank, watch)
+
+
+@contextlib.contextmanager
+def _ended_if_late(membership):
+    """Inside, another process ends this one after a while; see `connecting.py`."""
+    hosts = [
+        [name, *addresses.split(address)]
+        for name, address in zip(membership.names, membership.addresses, strict=True)
+    ]
+    arguments = str(os.getpid()), str(_CONNECT_S), json.dumps(hosts)
+    command = sys.executable, "-I", "-S", connecting.__file__, *arguments
+    # Signals of the terminal are for this process.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) as process:
+        yield
+        process.stdin.close()
+
+
+@contextlib.contextmanager
+def _ended_by_signals():
+    """Inside, signals end this process at once, as no handler in Python can run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            if handler is not None:
+                signal.signal(number, handler)
