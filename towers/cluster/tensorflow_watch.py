@@ -32,6 +32,10 @@ _USUAL = 3.0
 # A host ends itself if it has not ended this long after the failure of another.
 _END_S = 12.0
 _LOOK_S = 1.0
+# The first host is lost if it answers nothing for as many looks: TensorFlow bounds no
+# call of its coordination service in time. A thread counts these, as a host that is
+# stopped, or whose Python code keeps the interpreter's lock, must not accuse another.
+_SILENT_LOOKS = round(SILENT_S) + 1
 _DONE = "its program has ended"
 # What a host reports to all others, whose collectives then end with this message.
 _REPORT = "|host {rank}| {why}|"
@@ -80,6 +84,10 @@ class HostWatch:
         self._thread = threading.Thread(
             target=self._follow, name="towers-watch", daemon=True
         )
+        self._looks, self._ends = 0, threading.Event()
+        self._counter = threading.Thread(
+            target=self._count_looks, name="towers-watch-first-host", daemon=True
+        )
         self._timer = threading.Timer(_END_S, self._end_itself)
         self._timer.daemon = True
 
@@ -87,6 +95,8 @@ class HostWatch:
         """Begins to follow the news, once TensorFlow has connected the hosts."""
         self._starts = True
         self._thread.start()
+        if self._rank > 0:
+            self._counter.start()
 
     def enter(self) -> None:
         """Records that this host begins a call in which hosts meet, such as `fit`."""
@@ -139,6 +149,7 @@ class HostWatch:
     def close(self) -> None:
         """Ends the threads, within a second."""
         self._closed = True
+        self._ends.set()
         self._timer.cancel()
         if self._starts:
             self._thread.join()
@@ -169,7 +180,7 @@ class HostWatch:
         if self.failure is None and isinstance(error, cluster.ERRORS):
             text = str(error)
             if (lost := lost_by(text)) is not None:
-                self._note(*lost)
+                self._note(*lost, service=lost[0] > 0 or "|host" in text)
             elif "ollective" in text:
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure, SILENT_S + 3)
@@ -200,6 +211,13 @@ class HostWatch:
                 self._lose_first_host(error)
                 return
 
+    def _count_looks(self):
+        """Notes that the first host is lost once it has not answered for long."""
+        while not self._ends.wait(_LOOK_S) and self.failure is None:
+            self._looks += 1
+            if self._looks > _SILENT_LOOKS:
+                self._note(0, _SILENT, service=False)
+
     def _hear(self, news):
         rank = news["host"]
         if "left" in news:
@@ -226,7 +244,11 @@ class HostWatch:
 
     def _look(self, now_s):
         """Looks for hosts that are lost, or for which others wait in vain."""
-        if self._rank == 0:
+        if self._rank > 0:
+            # This does not return while the first host is stopped; a read does.
+            cluster.write(f"looks/{self._rank}", "")
+            self._looks = 0
+        else:
             # Collectives notice it by themselves; a host that reads a value does not.
             for rank in {*cluster.lost(len(self._names))} - self._done:
                 self._note(rank, _SILENT)
@@ -261,10 +283,17 @@ class HostWatch:
         """Notes that the coordination service, which runs there, does not answer."""
         if self._rank > 0 and not self._closed and 0 not in self._done:
             rank, why = lost_by(str(error)) or (0, _ENDED)
-            self._note(rank, why, tell=False)
+            self._note(rank, why, service=False)
 
-    def _note(self, rank, why, tell=True):
-        """Notes the first failure, tells the others, and ends all collectives."""
+    def _note(self, rank, why, tell=True, service=True):
+        """Notes the first failure, tells the others, and ends all collectives.
+
+        Args:
+            rank: The host that has failed.
+            why: What it has done, for a sentence.
+            tell: Whether others may not know it.
+            service: Whether the coordination service is there, and can tell them.
+        """
         with self._changed:
             if self.failure is not None or self._closed:
                 return
@@ -272,12 +301,14 @@ class HostWatch:
             self.broken = HostFailedError(f"{self.failure}, so this host ends.")
             self._timer.start()
             self._changed.notify_all()
+        if not service:
+            return
         if tell:
             self._tell(failed=rank, why=why)
         cluster.report(_REPORT.format(rank=rank, why=why.replace("|", "/")))
 
     def _end_itself(self):
-        if self._inside:
+        if self._inside or self.doing is not None:
             _end(f"{self.failure}; this host ends.", ANOTHER_FAILED)
 
 

@@ -21,10 +21,12 @@ class _Values:
 
     def __init__(self):
         self.values, self.reports, self.is_lost = {}, [], False
-        self.silent = []
+        self.silent, self.answers = [], threading.Event()
+        self.answers.set()
         self.changed = threading.Condition()
 
     def write(self, key, value):
+        self.answers.wait()
         with self.changed:
             if key in self.values:
                 return False
@@ -52,6 +54,7 @@ def values(monkeypatch):
     made = _Values()
     monkeypatch.setattr(tensorflow_watch, "cluster", made)
     monkeypatch.setattr(tensorflow_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(tensorflow_watch, "_SILENT_LOOKS", 10**9)
     return made
 
 
@@ -149,6 +152,18 @@ def test_a_program_that_has_ended_may_be_silent(hosts, values):
     values.silent = [2]
     assert len(hosts[0].ask(HANG_S)) == 3
     assert hosts[0].failure is None
+
+
+def test_a_first_host_that_answers_nothing_is_noticed(hosts, values, monkeypatch):
+    """TensorFlow would wait for it for ever."""
+    monkeypatch.setattr(tensorflow_watch, "_SILENT_LOOKS", 3)
+    values.answers.clear()
+    try:
+        wait_until(lambda: hosts[1].failure and hosts[2].failure)
+    finally:
+        values.answers.set()
+    assert hosts[2].failure.startswith("host 0 has not been heard for 10 s")
+    assert hosts[0].failure is None and values.reports == []
 
 
 def test_whoever_waits_for_a_host_that_has_left_hears_why(hosts, monkeypatch):
