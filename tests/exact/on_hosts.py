@@ -1,6 +1,7 @@
 """Runs exact cases on one of several hosts: a process that tests start several of.
 
     python -m tests.exact.on_hosts RANK ADDRESSES TOWERS LAYOUT CASES FILE
+    mpirun -n 2 python -m tests.exact.on_hosts mpi mpi TOWERS LAYOUT CASES FILE
 
 ADDRESSES and TOWERS have an entry for each host, with commas between. LAYOUT has the
 fields of a `Layout` as JSON. CASES is a file with a name in each line. By its name, a
@@ -27,6 +28,7 @@ from tests.variants import number_of
 from towers.cluster import process_group
 from towers.collectives import batch
 from towers.collectives.joined_hosts import this_host
+from towers.hosts import group
 from towers.hosts.group import Membership
 from towers.plan import Share
 
@@ -95,14 +97,18 @@ def run(layout: Layout, rank: int, names: Sequence[str], file: str) -> None:
 
 def main(rank, addresses, counts, layout, names, file):
     """Joins the other hosts, and runs the cases."""
-    rank, addresses = int(rank), tuple(addresses.split(","))
     counts = tuple(map(int, counts.split(",")))
+    if rank == "mpi":
+        rank = group.join_as_started("auto").rank
+    else:
+        rank, addresses = int(rank), tuple(addresses.split(","))
     fields = json.loads(layout)
     pairs = tuple(map(tuple, fields.pop("options")))
     layout = Layout(towers=counts, options=pairs, **fields)
     towers.configure(num_gpus=max(counts[rank] * layout.stages, 2))
-    called = tuple(f"host {k}" for k in range(len(addresses)))
-    process_group.join(Membership(rank, addresses, called))
+    if group.joined() is None:
+        called = tuple(f"host {k}" for k in range(len(addresses)))
+        process_group.join(Membership(rank, addresses, called))
     with open(names) as lines:
         run(layout, rank, lines.read().splitlines(), file)
 

@@ -12,7 +12,7 @@ import pathlib
 
 import pytest
 
-from tests import hosts
+from tests import hosts, mpi
 from tests.exact import (
     block_sparse,
     combinations,
@@ -642,13 +642,18 @@ def parts(layouts, cases, of_a_layout):
     ]
 
 
-def run_on_hosts(layout, names, folder):
+def run_on_hosts(layout, names, folder, by_mpi=False):
     """Runs cases on hosts, each a process, and checks their records."""
     file, listed = folder / "records.jsonl", folder / "names.txt"
     listed.write_text("\n".join(names))
     fields = dataclasses.asdict(layout)
     counts = fields.pop("towers")
-    hosts.run("tests.exact.on_hosts", counts, json.dumps(fields), listed, file)
+    if by_mpi:
+        joined = ",".join(map(str, counts))
+        flags = *("mpi", "mpi", joined), json.dumps(fields), listed, file
+        mpi.run(len(counts), "-m", "tests.exact.on_hosts", *flags)
+    else:
+        hosts.run("tests.exact.on_hosts", counts, json.dumps(fields), listed, file)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [f"{one['group']}/{one['case']}" for one in records] == [*names]
     for record in records:
@@ -740,3 +745,27 @@ def run_on_hosts(layout, names, folder):
 )
 def test_hosts(layout, names, tmp_path):
     run_on_hosts(layout, names, tmp_path)
+
+
+@mpi.NEEDED
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(SERVER, (1, 2)), OFTEN),
+        *parts(
+            [Layout(way, towers) for way in (SERVER, COPIES) for towers in HOSTS],
+            [case for case in table.ALL if is_for_hosts(case) and not is_slow(case)],
+            5,
+        ),
+        *[
+            slow(Layout(COPIES, towers, shard_optimizer_state=True), WITH_SHARDED_STATE)
+            for towers in HOSTS
+        ],
+        slow(PARTS(towers=(1, 2), options=(SMALL,)), WITH_PARTS),
+        slow(Layout(SERVER, (1, 2), shard_embeddings="rows"), TABLES),
+        slow(Layout(COPIES, (2, 2), shard_embeddings="columns"), TABLES),
+    ],
+    ids=str,
+)
+def test_hosts_of_mpi(layout, names, tmp_path):
+    run_on_hosts(layout, names, tmp_path, by_mpi=True)

@@ -14,34 +14,29 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from towers.cluster.mpi_watch import MpiWatch
 from towers.cluster.mpi_world import MpiWorld
 from towers.cluster.rendezvous.host import (
     HostDescription,
     RendezvousError,
     difference,
 )
-from towers.cluster.scattered import aligned
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsDifferError, ProcessPlace
-from towers.program import ending, startup, words
+from towers.program import ending, startup, voice, words
 from towers.program.extras import install_command
 
-# A count of MPI's is a C int; a multiple of all sizes of numbers.
-_MOST_BYTES = 2**30
-# Up to here, gradients are not rounded.
-_SMALL_BYTES = 2**15
 # A host asks without a pause for this time whether all have come. Then pauses grow with
 # the wait. A longer time would keep the processor from a host that shares it.
 _LOOK_S, _PAUSE, _LONGEST_PAUSE_S = 1e-4, 0.05, 1e-3
@@ -82,8 +77,16 @@ def join(place: ProcessPlace) -> group.Joined:
         tuple(host.name for host in hosts),
     )
     communicator = MpiCommunicator(mpi, comm, membership.names)
+    watch = None
+    if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+        watch = MpiWatch(mpi, comm.Dup(), membership.names, communicator.kill)
+    elif comm.rank == 0:
+        voice.warn(
+            "MPI allows one thread at a time, so nobody notices a host that is stopped "
+            'or cut off; mpi4py\'s default is thread_level="multiple".'
+        )
     world = functools.partial(MpiWorld, membership.names, membership.rank, communicator)
-    return group.Joined(membership, Ends(communicator), communicator, world)
+    return group.Joined(membership, Ends(communicator, watch), communicator, world)
 
 
 def _imported(place):
@@ -127,9 +130,10 @@ def _imported(place):
 
 
 class MpiCommunicator:
-    """The collectives of a host, carried by MPI; a `Communicator` in all else.
+    """How a host meets the others in each collective of MPI's.
 
     Attributes:
+        comm: The communicator of mpi4py's, for use inside `collective`.
         doing: The purpose of the present collective, and its start by
             `time.monotonic`; `None` between collectives.
         broken: The error that has ended the collectives, if any.
@@ -139,124 +143,42 @@ class MpiCommunicator:
         """Takes mpi4py's module MPI, and a communicator of its own."""
         self.doing: tuple[str, float] | None = None
         self.broken: Exception | None = None
-        self._mpi, self._comm, self._names = mpi, comm, names
+        self._mpi, self.comm, self._names = mpi, comm, names
         self._rank, self._count = comm.rank, comm.size
         self._lock = threading.Lock()
-        self._aborted: str | None = None
         self._head, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
 
-    def abort(self, message: str) -> None:
-        """Ends each wait for other hosts, in any thread, by a `LinkError`."""
-        self._aborted = self._aborted or message
+    @contextlib.contextmanager
+    def collective(self, purpose: str, size: int) -> Iterator[None]:
+        """Enters a collective with all hosts; an error breaks all later ones, too.
 
-    def close(self) -> None:
-        """Ends each wait, in any thread; MPI stays until the process ends."""
-        self.abort("This host has left the others.")
-        self.broken = self.broken or LinkError(self._aborted)
-
-    def all_reduce(
-        self, array: np.ndarray, purpose: str, wire: np.dtype | None = None
-    ) -> np.ndarray:
-        """Returns the sum of an array over all hosts; see `grouped_all_reduce`."""
-        return self.grouped_all_reduce([array], purpose, wire)[0]
-
-    def grouped_all_reduce(
-        self,
-        arrays: Sequence[np.ndarray],
-        purpose: str,
-        wire: np.dtype | None = None,
-    ) -> list[np.ndarray]:
-        """Returns the sums of arrays over all hosts, with the same bits on all.
+        Inside, `comm` may be used.
 
         Args:
-            arrays: Arrays of one type; see `Communicator`, also for errors.
-            purpose: Name of the arrays, the same on all hosts.
-            wire: The type to which large arrays are rounded before they are sent, and
-                their sums before these are returned. Sums are made in the arrays' type.
+            purpose: Name of what is sent, the same on all hosts.
+            size: Bytes, the same on all hosts.
+
+        Raises:
+            HostsDifferError: Another host is in another collective.
+            LinkError: Another host has failed, or hosts have left one another.
         """
-        flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-        size, own = sum(array.nbytes for array in flat), flat[0].dtype
-        rounds = wire is not None and wire != own
-        if rounds:
-            purpose = f"{wire.name} of {purpose}"
-        with self._collective(purpose, size):
-            if rounds and size > _SMALL_BYTES:
-                totals = self._sum_rounded(flat, wire)
-            else:
-                totals = [aligned(array.size, own) for array in flat]
-                for array, total in zip(flat, totals, strict=True):
-                    pairs = zip(_blocks(array), _blocks(total), strict=True)
-                    for sent, received in pairs:
-                        self._comm.Allreduce(sent, received)
-        return [
-            total.reshape(array.shape)
-            for total, array in zip(totals, arrays, strict=True)
-        ]
-
-    def reduce_scatter(
-        self,
-        arrays: Sequence[Sequence[np.ndarray]],
-        purpose: str,
-        wire: np.dtype | None = None,
-    ) -> list[np.ndarray]:
-        """Returns the sums over all hosts of the arrays that belong to this host.
-
-        Arrays are added in the order of the hosts; see `Communicator`.
-        """
-        own = next(array.dtype for of_host in arrays for array in of_host)
-        size = sum(array.nbytes for of_host in arrays for array in of_host)
-        if wire is not None and wire != own:
-            purpose = f"{wire.name} of {purpose}"
-            if size > _SMALL_BYTES:
-                arrays = [[array.astype(wire) for array in part] for part in arrays]
-        with self._collective(purpose, size):
-            return self._sums(arrays, own)
-
-    def gather_parts(
-        self, arrays: Sequence[Sequence[np.ndarray]], purpose: str
-    ) -> None:
-        """Sends each host's part of arrays to all others; see `Communicator`."""
-        size = sum(array.nbytes for of_host in arrays for array in of_host)
-        with self._collective(purpose, size):
-            self._spread(arrays)
-
-    def all_gather(self, data: bytes | memoryview, purpose: str) -> list[memoryview]:
-        """Returns the bytes of each host, of any sizes; see `Communicator`."""
-        sizes = np.empty(self._count, np.int64)
-        with self._collective(f"sizes of {purpose}", sizes.nbytes):
-            self._comm.Allgather(np.array([len(data)]), sizes)
-            ends = np.cumsum(sizes)
-            whole = memoryview(aligned(int(ends[-1]), np.uint8))
-            parts = [
-                whole[end - size : end] for end, size in zip(ends, sizes, strict=True)
-            ]
-            parts[self._rank][:] = data
-            if len(whole) <= _MOST_BYTES:
-                into = [whole, (sizes, ends - sizes), self._mpi.BYTE]
-                self._comm.Allgatherv(self._mpi.IN_PLACE, into)
-            else:
-                self._spread([[np.frombuffer(part, np.uint8)] for part in parts])
-        return parts
-
-    def all_to_all(
-        self,
-        arrays: Sequence[Sequence[np.ndarray]],
-        purpose: str,
-        sizes: Sequence[Sequence[int]] | None = None,
-    ) -> list[list[np.ndarray]]:
-        """Sends different arrays, of any sizes, to each host; see `Communicator`."""
-        with self._collective(purpose, 0):
-            if sizes is None:
-                own = np.array([[a.size for a in part] for part in arrays], np.int64)
-                sizes = np.empty_like(own)
-                self._comm.Alltoall(own, sizes)
-            return self._swap(arrays, sizes)
-
-    def broadcast(self, data: memoryview, purpose: str) -> None:
-        """Fills the bytes of all other hosts with the first host's."""
-        with self._collective(purpose, len(data)):
-            for start in range(0, len(data), _MOST_BYTES):
-                self._comm.Bcast(data[start : start + _MOST_BYTES], root=0)
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken
+            if self.doing is not None:
+                # To MPI, the next collective would be the rest of that one.
+                raise LinkError(
+                    f"An error has taken this host out of '{self.doing[0]}', so it "
+                    f"cannot meet others in '{purpose}'; expected a program that ends "
+                    "with that error."
+                )
+            try:
+                self._meet(purpose, size)
+                yield
+            except self._mpi.Exception as error:
+                self.broken = LinkError(f"MPI failed in '{purpose}': {error}")
+                raise self.broken from None
+            self.doing = None
 
     def end(self, failure: str | None, seconds: float) -> bool:
         """Meets other hosts at the end of this host's program.
@@ -283,12 +205,12 @@ class MpiCommunicator:
             return False
         finally:
             self._lock.release()
-        return self._aborted is None
+        return True
 
     def meet_ends(self, seconds: float) -> bool:
         """Returns whether all hosts end within some seconds."""
         try:
-            self._wait(self._comm.Ibarrier(), seconds)
+            self._wait(self.comm.Ibarrier(), seconds)
         except (TimeoutError, LinkError, self._mpi.Exception):
             return False
         return True
@@ -306,33 +228,12 @@ class MpiCommunicator:
         """Ends all processes of all hosts by an exit code."""
         self._mpi.COMM_WORLD.Abort(code)
 
-    @contextlib.contextmanager
-    def _collective(self, purpose, size):
-        """Enters a collective with all hosts; an error breaks all later ones, too."""
-        with self._lock:
-            if self.broken is not None:
-                raise self.broken
-            if self.doing is not None:
-                # To MPI, the next collective would be the rest of that one.
-                raise LinkError(
-                    f"An error has taken this host out of '{self.doing[0]}', so it "
-                    f"cannot meet others in '{purpose}'; expected a program that ends "
-                    "with that error."
-                )
-            try:
-                self._meet(purpose, size)
-                yield
-            except self._mpi.Exception as error:
-                self.broken = LinkError(f"MPI failed in '{purpose}': {error}")
-                raise self.broken from None
-            self.doing = None
-
     def _meet(self, purpose, size, seconds=math.inf, failure=None):
         """Waits until all hosts come to the same collective; raises if they differ."""
         self.doing = purpose, time.monotonic()
         number = _number(purpose, size)
         self._head[:] = number, -number
-        request = self._comm.Iallreduce(self._head, self._least, self._mpi.MIN)
+        request = self.comm.Iallreduce(self._head, self._least, self._mpi.MIN)
         self._wait(request, seconds)
         # The least and the greatest of all hosts.
         if self._least[0] != -self._least[1]:
@@ -344,9 +245,6 @@ class MpiCommunicator:
             waited_s = time.monotonic() - begun_s
             if waited_s < _LOOK_S:
                 continue
-            if self._aborted is not None:
-                self.broken = LinkError(self._aborted)
-                raise self.broken
             if waited_s > seconds:
                 raise TimeoutError
             time.sleep(min(_PAUSE * waited_s, _LONGEST_PAUSE_S))
@@ -354,7 +252,7 @@ class MpiCommunicator:
     def _raise_difference(self, here, failure):
         """Raises an error that names the collectives in which hosts are."""
         is_end = self.doing[0] == _END
-        hosts = self._comm.allgather((here, is_end, failure))
+        hosts = self.comm.allgather((here, is_end, failure))
         self.doing = None
         # A host that has failed comes before hosts that ended without a failure.
         for rank, (_, ended, why) in sorted(
@@ -369,67 +267,18 @@ class MpiCommunicator:
         self.broken = HostsDifferError.between(names[0], here, names[1], hosts[rank][0])
         raise self.broken
 
-    def _sums(self, arrays, dtype):
-        """Adds the arrays for this host, in the order of the hosts, as `dtype`."""
-        like = arrays[self._rank]
-        of_hosts = self._swap(arrays, [[array.size for array in like]] * self._count)
-        sums = []
-        for parts in zip(*of_hosts, strict=True):
-            total = aligned(parts[0].size, dtype)
-            total[:] = parts[0]
-            for part in parts[1:]:
-                total += part
-            sums.append(total)
-        return sums
-
-    def _sum_rounded(self, flat, wire):
-        """Adds arrays, which are rounded to be sent; each host adds a part of them."""
-        own = flat[0].dtype
-        sent = np.concatenate([array.astype(wire) for array in flat])
-        edges = [sent.size * k // self._count for k in range(self._count + 1)]
-        parts = [sent[start:end] for start, end in itertools.pairwise(edges)]
-        (total,) = self._sums([[part] for part in parts], own)
-        parts[self._rank][:] = total.astype(wire)
-        self._spread([[part] for part in parts])
-        totals = [aligned(array.size, own) for array in flat]
-        ends = itertools.accumulate(array.size for array in flat)
-        for end, total in zip(ends, totals, strict=True):
-            total[:] = sent[end - total.size : end]
-        return totals
-
-    def _spread(self, arrays):
-        """Sends each host's part of arrays to all others."""
-        for rank, of_host in enumerate(arrays):
-            for block in itertools.chain(*map(_blocks, of_host)):
-                self._comm.Bcast(block.view(np.uint8), root=rank)
-
-    def _swap(self, arrays, sizes):
-        """Sends each host its arrays, all at once; returns the received ones."""
-        received, requests = [*arrays], []
-        for step in range(1, self._count):
-            to, source = ((self._rank + k) % self._count for k in (step, -step))
-            received[source] = [
-                aligned(int(size), like.dtype)
-                for size, like in zip(sizes[source], arrays[self._rank], strict=True)
-            ]
-            for block in itertools.chain(*map(_blocks, received[source])):
-                requests.append(self._comm.Irecv(block.view(np.uint8), source))
-            for block in itertools.chain(*map(_blocks, arrays[to])):
-                requests.append(self._comm.Isend(block.view(np.uint8), to))
-        self._mpi.Request.Waitall(requests)
-        return received
-
 
 class Ends:
     """Ends this host together with the others, in the place of a `Heartbeat`.
 
-    MPI's launcher ends all hosts if one is killed. A host whose program fails sends its
-    error to hosts that are in a collective, which then end. It then ends all others.
+    MPI's launcher ends all hosts if one is killed, and `MpiWatch` if one is silent. A
+    host whose program fails sends its error to hosts that are in a collective, which
+    then end. It then ends all others.
     """
 
-    def __init__(self, communicator: MpiCommunicator):
-        """Takes the connection to the others."""
-        self._communicator = communicator
+    def __init__(self, communicator: MpiCommunicator, watch: MpiWatch | None):
+        """Takes the connection to the others, and the thread that hears them."""
+        self._communicator, self._watch = communicator, watch
         self._error: Exception | None = None
 
     @property
@@ -477,14 +326,19 @@ class Ends:
         if error is not None:
             why = words.error_line(error, [type(error).__name__, "Error:"])
             why = why if "Error" in why else f"{type(error).__name__}: {why}"
-        communicator = self._communicator
+        communicator, watch = self._communicator, self._watch
         if communicator.is_finalized:
             return
         if fails:
             # Early: MPI may lose lines that are printed just before it ends all.
             self._say(f"has failed: {why}")
         know = communicator.end(why, _HEAR_S if fails else math.inf)
+        if watch is not None:
+            watch.stop()
         know = know and communicator.meet_ends(_END_S)
+        if know and watch is not None:
+            # None comes after all have met, and MPI wants each to be received.
+            watch.receive_all()
         if not know and not fails:
             left = (
                 communicator.doing
@@ -499,12 +353,6 @@ class Ends:
         """Prints why this host ends all hosts."""
         name = group.joined().names[group.joined().rank]
         print(f"towers: {name} {text}; all hosts end.", file=sys.stderr, flush=True)
-
-
-def _blocks(array):
-    """Cuts a flat array into blocks that MPI can count; none if it is empty."""
-    size = _MOST_BYTES // array.itemsize
-    return (array[start : start + size] for start in range(0, array.size, size))
 
 
 @functools.lru_cache(4096)

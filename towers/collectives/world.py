@@ -120,10 +120,7 @@ class World(Protocol):
         """
 
     def all_to_all(
-        self,
-        parts: Sequence[Sequence[tf.Tensor]],
-        purpose: str,
-        sizes: Any = None,
+        self, parts: Sequence[Sequence[tf.Tensor]], purpose: str
     ) -> list[list[tf.Tensor]]:
         """Sends different rows, of any number, to each host.
 
@@ -132,9 +129,6 @@ class World(Protocol):
                 many, and of the same types. Shapes are the same and static, except for
                 the number of rows.
             purpose: Name of the tensors.
-            sizes: For each host, the number of rows of each tensor that it sends this
-                one, if all hosts know that: integers, or one tensor. Otherwise hosts
-                exchange sizes first.
 
         Returns:
             For each host, the tensors that it has sent this host; its own unchanged.
@@ -206,10 +200,7 @@ class Alone:
         return list(tensors)
 
     def all_to_all(
-        self,
-        parts: Sequence[Sequence[tf.Tensor]],
-        purpose: str,
-        sizes: Any = None,
+        self, parts: Sequence[Sequence[tf.Tensor]], purpose: str
     ) -> list[list[tf.Tensor]]:
         """Returns the tensors unchanged; see `World`."""
         return [[*parts[0]]]

@@ -1,72 +1,23 @@
 """Hosts that MPI has started, really: by mpirun, on this machine."""
 
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
+from tests import mpi
 from tests.limits import HANG_S
+from tests.mpi import ROOT, end, run, start
 from tests.oracle import largest_difference
 from tests.variants import slow
 from towers.program.ending import ANOTHER_FAILED
 
-ROOT = Path(__file__).parents[3]
-# Where the wheel of Open MPI puts it.
-_BESIDE = os.path.dirname(sys.executable)
-MPIRUN = shutil.which("mpirun", path=f"{_BESIDE}:{os.environ.get('PATH', '')}")
-pytestmark = pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py",
-)
-
-# Open MPI's; others allow all of that, and pass over variables that they do not know.
-ALLOWED = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
-}
-
-
-def start(count, *command, **environ):
-    """Starts processes under mpirun."""
-    return subprocess.Popen(
-        [MPIRUN, "-n", str(count), sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, **ALLOWED, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process):
-    """Waits; returns the exit code, and both outputs."""
-    try:
-        out, err = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise AssertionError(process.communicate()) from None
-    return process.returncode, out, err
-
-
-def run(count, *command, **environ):
-    """Runs processes that are to end well; returns what they have printed."""
-    code, out, err = end(start(count, *command, **environ))
-    assert code == 0, (out[-2000:], err[-4000:])
-    return out
+pytestmark = mpi.NEEDED
 
 
 def records(out):
@@ -85,54 +36,6 @@ def records(out):
 @pytest.mark.parametrize("count", [2, slow(3)])
 def test_the_contract_of_a_world(count, tmp_path):
     run(count, "-m", "tests.towers.collectives.worlds", "mpi", tmp_path)
-
-
-SUMS = """
-import sys
-import ml_dtypes
-import numpy as np
-from towers.cluster import process_group
-from towers.hosts import group
-
-process_group.join_as_started()
-comm, rank = group.communicator(), group.joined().rank
-count = group.joined().count
-sizes = [0, 1, 3, 8193, 300_001]
-for dtype in "int32", "int64", "uint8", "float32", "float64":
-    for size in sizes:
-        array = (np.arange(size) % 50).astype(dtype)
-        total = comm.all_reduce(array.reshape(1, -1), f"{dtype} {size}")
-        np.testing.assert_array_equal(total, [count * array])
-        assert total.dtype == dtype
-# What cannot be represented is rounded alike on all.
-for wire in None, np.dtype("float16"), np.dtype(ml_dtypes.bfloat16):
-    arrays = [
-        np.random.default_rng(rank).normal(size=size).astype("float32")
-        for size in sizes
-    ]
-    every = [
-        np.random.default_rng(k).normal(size=300_001).astype("float32")
-        for k in range(count)
-    ]
-    totals = comm.grouped_all_reduce(arrays, "sum", wire)
-    bits = comm.all_gather(b"".join(each.tobytes() for each in totals), "bits")
-    assert len({bytes(each) for each in bits}) == 1
-    want = np.sum(every, 0, np.float64)
-    np.testing.assert_allclose(totals[-1], want, rtol=0, atol=0.1 if wire else 1e-6)
-    if count == 2 and wire is None:
-        np.testing.assert_array_equal(totals[-1], every[0] + every[1])
-    parts = [[each[k::count] for each in arrays] for k in range(count)]
-    parts = [[each.copy() for each in of_host] for of_host in parts]
-    own = comm.reduce_scatter(parts, "parts", wire)
-    np.testing.assert_allclose(
-        own[-1], want[rank::count], rtol=0, atol=0.1 if wire else 1e-6
-    )
-"""
-
-
-@pytest.mark.parametrize("count", [slow(2), slow(3)])
-def test_sums_have_the_same_bits_on_all_hosts(count):
-    run(count, "-c", SUMS)
 
 
 TRAINS = """
@@ -239,14 +142,18 @@ def test_an_error_of_one_host_ends_all():
 
 FAILS = """
 import signal, sys
-import numpy as np
 from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
 comm, rank = group.communicator(), group.joined().rank
+
+def meet(purpose):
+    with comm.collective(purpose, 24):
+        pass
+
 with group.together():
-    comm.all_reduce(np.ones(3), "first")
+    meet("first")
     if rank == 1:
         def fail(*_):
             raise LookupError("nothing there")
@@ -254,10 +161,10 @@ with group.together():
         if sys.argv[1] == "is waited for":
             signal.signal(signal.SIGALRM, fail)
             signal.alarm(1)
-            comm.all_reduce(np.ones(3), "second")
+            meet("second")
         fail()
     if sys.argv[1] == "meets":
-        comm.all_reduce(np.ones(3), "second")
+        meet("second")
     import time
     time.sleep(600)
 """
@@ -276,12 +183,16 @@ def test_a_program_that_fails_ends_all(other):
 
 CATCHES = """
 import signal, sys
-import numpy as np
 from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
 comm, rank = group.communicator(), group.joined().rank
+
+def meet(purpose):
+    with comm.collective(purpose, 24):
+        pass
+
 _, then, fifo = sys.argv
 
 def fail(*_):
@@ -289,15 +200,15 @@ def fail(*_):
 
 if rank == 0:
     open(fifo).close()  # It waits for the other host to open it, too.
-    comm.all_reduce(np.ones(3), "first")
+    meet("first")
 signal.signal(signal.SIGALRM, fail)
 signal.alarm(1)
 try:
-    comm.all_reduce(np.ones(3), "first")
+    meet("first")
 except LookupError:
     open(fifo, "w").close()
 if then == "goes on":
-    comm.all_reduce(np.ones(3), "second")
+    meet("second")
 """
 
 
@@ -315,13 +226,13 @@ def test_a_host_that_an_error_takes_out_of_a_sum_ends_all(then, tmp_path):
 
 
 FINALIZES = """
-import numpy as np
 from mpi4py import MPI
 from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
-group.communicator().all_reduce(np.ones(3), "sum")
+with group.communicator().collective("sum", 24):
+    pass
 MPI.Finalize()
 """
 
@@ -343,6 +254,28 @@ def test_a_host_that_is_killed_ends_all():
     code, out, err = end(on_hosts("SIGKILL 1 training"))
     assert code not in (0, ANOTHER_FAILED)
     assert "signal 9" in out + err
+
+
+STOPS = """
+import os, signal, sys
+from towers.cluster import mpi_watch, process_group
+from towers.hosts import group
+
+mpi_watch.SILENT_S = 2.0
+process_group.join_as_started()
+if group.joined().rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+with group.communicator().collective("first", 0):
+    pass
+"""
+
+
+@pytest.mark.parametrize("victim", [1, slow(0)])
+def test_a_host_that_is_stopped_ends_all(victim):
+    code, _, err = end(start(2, "-c", STOPS, victim))
+    assert code == ANOTHER_FAILED
+    assert f"towers: host {victim} (" in err
+    assert ") has not been heard for 2 s: it is stopped, or is cut off" in err
 
 
 @pytest.mark.slow
@@ -369,7 +302,7 @@ def test_a_signal_stops_all_at_the_same_batch(tmp_path):
 
 
 def test_without_mpi4py_one_sentence_says_what_to_do():
-    code = "import sys; sys.modules['mpi4py'] = None\n" + SUMS
+    code = "import sys; sys.modules['mpi4py'] = None\n" + FAILS
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -265,8 +265,8 @@ def check_all_to_all(world, folder):
         numbers = np.arange(to, dtype=np.int64) + source
         return numbers, np.full([2 * source, 2, 3], 10.0 * source + to, np.float32)
 
-    def exchanged(parts, sizes=None):
-        return world.all_to_all(parts, "test", sizes)
+    def exchanged(parts):
+        return world.all_to_all(parts, "test")
 
     def in_graph(*arguments):
         received = function(*arguments)
@@ -277,14 +277,9 @@ def check_all_to_all(world, folder):
 
     sent = [[*map(tf.constant, of_pair(k, to))] for to in every]
     expected = [of_pair(source, k) for source in every]
-    sizes = tf.constant([[*map(len, of_source)] for of_source in expected], tf.int64)
-    nested = [tf.unstack(tf.cast(of_source, tf.int32)) for of_source in sizes]
     specs = [[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 2, 3])]]
-    specs = [specs * world.count, tf.TensorSpec(sizes.shape, tf.int64)]
-    results = [exchanged(sent), exchanged(sent, sizes), exchanged(sent, nested)]
-    for known in [], [sizes]:
-        function = tf.function(exchanged, specs[: 1 + len(known)], autograph=False)
-        results += [in_graph(sent, *known), in_graph(sent, *known)]
+    function = tf.function(exchanged, [specs * world.count], autograph=False)
+    results = [exchanged(sent), in_graph(sent), in_graph(sent)]
     for received in results:
         for tensors, arrays in zip(received, expected, strict=True):
             for tensor, array in zip(tensors, arrays, strict=True):

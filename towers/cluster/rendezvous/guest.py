@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from towers.cluster import addresses
-from towers.cluster.rendezvous.channel import Channel, TokenError
+from towers.cluster.rendezvous import channel as channels
 from towers.cluster.rendezvous.host import (
     ANSWER_S,
     QUIET_S,
@@ -42,7 +42,7 @@ class Guest:
                         return await self._try(limit, note)
                     except RendezvousError:
                         raise
-                    except (LookupError, TypeError):
+                    except (AttributeError, LookupError, TypeError):
                         self._reason = "it says what no host says"
                     except (OSError, ValueError) as error:
                         self._reason = reason(error)
@@ -60,35 +60,42 @@ class Guest:
             note.cancel()
 
     async def _try(self, limit: asyncio.Timeout, note: asyncio.Handle) -> Membership:
-        host, port = addresses.split(self._place.coordinator)
+        place = self._place
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection(host, port)
-        channel = Channel(reader, writer, self._place.token, listens=False)
+            channel = await channels.connect(*addresses.split(place.coordinator))
         try:
             with contextlib.ExitStack() as held:
-                address = own_address(self._place, channel.own_host, held)
+                address = own_address(place, channel.own_host, held)
                 async with asyncio.timeout(ANSWER_S):
-                    await channel.greet()
-                    own = HostDescription.here(self._place, address)
-                    await channel.send(dataclasses.asdict(own))
-                    left = _good(await channel.receive())["seconds_left"]
+                    number = (await channel.receive())["towers"]
+                    own = dataclasses.asdict(HostDescription.here(place, address))
+                    own["proof"] = channels.proof(place.token, number)
+                    await channel.send(own)
+                    left = self._good(await channel.receive())["seconds_left"]
                 note.cancel()
                 now = asyncio.get_running_loop().time()
                 limit.reschedule(now + left + 3 * ANSWER_S)
-                listed = _good(await channel.receive())
+                listed = self._good(await channel.receive())
                 # All are there: from here on, it takes milliseconds.
                 limit.reschedule(asyncio.get_running_loop().time() + 3 * ANSWER_S)
                 await channel.send({"acknowledged": True})
-                _good(await channel.receive())
-                return membership(self._place, listed)
-        except TokenError as error:
+                self._good(await channel.receive())
+                return membership(place, listed)
+        finally:
+            await within(1.0, channel.close())
+
+    def _good(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message of the first host, unless hosts cannot meet."""
+        if "other_token" in message:
             raise RendezvousError(
                 f"The first host at {self._place.coordinator} has another token than "
                 f"host {self._place.rank} ({socket.gethostname()}); give all hosts the "
                 "same TOWERS_TOKEN."
-            ) from error
-        finally:
-            await within(1.0, channel.close())
+            )
+        if "failed" in message:
+            kind = HostsMissingError if message["missing"] else RendezvousError
+            raise kind(message["failed"])
+        return message
 
     def _say_what_is_wrong(self) -> None:
         voice.say(
@@ -96,13 +103,6 @@ class Guest:
             f"({self._reason}), for {self._place.join_seconds - QUIET_S:.0f} s at "
             "most."
         )
-
-
-def _good(message: dict[str, Any]) -> dict[str, Any]:
-    if "failed" in message:
-        kind = HostsMissingError if message["missing"] else RendezvousError
-        raise kind(message["failed"])
-    return message
 
 
 def reason(error: Exception) -> str:

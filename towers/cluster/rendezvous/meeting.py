@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import errno
+import hmac
+import secrets
 import socket
 from typing import Any
 
 from towers.cluster import addresses
-from towers.cluster.rendezvous.channel import Channel, MalformedError, TokenError
+from towers.cluster.rendezvous import channel as channels
+from towers.cluster.rendezvous.channel import Channel
 from towers.cluster.rendezvous.host import (
     ANSWER_S,
     QUIET_S,
@@ -22,7 +25,6 @@ from towers.cluster.rendezvous.host import (
     warn_of_token,
     within,
 )
-from towers.cluster.rendezvous.strangers import Strangers
 from towers.hosts.group import Membership, ProcessPlace
 from towers.program import forks, voice, words
 
@@ -112,7 +114,6 @@ class Meeting:
         self._newer: HostDescription | None = None
         self._changed = asyncio.Event()
         self._warned: set[str] = set()
-        self._strangers = Strangers(place.count)
 
     async def hold(self, listening: socket.socket) -> Membership:
         """Waits for all, answers all, and waits for their acknowledgements.
@@ -122,9 +123,8 @@ class Meeting:
         """
         loop = asyncio.get_running_loop()
         self._end = loop.time() + self._place.join_seconds
-        server = await asyncio.start_server(
-            self._visit, sock=listening, backlog=self._place.count + 128
-        )
+        backlog = self._place.count + 128
+        server = await channels.listen(self._visit, listening, backlog)
         note = loop.call_later(QUIET_S, self._say_who_is_missing)
         try:
             await self._until(self._are_all_here, self._place.join_seconds)
@@ -153,33 +153,14 @@ class Meeting:
         await self._tell({"go": True})
         return membership(self._place, listed)
 
-    async def _visit(self, reader, writer) -> None:
+    async def _visit(self, channel: Channel) -> None:
         """Speaks with whoever connects, from there until the hosts have met."""
-        channel = Channel(reader, writer, self._place.token, listens=True)
         try:
-            await self._speak(channel)
-        except asyncio.CancelledError:
-            # It was the oldest one of too many strangers, or the hosts have met.
-            await channel.abort()
-
-    async def _speak(self, channel: Channel) -> None:
-        try:
-            with self._strangers.listening():
-                async with asyncio.timeout(ANSWER_S):
-                    await channel.greet()
-                    host = HostDescription.heard(await channel.receive())
-                    welcome = await self._welcome(channel, host)
-        except TokenError:
-            warn_of_token(channel.other_host, self._warned)
-            await within(ANSWER_S, channel.send({}))  # whose code tells the same
-            welcome = False
-        except (MalformedError, ValueError):
-            warn_of_stranger(channel.other_host, self._warned)
-            welcome = False
+            host = await self._greet(channel)
+            if host is None or not await self._welcome(channel, host):
+                return await channel.close()
         except OSError:
-            welcome = False  # a stranger
-        if not welcome:
-            return await channel.close()
+            return await channel.close()  # a stranger, or a host that comes again
         self._guests[channel] = host
         self._changed.set()
         try:
@@ -189,6 +170,23 @@ class Meeting:
             del self._guests[channel]  # it has gone, and may come again
             await channel.close()
         self._changed.set()
+
+    async def _greet(self, channel: Channel) -> HostDescription | None:
+        """Returns what a host tells of itself; `None` if it is none of this run."""
+        number = secrets.token_hex(16)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await channel.send({"towers": number})
+                told = await channel.receive()
+                proof = channels.proof(self._place.token, number)
+                if hmac.compare_digest(str(told.pop("proof", "")), proof):
+                    return HostDescription.heard(told)
+                await channel.send({"other_token": True})
+        except (TypeError, ValueError):
+            warn_of_stranger(channel.other_host, self._warned)
+        else:
+            warn_of_token(channel.other_host, self._warned)
+        return None
 
     async def _welcome(self, channel: Channel, host: HostDescription) -> bool:
         generation = self._place.generation

@@ -242,9 +242,8 @@ def fetch(
         for table, of_hosts in zip(spread, zip(*asked, strict=True), strict=True):
             own_rows = table.look_up_own(tf.concat(of_hosts, 0))
             rows.append(tf.split(own_rows, [*map(tf.size, of_hosts)]))
-        sizes = [[*map(tf.size, of_host)] for of_host in parts]
         sent = [*zip(*rows, strict=True)]
-        received = hosts.all_to_all(sent, "rows of tables", sizes)
+        received = hosts.all_to_all(sent, "rows of tables")
         joined = [tf.concat(of_hosts, 0) for of_hosts in zip(*received, strict=True)]
         return [*zip(unique, joined, strict=True)]
 
