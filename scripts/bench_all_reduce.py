@@ -32,6 +32,7 @@ from collections.abc import Callable
 
 from absl import app, flags
 
+from scripts.bench import mpirun
 from tests import network
 from towers.hosts import group
 from towers.scaling.network import sum_s
@@ -182,7 +183,7 @@ class Hosts:
         start = subprocess.Popen
         self._processes = []
         if reducer.partition(":")[0] == "mpi":
-            command = [*("mpirun", "-n", str(count), "--bind-to", "none"), *command]
+            command = [mpirun.MPIRUN, "-n", str(count), *command]
             count = 1
         for rank in range(count):
             if joined is not None:
@@ -192,6 +193,7 @@ class Hosts:
             self._processes.append(
                 start(
                     [*command, str(rank), *found],
+                    env=os.environ | mpirun.ALLOWED,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

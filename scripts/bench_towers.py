@@ -20,6 +20,7 @@ Contenders (--contenders); what some need, pip install -e '.[bench]' brings:
                                 and resnet20; tower_loop:replicated with copies
     loop_by_hand                the same loop with towers by hand, in one tf.function
     hosts, hosts:BUILDER        towers on hosts of one tower each, in processes
+    mpi_hosts, mpi_hosts:BUILDER  the same, connected by MPI (needs mpi4py and mpirun)
     multi_worker_loop           MultiWorkerMirroredStrategy in processes: a loop by
                                 hand, no metrics
     jax                         Keras fit on JAX, DataParallel (needs jax)

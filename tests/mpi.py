@@ -2,43 +2,29 @@
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.mpirun import ALLOWED, MPIRUN
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
-# Where the wheel of Open MPI puts it.
-_BESIDE = os.path.dirname(sys.executable)
-MPIRUN = shutil.which("mpirun", path=f"{_BESIDE}:{os.environ.get('PATH', '')}")
 NEEDED = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpirun and mpi4py",
 )
 
-# Open MPI's; others allow all of that, and pass over variables that they do not know.
-ALLOWED = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
-}
-
 
 def start(count, *command, **environ):
     """Starts processes under mpirun."""
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [MPIRUN, "-n", str(count), sys.executable, *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, **ALLOWED, **environ},
+        env={**os.environ, **ALLOWED, **quiet, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -148,7 +148,7 @@ def _be(args, changed, environ, out, err):
         group = sys.modules.get("towers.hosts.group")
         if group is not None and group.current is not None:
             # Other hosts may still need what this one has sent them.
-            group.current.heartbeat.finish(_FINISH_S)
+            group.current.watch.finish(_FINISH_S)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Kind:
     ways: tuple[str, ...] | None = None
     suffixes: bool = False
     works: tuple[str, ...] = ()
+    by_mpi: bool = False
 
 
 _IMAGES = "mlp", "resnet20", "resnet50", "resnet50_224"
@@ -45,6 +46,9 @@ KINDS = {
     ),
     "loop_by_hand": Kind("Loop by hand, inlined towers", "loops", works=_DENSE),
     "hosts": Kind("Towers, a host each", "hosts_fit", ways=(), suffixes=True),
+    "mpi_hosts": Kind(
+        "Towers, a host of MPI's each", "hosts_fit", ways=(), suffixes=True, by_mpi=True
+    ),
     "multi_worker_loop": Kind(
         "MultiWorkerMirroredStrategy, loop by hand", "multi_worker_loop"
     ),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Generic, TypeVar
 
+from . import mpirun
 from .worker import Job
 from .works import WORKS
 
@@ -37,6 +38,7 @@ class Runner:
         verbose: bool,
         environ: Mapping[str, str] = os.environ,
         limit_s: float | None = None,
+        launcher: Sequence[str] = (),
     ):
         """Starts it, and waits until it is warm.
 
@@ -46,13 +48,17 @@ class Runner:
             verbose: Whether its standard error is shown.
             environ: Its environment.
             limit_s: Most seconds until it is warm. None: any.
+            launcher: The command that starts its processes, if it has several.
 
         Raises:
             Failed: If it does not get there.
         """
         self._patience_s = 20
         self._process = subprocess.Popen(
-            [sys.executable, "-m", package, json.dumps(dataclasses.asdict(job))],
+            [
+                *launcher,
+                *(sys.executable, "-m", package, json.dumps(dataclasses.asdict(job))),
+            ],
             cwd=ROOT,
             env=environ,
             stdin=subprocess.PIPE,
@@ -237,6 +243,10 @@ def race(
                 raise Failed("it trains no model with a step of its own")
             if job.parsed.xla or job.parsed.steps_per_call > 1:
                 raise Failed("the model compiles itself; leave +xla and @N out")
+        if kind.by_mpi:
+            launcher = mpirun.MPIRUN, "-n", str(job.towers)
+            environ = os.environ | mpirun.ALLOWED
+            return Runner("scripts.bench", job, verbose, environ, limit_s, launcher)
         return Runner("scripts.bench", job, verbose, limit_s=limit_s)
 
     def beside(job):

@@ -122,6 +122,8 @@ def main() -> None:
     with answering(jax=job.parsed.name == "jax") as answers:
         name = f".peers.{job.parsed.kind.module}"
         module = importlib.import_module(name, __package__)
+        if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")):
+            return module.follow(job)
         module.run(job, Clock(job, answers))
 
 

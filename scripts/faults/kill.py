@@ -15,7 +15,7 @@ WAYS = ("at any time", "soon after the start", "while saving")
 
 def main() -> None:
     """Kills, compares and says what was found."""
-    with run.at_random(__doc__, "kills", 40) as (wanted, draw, folder):
+    with run.at_random(__doc__, "kills", 40) as (args, draw, folder):
         begun_s = time.monotonic()
         process = run.start(folder / "whole")
         trains_s = time.monotonic()
@@ -26,13 +26,13 @@ def main() -> None:
         print(f"A run trains {seconds:.1f} s of {time.monotonic() - begun_s:.1f} s.")
         kills = failed = runs = same = 0
         surplus = []
-        while kills < wanted:
+        while kills < args.kills:
             model_dir = folder / f"run-{runs}"
             runs += 1
             while True:
                 way = WAYS[kills % 3]
                 process = run.start(model_dir)
-                killed = kills < wanted and _kill(
+                killed = kills < args.kills and _kill(
                     process, way, model_dir, seconds, draw
                 )
                 code, said = run.end(process)

@@ -27,24 +27,26 @@ FLAGS = (
 
 @contextlib.contextmanager
 def at_random(
-    doc: str, name: str, default: int
-) -> Iterator[tuple[int, random.Random, pathlib.Path]]:
+    doc: str, name: str, default: int, more: argparse.ArgumentParser | None = None
+) -> Iterator[tuple[argparse.Namespace, random.Random, pathlib.Path]]:
     """Reads the flags of a program that makes faults at random instants.
 
     Args:
         doc: What the program is for.
         name: The flag that says how many faults it makes.
         default: How many by default.
+        more: Other flags of the program.
 
     Yields:
-        How many, random numbers as --seed says, and a folder for the while.
+        The flags, random numbers as --seed says, and a folder for the while.
     """
-    parser = argparse.ArgumentParser(description=doc)
+    parents = [] if more is None else [more]
+    parser = argparse.ArgumentParser(description=doc, parents=parents)
     parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        yield getattr(args, name), random.Random(args.seed), pathlib.Path(folder)
+        yield args, random.Random(args.seed), pathlib.Path(folder)
 
 
 def start(model_dir: pathlib.Path, *flags: str) -> subprocess.Popen:

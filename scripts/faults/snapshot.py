@@ -15,12 +15,12 @@ from towers.lifecycle.checkpoints import store
 
 def main() -> None:
     """Copies, reads the copies and says what was found."""
-    with run.at_random(__doc__, "copies", 200) as (wanted, draw, folder):
+    with run.at_random(__doc__, "copies", 200) as (args, draw, folder):
         source = folder / "run/checkpoints"
         process = run.start(folder / "run", "--save_steps=1", "--train_epochs=1000")
         while not store.find(str(source)):
             time.sleep(0.001)
-        for number in range(wanted):
+        for number in range(args.copies):
             time.sleep(draw.uniform(0, 0.1))
             _copy(source, folder / f"copies/{number}")
         process.kill()
@@ -33,7 +33,7 @@ def main() -> None:
             newest += bool(good) and good[0] == found[0]
             if not good:
                 useless.append(copy.name)
-    print(f"{wanted} copies, {unfinished} of them during a save:")
+    print(f"{args.copies} copies, {unfinished} of them during a save:")
     print(f"{newest} have a good newest checkpoint, {len(useless)} have no good one.")
 
 

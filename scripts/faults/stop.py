@@ -13,12 +13,12 @@ from towers.lifecycle.checkpoints import store
 
 def main() -> None:
     """Stops, continues and says what was found."""
-    with run.at_random(__doc__, "stops", 20) as (wanted, draw, folder):
+    with run.at_random(__doc__, "stops", 20) as (args, draw, folder):
         code, said = run.finish(folder / "whole", "--save_steps=1000000")
         assert code == 0, said
         whole = run.result(folder / "whole")
         stops = right = runs = same = 0
-        while stops < wanted:
+        while stops < args.stops:
             model_dir = folder / f"run-{runs}"
             runs += 1
             code = None
@@ -26,7 +26,7 @@ def main() -> None:
                 # Nothing is saved but what the signal saves, and each epoch.
                 process = run.start(model_dir, "--save_steps=1000000")
                 number = (signal.SIGTERM, signal.SIGINT)[stops % 2]
-                if stops < wanted:
+                if stops < args.stops:
                     time.sleep(draw.uniform(0, 1.5))
                     process.send_signal(number)
                 code, said = run.end(process)

@@ -1,1 +1,1 @@
-"""Which hosts train together: who they are, and how they meet."""
+"""Connects the hosts that train together: how they meet, and their collectives."""

@@ -53,9 +53,14 @@ def of_interface(name: str) -> str:
     interfaces = psutil.net_if_addrs()
     families = socket.AF_INET, socket.AF_INET6
     if name in interfaces:
-        found = [each for each in interfaces[name] if each.family in families]
-        if found:
-            return min(found, key=lambda each: families.index(each.family)).address
+        # Of a link only, as fe80::1%eth0 is, others cannot reach it by its text.
+        listed = [
+            (families.index(each.family), each.address)
+            for each in interfaces[name]
+            if each.family in families and "%" not in each.address
+        ]
+        if listed:
+            return min(listed, key=lambda pair: pair[0])[1]
     every = {each.address for listed in interfaces.values() for each in listed}
     if name in every:
         return name

@@ -1,48 +1,83 @@
-"""Ends a process whose TensorFlow waits too long for other hosts.
+"""Ends a process whose TensorFlow waits in vain for other hosts.
 
 TensorFlow keeps Python's lock while it connects hosts, so no thread of the process can
-do this. `tensorflow_engine` runs this file, which needs nothing but Python.
+do this. `tensorflow_engine` runs this file, which needs nothing but Python. Each host
+listens from when it has met the others: a host at whose port nobody listens has ended.
 
     python -I -S connecting.py PID SECONDS [[NAME, HOST, PORT], ...]
 """
 
+import contextlib
 import json
+import math
 import os
-import select
+import queue
 import signal
 import socket
 import sys
+import threading
+import time
 
-_PROBE_S = 3.0
+# A host that TensorFlow is about to connect does not listen for a moment.
+GONE_S = 10.0
+_PROBE_S, _PAUSE_S = 3.0, 0.2
 
 
 def main(pid: int, seconds: float, hosts: list[list]) -> None:
-    """Waits for the end of standard input; ends the process if that does not come.
+    """Waits for the end of standard input; ends the process if that cannot come.
 
     Args:
         pid: The process.
         seconds: Maximum time to wait.
-        hosts: Name, host and port of each of the hosts.
+        hosts: Name, host and port of each of the other hosts.
     """
-    if select.select([sys.stdin], [], [], seconds)[0]:
-        return
-    missing = [name for name, *address in hosts if not _listens(*address)]
+    events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=[events], daemon=True).start()
+    for host in hosts:
+        threading.Thread(target=_follow, args=[*host, events], daemon=True).start()
+    try:
+        if (gone := events.get(timeout=seconds)) is None:
+            return
+        said = f"{gone} has ended, or cannot be reached at its port"
+    except queue.Empty:
+        said = f"Not all hosts have connected within {seconds:.0f} s"
     print(
-        f"towers: {' and '.join(missing) or 'A host'} has not connected within "
-        f"{seconds:.0f} s after the hosts had met, so this host ends; see the output "
-        "of that host, and open its port to all others.",
+        f"towers: {said}, after the hosts had met, so this host ends; see the output "
+        "of the others, and open their ports to all hosts.",
         file=sys.stderr,
         flush=True,
     )
     os.kill(pid, signal.SIGKILL)
 
 
-def _listens(host, port):
-    try:
-        with socket.create_connection((host, port), timeout=_PROBE_S):
-            return True
-    except OSError:
-        return False
+def _read(events):
+    sys.stdin.read()
+    events.put(None)
+
+
+def _follow(name, host, port, events):
+    """Stays connected to a host; tells its name once nobody listens there any more."""
+    heard_s = math.inf
+    while time.monotonic() - heard_s < GONE_S:
+        with contextlib.suppress(OSError):
+            with socket.create_connection((host, port), _PROBE_S) as connection:
+                heard_s = math.inf
+                _notice_silence(connection)
+                while connection.recv(4096):
+                    pass
+        heard_s = min(heard_s, time.monotonic())
+        time.sleep(_PAUSE_S)
+    events.put(name)
+
+
+def _notice_silence(connection):
+    """Has reads wait, and fail if the other machine is gone, or cut off, for 9 s."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # macOS has other names for some.
+    for name, value in (("KEEPIDLE", 3), ("KEEPINTVL", 2), ("KEEPCNT", 3)):
+        if (option := getattr(socket, f"TCP_{name}", None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ of MPI's `mpirun`, of `torchrun` and its kin, or of Slurm's `srun`. Ray Train an
 its workers instead.
 """
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -94,7 +95,7 @@ def _check_alone(environ: Environ) -> None:
 
 def variables(place: ProcessPlace) -> dict[str, str]:
     """Returns the environment in which `find` finds a place."""
-    found = {
+    values = {
         _RANK: place.rank,
         _COUNT: place.count,
         _COORDINATOR: place.coordinator,
@@ -103,7 +104,7 @@ def variables(place: ProcessPlace) -> dict[str, str]:
         _INTERFACE: place.interface,
         _GENERATION: place.generation,
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def restarted(environ: Environ = os.environ) -> bool:
@@ -130,22 +131,14 @@ def _of_towers(environ: Environ) -> ProcessPlace:
             "of them, as python -m towers.launch sets them, or none."
         )
     count = _number(environ, _COUNT, 1)
-    rank = _rank(environ, _RANK, count)
-    generation = _number(environ, _GENERATION, 0, default=0)
-    coordinator = _coordinator(environ, "")
-    return ProcessPlace(
-        rank, count, coordinator, generation=generation, **_common(environ)
-    )
+    return _place(environ, _rank(environ, _RANK, count), count, "")
 
 
 def _of_ray(environ: Environ) -> ProcessPlace:
     """The place of a worker of Ray Train's."""
     rank, count, coordinator, token = ray_train.read()
-    common = _common(environ)
-    common["token"] = common["token"] or token
-    generation = _number(environ, _GENERATION, 0, default=0)
-    coordinator = _coordinator(environ, coordinator)
-    return ProcessPlace(rank, count, coordinator, generation=generation, **common)
+    place = _place(environ, rank, count, coordinator)
+    return dataclasses.replace(place, token=place.token or token)
 
 
 def _of_tf_config(environ: Environ) -> ProcessPlace:
@@ -167,12 +160,8 @@ def _of_tf_config(environ: Environ) -> ProcessPlace:
     addresses = (*chiefs, *workers)
     rank = index if kind == "chief" else len(chiefs) + index
     # The first host's own port is free until the hosts have met.
-    return ProcessPlace(
-        *(rank, len(addresses), _coordinator(environ, addresses[0])),
-        addresses=addresses,
-        generation=_number(environ, _GENERATION, 0, default=0),
-        **_common(environ),
-    )
+    place = _place(environ, rank, len(addresses), addresses[0])
+    return dataclasses.replace(place, addresses=addresses)
 
 
 class ScheduledTask(NamedTuple):
@@ -234,12 +223,8 @@ def _of_torchrun(environ: Environ, names: torchrun.Names) -> ProcessPlace:
     """Returns the place of a process of torchrun's, or of a pod of its kin."""
     count = _number(environ, names.count, 1)
     rank = _rank(environ, names.rank, count)
-    generation = _number(environ, torchrun.RESTARTS, 0, default=0)
-    generation = _number(environ, _GENERATION, 0, default=generation)
-    coordinator = _coordinator(environ, torchrun.coordinator(environ, names))
-    return ProcessPlace(
-        rank, count, coordinator, generation=generation, **_common(environ)
-    )
+    coordinator = torchrun.coordinator(environ, names)
+    return _place(environ, rank, count, coordinator, torchrun.RESTARTS)
 
 
 def _of_slurm(environ: Environ) -> ProcessPlace:
@@ -248,12 +233,8 @@ def _of_slurm(environ: Environ) -> ProcessPlace:
     tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
     count = _number(environ, tasks, 1)
     rank = _rank(environ, "SLURM_PROCID", count)
-    generation = _number(environ, _SLURM_RESTARTS, 0, default=0)
-    generation = _number(environ, _GENERATION, 0, default=generation)
     coordinator = _slurm_coordinator(environ)
-    return ProcessPlace(
-        rank, count, coordinator, generation=generation, **_common(environ)
-    )
+    return _place(environ, rank, count, coordinator, _SLURM_RESTARTS)
 
 
 def _slurm_coordinator(environ: Environ) -> str:
@@ -289,8 +270,18 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
 
 
-def _common(environ: Environ) -> dict[str, str | float | None]:
-    """What is for all kinds of environment."""
+def _place(
+    environ: Environ, rank: int, count: int, coordinator: str, restarts: str = ""
+) -> ProcessPlace:
+    """Returns a place, with what the environment says of it besides.
+
+    Args:
+        environ: The environment.
+        rank: Rank of this host.
+        count: Number of hosts.
+        coordinator: Where the first host waits, unless `TOWERS_COORDINATOR` says it.
+        restarts: Name of the variable in which the launcher counts its restarts.
+    """
     text = environ.get(_SECONDS) or str(JOIN_SECONDS)
     try:
         seconds = float(text)
@@ -301,11 +292,16 @@ def _common(environ: Environ) -> dict[str, str | float | None]:
             f"Received {_SECONDS}={text}; expected for how many seconds to wait for "
             f"other hosts, such as {JOIN_SECONDS:g}."
         )
-    return {
-        "token": token(environ),
-        "join_seconds": seconds,
-        "interface": environ.get(_INTERFACE) or None,
-    }
+    generation = _number(environ, restarts, 0, default=0)
+    return ProcessPlace(
+        rank,
+        count,
+        _coordinator(environ, coordinator),
+        token(environ),
+        seconds,
+        environ.get(_INTERFACE) or None,
+        generation=_number(environ, _GENERATION, 0, default=generation),
+    )
 
 
 def token(environ: Environ) -> str | None:
@@ -314,13 +310,13 @@ def token(environ: Environ) -> str | None:
     Raises:
         ValueError: It is so short that whoever hears a greeting can find it.
     """
-    found = environ.get(_TOKEN) or None
-    if found is not None and len(found) < _LEAST_TOKEN:
+    secret = environ.get(_TOKEN) or None
+    if secret is not None and len(secret) < _LEAST_TOKEN:
         raise ValueError(
-            f"Received a {_TOKEN} of {len(found)} characters; expected at least "
+            f"Received a {_TOKEN} of {len(secret)} characters; expected at least "
             f"{_LEAST_TOKEN}, such as openssl rand -hex 16 prints."
         )
-    return found
+    return secret
 
 
 def _coordinator(environ: Environ, default: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from towers.collectives.packing import BUCKET_BYTES, buckets, widened
+from towers.collectives.packing import BUCKET_BYTES, buckets, narrowed, widened
 from towers.collectives.world import COMPRESSIONS
 from towers.devices.names import HOST
 from towers.hosts import group
@@ -89,6 +89,7 @@ class Cluster(abc.ABC):
                 if isinstance(tensor, tf.IndexedSlices):
                     flat[i] = self._join(tensor, f"{purpose} {i}")
                 elif tensor is not None:
+                    self._check_size(tensor, purpose)
                     dense.append(i)
             wide = [widened(flat[i]) for i in dense]
             wires = [self.wire if id(flat[i]) in may_round else None for i in dense]
@@ -98,9 +99,7 @@ class Cluster(abc.ABC):
                 parts = [wide[k] for k in indices]
                 totals = self._sum_bucket(parts, name, wires[indices[0]])
                 for k, part in zip(indices, totals, strict=True):
-                    like = flat[dense[k]]
-                    part = tf.cast(tf.reshape(part, like.shape), like.dtype)
-                    flat[dense[k]] = part
+                    flat[dense[k]] = narrowed(part, flat[dense[k]])
         return tf.nest.pack_sequence_as(tensors, flat)
 
     def reduce_scatter(
@@ -254,6 +253,14 @@ class Cluster(abc.ABC):
         total = tf.reduce_sum(tf.cast(parts, tf.float32), 0)
         return self._gather_equal(tf.cast(total, flat.dtype), purpose)[:size]
 
+    def _check_size(self, tensor, purpose):
+        if not tf.TensorShape(tensor.shape).is_fully_defined():
+            raise ValueError(
+                f"Received {purpose} with a sum of shape {tensor.shape} on "
+                f"{self.count} hosts; expected sizes that are known before a batch "
+                "is, so give the model inputs of fixed sizes, or train on one host."
+            )
+
     def _join(self, slices, purpose):
         """Joins the rows of all hosts, the first host's first."""
         return tf.IndexedSlices(
@@ -265,12 +272,15 @@ class Cluster(abc.ABC):
     def _rows(self, rows, purpose):
         """Puts the rows of all hosts together, the first host's first."""
         rows = tf.convert_to_tensor(rows)
-        count = tf.shape(rows, tf.int64)[:1]
-        counts = self._gather_equal(count, f"numbers of {purpose}")
-        most = _rounded_up(tf.reduce_max(counts))
+        own = tf.shape(rows, tf.int64)
+        shapes = self._gather_equal(own[tf.newaxis], f"shapes of {purpose}")
+        counts, most = shapes[:, 0], _rounded_up(tf.reduce_max(shapes[:, 0]))
+        # A host without rows may not know the other sizes.
+        sizes = tf.reduce_max(shapes, 0)[1:]
+        rows = tf.reshape(rows, tf.concat([own[:1], sizes], 0))
+        rows = tf.ensure_shape(rows, [None, *rows.shape[1:]])
         whole = self._gather_equal(_padded(rows, most), purpose)
-        count = tf.constant(self.count, tf.int64)
-        shape = tf.concat([[count, most], tf.shape(rows, tf.int64)[1:]], 0)
+        shape = tf.concat([[tf.constant(self.count, tf.int64), most], sizes], 0)
         parts = tf.reshape(whole, shape)
         return tf.boolean_mask(parts, tf.sequence_mask(counts, most))
 

@@ -269,7 +269,7 @@ class MpiCommunicator:
 
 
 class Ends:
-    """Ends this host together with the others, in the place of a `Heartbeat`.
+    """Ends this host together with the others, as `HostWatch` does with TensorFlow.
 
     MPI's launcher ends all hosts if one is killed, and `MpiWatch` if one is silent. A
     host whose program fails sends its error to hosts that are in a collective, which
@@ -298,7 +298,7 @@ class Ends:
     def begin(self, purpose: str) -> None:
         """Does nothing: the communicator knows in which collective this host is."""
 
-    def end(self) -> None:
+    def end(self, outer: Any = None) -> None:
         """Does nothing; see `begin`."""
 
     def explain(self, error: BaseException) -> str | None:
@@ -324,8 +324,7 @@ class Ends:
         fails = fails and not isinstance(error, HostFailedError | HostsDifferError)
         why = f"exit code {code}" if fails else None
         if error is not None:
-            why = words.error_line(error, [type(error).__name__, "Error:"])
-            why = why if "Error" in why else f"{type(error).__name__}: {why}"
+            why = group.in_a_line(error)
         communicator, watch = self._communicator, self._watch
         if communicator.is_finalized:
             return

@@ -6,13 +6,15 @@
 import functools
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from towers.cluster import environment, mpi, rendezvous, tensorflow_engine
 from towers.hosts import group
-from towers.hosts.group import Membership
+from towers.hosts.group import HostFailedError, Membership
 from towers.program import forks
+from towers.program.ending import ANOTHER_FAILED
 
 # How long a program that is at its end waits for those of the other hosts.
 _FINISH_S = 60.0
@@ -37,7 +39,7 @@ def join_as_started(environ: Mapping[str, str] = os.environ) -> Membership | Non
     if place.mpi is not None:
         joined = mpi.join(place)
     else:
-        joined = tensorflow_engine.join(rendezvous.meet(place))
+        joined = tensorflow_engine.join(rendezvous.meet(place), place.join_seconds)
     _begin(joined)
     return joined.membership
 
@@ -53,7 +55,7 @@ def join(membership: Membership) -> None:
     """
     if group.current is not None:
         raise RuntimeError("This process has joined other hosts already.")
-    _begin(tensorflow_engine.join(membership))
+    _begin(tensorflow_engine.join(membership, group.JOIN_SECONDS))
     group.world()
 
 
@@ -71,8 +73,9 @@ def _begin(joined: group.Joined) -> None:
     """Makes hosts those of this process."""
     group.current = joined
     if group.is_together():
-        joined.heartbeat.enter()
+        joined.watch.enter()
     _tell_of_the_end()
+    _end_by_own_code()
 
 
 def _draw_from(seed):
@@ -91,6 +94,22 @@ def _tell_of_the_end():
     forks.at_exit(_finish)
 
 
+@functools.cache
+def _end_by_own_code():
+    """Has a program that another host's failure ends exit with `ANOTHER_FAILED`.
+
+    By Python's 1, a launcher could not tell it from the host that has failed first.
+    """
+    show = sys.excepthook
+
+    def end(kind, error, traceback):
+        show(kind, error, traceback)
+        if isinstance(error, HostFailedError):
+            sys.exit(ANOTHER_FAILED)
+
+    sys.excepthook = end
+
+
 def _finish():
     if group.current is not None:
-        group.current.heartbeat.finish(_FINISH_S)
+        group.current.watch.finish(_FINISH_S)

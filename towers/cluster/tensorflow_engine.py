@@ -23,21 +23,20 @@ from towers.hosts.group import Membership
 from towers.keras_adapter import cluster
 from towers.program import forks, voice
 
-# Seconds from when hosts have met until TensorFlow has connected all.
-_CONNECT_S = 120.0
 
-
-def join(membership: Membership) -> group.Joined:
+def join(membership: Membership, seconds: float) -> group.Joined:
     """Prepares TensorFlow to connect this host to others when it initialises.
 
     Args:
         membership: The hosts, which have met.
+        seconds: Maximum time for which this host waits for all others to connect.
 
     Returns:
         The hosts. They are connected by the first call of `connect`.
 
     Raises:
         RuntimeError: TensorFlow is initialised already.
+        OSError: Another process listens at this host's port.
     """
     if cluster.is_initialized():
         raise RuntimeError(
@@ -47,20 +46,31 @@ def join(membership: Membership) -> group.Joined:
         )
     rank = membership.rank
     _, port = addresses.split(membership.addresses[rank])
-    # Until TensorFlow listens there, no other process may take the port.
-    held = forks.close_in_children(socket.socket())
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", port))
+    # Until TensorFlow listens there, no other process may take the port. Others find by
+    # it that this host has not ended.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        held = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        forks.close_in_children(held)
+    except OSError as error:
+        address = membership.addresses[rank]
+        raise OSError(
+            error.errno,
+            f"{membership.names[rank]} cannot listen at {address} ({error.strerror}); "
+            "expected a free port: end the process that has it, or give this host "
+            "another one.",
+        ) from error
     server = cluster.configure(membership.addresses, rank, SILENT_S)
     watch = HostWatch(rank, membership.names)
     watch.describe = functools.partial(group.describe, watch)
-    connect = functools.partial(_connect, membership, watch, held, server)
+    connect = functools.partial(_connect, membership, seconds, watch, held, server)
     return group.Joined(membership, watch, watch, connect)
 
 
-def _connect(membership, watch, held, server):
+def _connect(membership, seconds, watch, held, server):
     """Initialises TensorFlow, which connects all hosts; returns their `World`."""
-    with _ended_if_late(membership), _ended_by_signals():
+    with _ended_if_late(membership, seconds), _ended_by_signals():
         held.close()
         cluster.start(server)
     if membership.rank == 0:
@@ -76,13 +86,12 @@ def _connect(membership, watch, held, server):
 
 
 @contextlib.contextmanager
-def _ended_if_late(membership):
-    """Inside, another process ends this one after a while; see `connecting.py`."""
-    hosts = [
-        [name, *addresses.split(address)]
-        for name, address in zip(membership.names, membership.addresses, strict=True)
-    ]
-    arguments = str(os.getpid()), str(_CONNECT_S), json.dumps(hosts)
+def _ended_if_late(membership, seconds):
+    """Inside, another process ends this one if others end; see `connecting.py`."""
+    pairs = zip(membership.names, membership.addresses, strict=True)
+    hosts = [[name, *addresses.split(address)] for name, address in pairs]
+    del hosts[membership.rank]
+    arguments = str(os.getpid()), str(seconds), json.dumps(hosts)
     command = sys.executable, "-I", "-S", connecting.__file__, *arguments
     # Signals of the terminal are for this process.
     with subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) as process:

@@ -16,22 +16,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsDifferError
 from towers.keras_adapter import cluster
-from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
 # A host is silent for this time before TensorFlow takes it for dead. Python code of
 # a host that keeps the interpreter's lock does not silence it.
 SILENT_S = 10.0
-# A host waits this long for one that has left the call in which it is. After that time
-# in a collective, the first host asks all what they wait for; then more and more
-# rarely, as news are kept for ever. Calls of a usual length are no reason to ask.
+# A host waits this long for a host that has left their call. After as long in a
+# collective, the first host asks all what they wait for, and then ever less often, as
+# news are kept for ever. Calls of a usual length are no reason to ask.
 _LEFT_S = 5.0
 _USUAL = 3.0
 # A host ends itself if it has not ended this long after the failure of another.
 _END_S = 12.0
 _LOOK_S = 1.0
+# TensorFlow keeps each read that waits in vain, of about 20 KB on both hosts, until
+# there is a value. So news come after this time, if only to say nothing.
+_NOTHING_NEW_S = 30.0
 # The first host is lost if it answers nothing for as many looks: TensorFlow bounds no
 # call of its coordination service in time. A thread counts these, as a host that is
 # stopped, or whose Python code keeps the interpreter's lock, must not accuse another.
@@ -52,20 +55,20 @@ class HostWatch:
     Attributes:
         failure: The failure of a host, as a sentence; `None` as long as all run.
         broken: The error that has ended the collectives, if any.
-        doing: The call with collectives in which this host is, and its start by
-            `time.monotonic`; `None` between calls.
+        doing: The call with collectives in which this host is, its start by
+            `time.monotonic`, and its number; `None` between calls.
         describe: Describes this host, in a value of JSON, if another host asks.
-        collectives: The collectives that this host has made, in order: all hosts make
-            the same.
+        collectives: The kinds of collectives that this host has made, in the order of
+            their first: all hosts make the same, but one may trace a function again.
     """
 
     def __init__(self, rank: int, names: Sequence[str]):
         """Takes this host's rank, and the names of all hosts for messages."""
         self.failure: str | None = None
         self.broken: Exception | None = None
-        self.doing: tuple[str, float] | None = None
+        self.doing: tuple[str, float, int] | None = None
         self.describe: Callable[[], Any] = lambda: None
-        self.collectives: list[str] = []
+        self.collectives: dict[str, None] = {}
         self._rank, self._names = rank, names
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -74,13 +77,13 @@ class HostWatch:
         # Calls of functions with collectives, the longest so far, and after how many
         # seconds of the present one to ask.
         self._count, self._longest_s, self._ask_s = 0, 0.0, _LEFT_S
-        # The number of the next item of the news.
-        self._number = 0
+        # The number of the next item of the news, and when the last one came.
+        self._number, self._heard_s = 0, time.monotonic()
         # By host, the call that it has left by an error, why, and when.
         self._left: dict[int, tuple[int, str, float]] = {}
         self._done: set[int] = set()
         self._answers: dict[int, Any] = {}
-        self._starts = self._closed = False
+        self._starts = self._finishes = self._closed = False
         self._thread = threading.Thread(
             target=self._follow, name="towers-watch", daemon=True
         )
@@ -109,22 +112,26 @@ class HostWatch:
         with self._lock:
             self._inside, self.doing = False, None
         if error is not None and self.failure is None:
-            line = words.error_line(error, [type(error).__name__, "Error:"])
-            why = line if "Error" in line else f"{type(error).__name__}: {line}"
-            self._tell(left=self._calls, why=why[:300])
+            self._tell(left=self._calls, why=group.in_a_line(error))
 
-    def begin(self, purpose: str) -> None:
-        """Records that this host enters a function with collectives."""
-        self.doing = purpose, time.monotonic()
+    def begin(self, purpose: str) -> tuple[str, float, int] | None:
+        """Records that this host enters a function with collectives.
+
+        Returns:
+            The function in which it is already, for `end`.
+        """
+        outer = self.doing
         self._count += 1
+        self.doing = purpose, time.monotonic(), self._count
         self._ask_s = max(_LEFT_S, _USUAL * self._longest_s)
+        return outer
 
-    def end(self) -> None:
+    def end(self, outer: tuple[str, float, int] | None = None) -> None:
         """Records that the host has left the function of `begin`."""
         if self.doing is not None:
             took_s = time.monotonic() - self.doing[1]
             self._longest_s = max(self._longest_s, took_s)
-        self.doing = None
+        self.doing = outer
 
     def finish(self, seconds: float) -> bool:
         """Tells that this host's program is at its end, and waits for all others.
@@ -135,9 +142,12 @@ class HostWatch:
         Returns:
             Whether the programs of all hosts are at their ends.
         """
-        if not self._starts:
+        if not self._starts or self.failure is not None:
             return False
-        self._tell(done=True)
+        self._finishes = True
+        # Python keeps the error that ends a program there.
+        error = getattr(sys, "last_value", None)
+        self._tell(done=True, why=_DONE if error is None else group.in_a_line(error))
         every = len(self._names)
         with self._changed:
             self._done.add(self._rank)
@@ -204,7 +214,7 @@ class HostWatch:
             try:
                 text = cluster.read(f"news/{self._number}", _LOOK_S)
                 if text is not None:
-                    self._number += 1
+                    self._number, self._heard_s = self._number + 1, time.monotonic()
                     self._hear(json.loads(text))
                 self._look(time.monotonic())
             except cluster.ERRORS as error:
@@ -225,14 +235,18 @@ class HostWatch:
         elif "done" in news:
             with self._changed:
                 self._done.add(rank)
-                self._left.setdefault(rank, (0, _DONE, time.monotonic()))
+                # Why it has left the present call says more than that it has ended.
+                left = self._left.get(rank)
+                if left is None or left[0] != self._calls or news["why"] != _DONE:
+                    self._left[rank] = 0, news["why"], time.monotonic()
                 self._changed.notify_all()
         elif "ask" in news:
+            doing = self.doing  # another thread changes it meanwhile
             self._tell(
                 does=self.describe(),
-                count=self._count if self.doing else None,
-                purpose=self.doing and self.doing[0],
-                collectives=self.collectives,
+                count=doing and doing[2],
+                purpose=doing and doing[0],
+                collectives=[*self.collectives],
             )
         elif "does" in news:
             with self._changed:
@@ -252,11 +266,16 @@ class HostWatch:
             # Collectives notice it by themselves; a host that reads a value does not.
             for rank in {*cluster.lost(len(self._names))} - self._done:
                 self._note(rank, _SILENT)
+            if now_s - self._heard_s > _NOTHING_NEW_S:
+                self._tell()
+        # Hosts also meet outside of calls, as when a model is made.
+        inside, doing = self._inside, self.doing
+        begun_s = self._entered_s if inside or doing is None else doing[1]
         for rank, (call, why, left_s) in [*self._left.items()]:
-            waits = self._inside and (self._calls == call or rank in self._done)
-            if waits and now_s - max(left_s, self._entered_s) > _LEFT_S:
+            waits = inside and call == self._calls
+            waits = waits or (rank in self._done and (inside or doing is not None))
+            if waits and now_s - max(left_s, begun_s) > _LEFT_S:
                 self._note(rank, f"has left what the others are in: {why}")
-        doing = self.doing
         if self._rank == 0 and doing and now_s - doing[1] > self._ask_s:
             self._ask_s *= 2
             with self._lock:
@@ -308,7 +327,7 @@ class HostWatch:
         cluster.report(_REPORT.format(rank=rank, why=why.replace("|", "/")))
 
     def _end_itself(self):
-        if self._inside or self.doing is not None:
+        if self._inside or self._finishes or self.doing is not None:
             _end(f"{self.failure}; this host ends.", ANOTHER_FAILED)
 
 

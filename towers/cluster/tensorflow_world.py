@@ -75,13 +75,20 @@ class TensorFlowWorld(Cluster):
     def _gather_equal(self, rows, purpose):
         """See `Cluster`."""
         bits, of_bits = as_integers(rows)
-        flat = tf.reshape(bits, [-1])
+        flat, known_size = tf.reshape(bits, [-1]), bits.shape.num_elements()
+        size = tf.size(bits, tf.int64)
+        if not known_size:
+            # TensorFlow cannot gather empty tensors: one zero stands for no number.
+            flat = tf.concat(
+                [flat, tf.zeros([tf.cast(size == 0, tf.int32)], flat.dtype)], 0
+            )
+            flat.set_shape([1 if known_size == 0 else None])
         key = self._key(flat, f"rows of {purpose}")
         with self._call(purpose):
             whole = cluster.all_gather(flat, self.count, key, self._order)
         # Bits of large numbers have one axis more.
-        shape = bits.shape if bits.shape.is_fully_defined() else tf.shape(bits)
-        whole = of_bits(tf.reshape(whole, tf.concat([[-1], shape[1:]], 0)))
+        shape = tf.shape(bits, tf.int64) * [self.count, *[1] * (bits.shape.rank - 1)]
+        whole = of_bits(tf.reshape(whole[: self.count * size], shape))
         known = rows.shape[0] and self.count * rows.shape[0]
         whole.set_shape([known, *rows.shape[1:]])
         return whole
@@ -98,7 +105,7 @@ class TensorFlowWorld(Cluster):
         of_kind = f"{purpose} {tensor.dtype.name}"
         size = tensor.shape.num_elements()
         if not tf.executing_eagerly():
-            self._watch.collectives.append(f"{purpose} ({size} {tensor.dtype.name})")
+            self._watch.collectives[f"{purpose} ({size} {tensor.dtype.name})"] = None
         size = tf.size(tensor, tf.int64) if size is None else size
         key = (zlib.crc32(of_kind.encode()) + size * 2654435761) % (2**31 - 1)
         return key if isinstance(key, int) else tf.cast(key, tf.int32)
@@ -110,6 +117,6 @@ class TensorFlowWorld(Cluster):
             yield
             return
         with group.explained():
-            self._watch.begin(purpose)
+            outer = self._watch.begin(purpose)
             yield
-            self._watch.end()
+            self._watch.end(outer)

@@ -166,8 +166,20 @@ def buckets(
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a flat tensor of a type that NumPy adds, without loss of precision."""
+    """Returns a flat tensor of a type that NumPy adds, without loss of precision.
+
+    Complex numbers become two real ones each.
+    """
     flat = tf.reshape(tensor, [-1])
+    if flat.dtype.is_complex:
+        return tf.reshape(tf.bitcast(flat, flat.dtype.real_dtype), [-1])
     if not flat.dtype.is_floating:
         return tf.cast(flat, tf.int64)
     return flat if flat.dtype == tf.float64 else tf.cast(flat, tf.float32)
+
+
+def narrowed(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns a sum of `widened` tensors, with the type and shape of one of them."""
+    if tf.as_dtype(like.dtype).is_complex:
+        flat = tf.bitcast(tf.reshape(flat, [-1, 2]), like.dtype)
+    return tf.cast(tf.reshape(flat, like.shape), like.dtype)

@@ -51,52 +51,25 @@ def sum_gradients(towers: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     return [*map(add, zip(*towers, strict=True))]
 
 
-def sum_packed(
-    towers: Sequence[Sequence[Gradient]],
-    sources: Sequence[str],
-    merge: str,
-    home: str,
-) -> list[Gradient]:
-    """Adds the gradients of all towers; both gradients and sums are sent packed.
-
-    `merge` is the device that adds, and `home` the device that receives the sums; the
-    other arguments are those of `all_reduce`.
-    """
-    return all_reduce(towers, sources, [merge, home], "device")[1]
-
-
 def all_reduce(
     towers: Sequence[Sequence[Gradient]],
     sources: Sequence[str],
     devices: Sequence[str],
     algorithm: str,
-) -> list[list[Gradient]]:
+) -> tuple[list[list[Gradient]], Packed | None]:
     """Adds the gradients of all towers, and sends the sums to each device.
 
-    Dense gradients are sent packed. Every device receives the same bits.
+    Dense gradients are sent packed, except those of a single tower to its own device.
+    Every device receives the same bits.
 
     Args:
         towers: The gradients of each tower that has some; see `sum_gradients`.
         sources: The device of each of these towers.
         devices: The devices that receive the sums.
-        algorithm: One of `ALGORITHMS`.
+        algorithm: One of `ALGORITHMS`. "device" adds on the first of `devices`.
 
     Returns:
-        For each of `devices`, N sums.
-    """
-    sums, _ = all_reduce_packed(towers, sources, devices, algorithm)
-    return sums
-
-
-def all_reduce_packed(
-    towers: Sequence[Sequence[Gradient]],
-    sources: Sequence[str],
-    devices: Sequence[str],
-    algorithm: str,
-) -> tuple[list[list[Gradient]], Packed | None]:
-    """Returns the result of `all_reduce`, and the gradients that were sent packed.
-
-    A single tower sends nothing to its own device.
+        For each of `devices`, N sums; and the gradients that were sent packed.
     """
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]

@@ -15,6 +15,22 @@ def short(device: str) -> str:
     return device[device.rindex("/device") :] if "/device" in device else device
 
 
+def of_this_process(kind: str | None = None) -> list[str]:
+    """Returns the strings of this process's logical devices.
+
+    In a cluster, TensorFlow also lists those of other hosts, which may have more.
+
+    Args:
+        kind: "CPU" or "GPU"; `None` for all.
+    """
+    with tf.init_scope(), tf.device(HOST):
+        own = tf.zeros([]).device.removesuffix(HOST)
+    names = [device.name for device in tf.config.list_logical_devices(kind)]
+    return [
+        short(name) for name in names if name.removesuffix(short(name)) in ("", own)
+    ]
+
+
 def is_gpu(device: str) -> bool:
     """Returns whether a device string, such as "/device:GPU:0", names a GPU.
 
@@ -27,5 +43,5 @@ def is_gpu(device: str) -> bool:
 def nccl_fits(towers: Sequence[str]) -> bool:
     """Returns whether each of several towers has a whole GPU of its own."""
     gpus = len(tf.config.get_visible_devices("GPU"))
-    unsplit = gpus == len(tf.config.list_logical_devices("GPU"))
+    unsplit = gpus == len(of_this_process("GPU"))
     return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-import tensorflow as tf
-
+from towers.devices.names import of_this_process
 from towers.devices.wish import check_unique, is_int
 
 _DEVICE = re.compile(
@@ -34,7 +33,7 @@ def resolve(
     Raises:
         ValueError: A device does not exist, comes twice or is not understood.
     """
-    existing = _logical_devices()
+    existing = [device for device in of_this_process() if _canonical(device)]
     numbered = [d for d in existing if ":GPU:" in d] or [
         d for d in existing if ":CPU:" in d
     ]
@@ -62,16 +61,6 @@ def resolve(
 def _canonical(text: str) -> str | None:
     match = _DEVICE.fullmatch(text.strip())
     return f"/device:{match[1].upper()}:{int(match[2])}" if match else None
-
-
-def _logical_devices() -> list[str]:
-    """Lists this process's CPUs and GPUs.
-
-    In a cluster, the names contain a job, and the list includes the devices of other
-    hosts: without the job these are duplicates, dropped here.
-    """
-    names = (d.name.rpartition("/")[2] for d in tf.config.list_logical_devices())
-    return [d for d in dict.fromkeys(f"/{name}" for name in names) if _canonical(d)]
 
 
 def _resolve_one(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from towers.program import words
 from towers.program.features import feature
 
 # As torchrun's `join_timeout`.
@@ -141,14 +142,14 @@ class Joined(NamedTuple):
 
     Attributes:
         membership: The group of hosts.
-        heartbeat: Detects hosts that fail: a `HostWatch`, or with MPI, `Ends`.
+        watch: Notices hosts that fail: a `HostWatch`, or with MPI, `Ends`.
         communicator: Knows the collective in which this host is, and the error that has
             ended the collectives: a `HostWatch`, or with MPI, an `MpiCommunicator`.
         connect: Connects the hosts, and returns their `World`.
     """
 
     membership: Membership
-    heartbeat: Any
+    watch: Any
     communicator: Any
     connect: Callable[[], Any]
 
@@ -239,11 +240,11 @@ def calling(purpose: str) -> Iterator[None]:
     if current is None:
         yield
         return
-    current.heartbeat.begin(purpose)
+    outer = current.watch.begin(purpose)
     try:
         yield
     finally:
-        current.heartbeat.end()
+        current.watch.end(outer)
 
 
 def collective() -> str | None:
@@ -275,7 +276,7 @@ def ask_all(seconds: float) -> dict[str, tuple[str | None, str] | None]:
         "computes"; or to `None` if the host does not answer in time. Empty if hosts
         cannot be asked, as with MPI.
     """
-    answers = None if (now := current) is None else now.heartbeat.ask(seconds)
+    answers = None if (now := current) is None else now.watch.ask(seconds)
     if answers is None:
         return {}
     return {
@@ -288,12 +289,12 @@ def is_broken() -> bool:
     """Returns whether the joined hosts can no longer train together."""
     if (now := current) is None:
         return False
-    return now.heartbeat.failure is not None or now.communicator.broken is not None
+    return now.watch.failure is not None or now.communicator.broken is not None
 
 
 def failure() -> str | None:
     """Returns a sentence on the failure of a host, if one has failed."""
-    return None if (now := current) is None else now.heartbeat.failure
+    return None if (now := current) is None else now.watch.failure
 
 
 @contextlib.contextmanager
@@ -309,7 +310,7 @@ def together() -> Iterator[None]:
     try:
         with explained():
             if _depth == 1 and current is not None:
-                current.heartbeat.enter()
+                current.watch.enter()
                 check()
             yield
     except BaseException as error:
@@ -327,7 +328,7 @@ def _leave(error):
     global _depth
     _depth -= 1
     if _depth == 0 and current is not None:
-        current.heartbeat.leave(error)
+        current.watch.leave(error)
 
 
 @contextlib.contextmanager
@@ -352,8 +353,14 @@ def _cause(error):
         return error
     if isinstance(now.communicator.broken, HostsDifferError):
         return now.communicator.broken
-    failure = now.heartbeat.explain(error)
+    failure = now.watch.explain(error)
     return error if failure is None else _failed(failure)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns what other hosts are told of an error: its type and message."""
+    line = words.error_line(error, [type(error).__name__, "Error:"])
+    return (line if "Error" in line else f"{type(error).__name__}: {line}")[:300]
 
 
 def check() -> None:

@@ -160,7 +160,7 @@ def remove(key: str) -> None:
 
 
 def report(message: str) -> None:
-    """Ends the collectives of all tasks with a message; any thread may call it."""
+    """Ends the collectives of all tasks, which raise the message; for any thread."""
     # TensorFlow may have ended them before.
     with contextlib.suppress(*ERRORS):
         context.context().report_error_to_cluster(tf.errors.ABORTED, message)

@@ -257,7 +257,7 @@ def _check(found: dict, most: int) -> None:
                 "host on each machine, or neither, to start all on this one."
             )
     if rank is None:
-        return check_here(most, "--hosts")
+        return _check_here(most)
     if not 0 <= rank < most:
         raise ValueError(
             f"Received --host_rank={rank} for {most} hosts; expected 0 to {most - 1}."
@@ -269,17 +269,13 @@ def _check(found: dict, most: int) -> None:
         )
 
 
-def check_here(hosts: int, name: str) -> None:
-    """Checks that this machine can start so many hosts; `name` says who wants them.
-
-    Raises:
-        ValueError: It would have nothing else to do for minutes.
-    """
+def _check_here(hosts: int) -> None:
+    """Checks that this machine has not too many hosts to be done in minutes."""
     cores = limits.cpu_count()
     most = max(_MOST_HERE, cores)
     if hosts > most:
         raise ValueError(
-            f"Received {hosts:,} hosts by {name}, all of them on this machine, which "
+            f"Received {hosts:,} hosts by --hosts, all of them on this machine, which "
             f"has {words.count(cores, 'core')}; expected at most {most}."
         )
 

@@ -55,8 +55,8 @@ class StartedHosts:
         self._fail_seconds = fail_seconds
         self._running = {*hosts}
         self._failed: list[Host] = []  # by themselves, in this order
-        self._stood: list[Host] = []  # had to be ended
-        self._asleep: list[Host] = []  # were stopped when another one failed
+        self._ended_here: list[Host] = []  # had to be ended
+        self._were_stopped: list[Host] = []  # were stopped when another one failed
         self._stopped: int | None = None
 
     def run(self) -> Outcome:
@@ -74,7 +74,7 @@ class StartedHosts:
                 self._pass_on(event)
                 continue
             self._running.discard(event)
-            if event.code and not self._stood:
+            if event.code and not self._ended_here:
                 self._failed.append(event)
                 # While hosts stop, the first one may still be saving.
                 if event.code not in STOPPED and limit is None:
@@ -96,13 +96,13 @@ class StartedHosts:
 
     def _wake(self) -> None:
         """Lets hosts go on that were stopped: they find that others have gone."""
-        self._asleep = [host for host in self._running if host.is_stopped]
-        for host in self._asleep:
+        self._were_stopped = [host for host in self._running if host.is_stopped]
+        for host in self._were_stopped:
             host.signal(signal.SIGCONT)
 
     def _terminate(self) -> None:
-        self._stood = sorted(self._running, key=lambda host: host.rank)
-        for host in self._stood:
+        self._ended_here = sorted(self._running, key=lambda host: host.rank)
+        for host in self._ended_here:
             host.signal(signal.SIGTERM)
 
     def _kill(self) -> None:
@@ -119,11 +119,11 @@ class StartedHosts:
         if first is not None:
             what = "was stopped" if first.code in STOPPED else "failed first"
             said = f"{what}: {first.how}"
-        elif self._asleep:
-            first = self._asleep[0]
+        elif self._were_stopped:
+            first = self._were_stopped[0]
             said = "stood still, stopped as by SIGSTOP, until others had found that"
-        elif self._stood:
-            first = self._stood[0]
+        elif self._ended_here:
+            first = self._ended_here[0]
             said = (
                 f"did not end within {self._fail_seconds:g} s after another host had "
                 "found a failure, and was ended"

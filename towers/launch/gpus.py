@@ -36,9 +36,9 @@ def visible_in(environ: Mapping[str, str]) -> list[str]:
     """Returns the GPUs that are visible, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE not in environ:
         return [str(card.index) for card in gpus.look(environ=environ).cards]
-    found = []
+    indices = []
     for entry in map(str.strip, environ[VISIBLE].split(",")):
         if entry in ("", "-1"):
             break  # CUDA, too, takes those before it
-        found.append(entry)
-    return found
+        indices.append(entry)
+    return indices

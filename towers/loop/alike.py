@@ -124,7 +124,7 @@ def of_data(data: Any) -> Any:
     """Describes the data that `fit` and its siblings are given, as `of_model` does.
 
     Tensors are described by the shape of an example and the type; arrays by the number
-    of examples, too.
+    of examples, too, and data sets by the number of batches, if it is known.
     """
     described = {}
     if (pipeline := getattr(data, "pipeline", None)) is not None:
@@ -132,7 +132,11 @@ def of_data(data: Any) -> Any:
         described |= json.loads(json.dumps(known, default=int))
     if isinstance(data, tf.data.Dataset):
         spec = tf.nest.flatten(data.element_spec)
-        return described | {"elements": [*map(_spec, spec)]}
+        described["elements"] = [*map(_spec, spec)]
+        if pipeline is None:
+            # A host whose data end early would wait for the others for ever.
+            described["batches"] = int(data.cardinality())
+        return described
     if isinstance(data, keras.utils.PyDataset):
         return {"class": type(data).__name__, "batches": data.num_batches}
     arrays = keras.tree.flatten(data)

@@ -575,7 +575,7 @@ class PartitionedCall:
         parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
         algorithm = self._copied.all_reduce_alg
         with tf.name_scope(REDUCE_SCOPE):
-            sums, packed = reduce.all_reduce_packed(parts, devices, devices, algorithm)
+            sums, packed = reduce.all_reduce(parts, devices, devices, algorithm)
         if packed is not None:
             self._combined.travelled.append(Travelled(keys, packed))
         for known, of_copy in zip(self._copies, sums, strict=True):

@@ -124,7 +124,7 @@ class Combination:
             scope = REDUCE_SCOPE if is_gradient else "home/"
             of_towers = [*zip(*of_group.values(), strict=True)]
             with tf.name_scope(scope):
-                (_, totals), packed = reduce.all_reduce_packed(
+                (_, totals), packed = reduce.all_reduce(
                     of_towers, sources, [plan.merge, plan.home], "device"
                 )
             if packed is not None:

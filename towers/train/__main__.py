@@ -32,7 +32,6 @@ import warnings
 import tensorflow as tf
 
 from towers import input_pipeline
-from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, HostsDifferError
 from towers.lifecycle.checkpoints.manager import SaveError
@@ -119,8 +118,10 @@ def main(settings: Settings) -> int:
 
 def _alone(settings: Settings) -> contextlib.AbstractContextManager[None]:
     """Inside, no other run writes to the model_dir, if this process may write there."""
-    writes = not settings.eval_only and this_host().index == 0
-    if not writes:
+    # Not by `this_host`, which would have TensorFlow make the devices, before it knows
+    # which ones.
+    hosts = group.joined()
+    if settings.eval_only or (hosts is not None and hosts.rank > 0):
         return contextlib.nullcontext()
     checks.check_model_dir(settings)
     return files.alone(settings.absolute_model_dir)

@@ -1,4 +1,7 @@
-"""A contender: towers on several hosts, of one tower each, in Keras's `fit`."""
+"""Two contenders: towers on several hosts, of one tower each, in Keras's `fit`.
+
+TensorFlow's collectives connect the hosts, or MPI, whose mpirun has started them.
+"""
 
 import sys
 
@@ -10,11 +13,16 @@ from .keras_fit import fit
 
 def run(job: Job, clock: Clock) -> None:
     """Trains until the clock stops it."""
-    addresses = start_followers(_follow, job)
+    addresses = [] if job.parsed.kind.by_mpi else start_followers(_follow, job)
     clock.memory_mb = tensorflow_memory_mb
     clock.start()
     model, data = _build(job, 0, addresses)
     fit(model, data, clock)
+
+
+def follow(job: Job) -> None:
+    """Trains as one of MPI's other processes."""
+    _follow(job, 0, [])
 
 
 def _follow(job, rank, addresses):
@@ -29,9 +37,10 @@ def _build(job, rank, addresses):
     from towers.hosts.group import Membership
 
     divide_threads(job)
-    placed = devices.configure(1)
-    names = tuple(f"host {k}" for k in range(job.towers))
-    process_group.join(Membership(rank, tuple(addresses), names))
+    placed = devices.configure(1, hosts="auto" if job.parsed.kind.by_mpi else None)
+    if addresses:
+        names = tuple(f"host {k}" for k in range(job.towers))
+        process_group.join(Membership(rank, tuple(addresses), names))
     data = works.dataset(job.work, job.towers)
     contender = job.parsed
     model = multi_gpu_model(

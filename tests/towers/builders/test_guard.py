@@ -41,7 +41,7 @@ def _before(guard, loss, towers, packs):
     if packs:
         device = TOWERS[0]
         ends = [device, device]
-        (_, sums), sent = reduce.all_reduce_packed(towers, TOWERS, ends, "device")
+        (_, sums), sent = reduce.all_reduce(towers, TOWERS, ends, "device")
         packed.append(sent)
     else:
         sums = reduce.sum_gradients(towers)

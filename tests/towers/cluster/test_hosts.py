@@ -69,6 +69,15 @@ def test_what_cannot_be_sent_is_refused(rows):
         _Counting().all_gather(rows, 3, "outputs")
 
 
+def test_a_sum_of_unknown_size_is_refused():
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def add(rows):
+        return _Counting().all_reduce([rows], "losses")
+
+    with pytest.raises(ValueError, match=r"a sum of shape \(None, 3\) on 3 hosts; ex"):
+        add(tf.ones([2, 3]))
+
+
 @pytest.mark.parametrize(
     "told",
     [

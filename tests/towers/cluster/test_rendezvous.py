@@ -425,6 +425,7 @@ def test_no_child_keeps_a_connection():
     """A child that is forked while hosts meet keeps none of them waiting."""
     first, one = places(2)
     hosts = [start(first)]
+    connected(first).close()
 
     async def come_and_fork():
         came = await come(one)

@@ -1,5 +1,6 @@
 """The news of hosts; a dict stands in for TensorFlow's coordination service."""
 
+import json
 import threading
 import time
 
@@ -209,6 +210,94 @@ def test_a_program_that_ends_while_others_train(hosts, monkeypatch):
     assert "its program has ended" in hosts[0].failure
 
 
+def test_a_program_that_fails_between_calls_ends_who_waits_for_it(hosts, monkeypatch):
+    """As where one host finds no data before it makes its model."""
+    monkeypatch.setattr(tensorflow_watch, "_LEFT_S", 0.1)
+    error = FileNotFoundError("no data")
+    monkeypatch.setattr(tensorflow_watch.sys, "last_value", error, raising=False)
+    hosts[0].begin("the variables")
+    assert not hosts[1].finish(0.01)
+    wait_until(lambda: hosts[0].failure)
+    assert hosts[0].failure.endswith("FileNotFoundError: no data")
+
+
+def test_an_error_of_an_earlier_call_is_not_why_a_program_has_ended(hosts, monkeypatch):
+    monkeypatch.setattr(tensorflow_watch, "_LEFT_S", 0.1)
+    hosts[1].enter()
+    hosts[1].leave(ValueError("of the first call"))
+    for _ in range(2):
+        hosts[0].enter()
+    assert not hosts[1].finish(0.01)
+    wait_until(lambda: hosts[0].failure)
+    assert hosts[0].failure.endswith("its program has ended")
+
+
+def test_the_end_of_a_program_waits_for_no_lost_first_host(
+    hosts, values, ended, monkeypatch
+):
+    """As where the first host is stopped by SIGSTOP."""
+    monkeypatch.setattr(tensorflow_watch, "_SILENT_LOOKS", 3)
+    values.answers.clear()
+    try:
+        wait_until(lambda: hosts[1].failure and hosts[2].failure)
+        assert not hosts[1].finish(HANG_S)
+    finally:
+        values.answers.set()
+
+
+def test_a_first_host_that_stops_while_a_program_ends(values, ended, monkeypatch):
+    monkeypatch.setattr(tensorflow_watch, "_SILENT_LOOKS", 3)
+    monkeypatch.setattr(tensorflow_watch, "_END_S", 0.05)
+    host = HostWatch(1, NAMES)
+    host.start()
+    values.answers.clear()
+    finishing = threading.Thread(target=host.finish, args=[HANG_S])
+    finishing.start()
+    try:
+        wait_until(lambda: ended)
+    finally:
+        values.answers.set()
+    finishing.join()
+    host.close()
+    assert ended == [(f"{host.failure}; this host ends.", 75)]
+
+
+def test_a_program_that_ends_while_others_wait_between_calls(hosts, monkeypatch):
+    """Such as for a value that all hosts exchange before `fit`."""
+    monkeypatch.setattr(tensorflow_watch, "_LEFT_S", 0.1)
+    assert not hosts[1].finish(0.01)
+    hosts[0].begin("what each host tells")
+    wait_until(lambda: hosts[0].failure)
+    assert "its program has ended" in hosts[0].failure
+
+
+def test_news_come_even_if_there_is_nothing_new(hosts, values, monkeypatch):
+    """TensorFlow keeps all that reads in vain have left until there is a value."""
+    monkeypatch.setattr(tensorflow_watch, "_NOTHING_NEW_S", 0.01)
+    wait_until(lambda: "news/3" in values.values)
+    assert not any(watch.failure for watch in hosts)
+
+
+def test_an_answer_is_of_one_call(values):
+    """The program goes on while a thread answers."""
+
+    class GoesOn(HostWatch):
+        @property
+        def doing(self):
+            self._count += 1
+            return f"call {self._count}", 0.0, self._count
+
+        @doing.setter
+        def doing(self, value):
+            self._count = 0
+
+    host = GoesOn(0, NAMES)
+    host._starts = True
+    host._hear({"host": 1, "ask": True})
+    answer = json.loads(values.values["news/0"])
+    assert answer["purpose"] == f"call {answer['count']}"
+
+
 def test_hosts_say_what_they_do(hosts):
     for rank, watch in enumerate(hosts):
         watch.describe = lambda rank=rank: ["train", f"step {rank}"]
@@ -226,6 +315,16 @@ def test_a_host_that_waits_long_finds_who_is_elsewhere(hosts, ended, monkeypatch
     broken = [watch.broken for watch in hosts[:2] if watch.broken]
     assert all(isinstance(error, HostsDifferError) for error in broken)
     assert hosts[2].broken is None
+
+
+def test_a_collective_inside_of_a_call_leaves_the_host_in_the_call(hosts):
+    """As the first step is made, hosts exchange values."""
+    assert hosts[0].begin("the train step") is None
+    call = hosts[0].doing
+    hosts[0].end(hosts[0].begin("the variables"))
+    assert hosts[0].doing == call
+    hosts[0].end()
+    assert hosts[0].doing is None
 
 
 def answer(*collectives, count=None, purpose=None):

@@ -13,7 +13,7 @@ import pytest
 from tests.hosts import free_ports
 from tests.limits import HANG_S
 from tests.towers.cluster import on_hosts
-from towers.cluster import tensorflow_watch
+from towers.cluster import mpi_watch, tensorflow_watch
 from towers.program.ending import ANOTHER_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -130,6 +130,7 @@ def test_hosts_notice_within_the_time_that_documents_say():
     """The tests above wait longer: the machine may be busy."""
     text = (ROOT / "docs/hosts.md").read_text()
     assert f"notice after {tensorflow_watch.SILENT_S:.0f} s" in text
+    assert f"MPI, after {mpi_watch.SILENT_S:.0f} s" in text
 
 
 def test_the_end_of_a_fork_is_not_that_of_its_host():

@@ -71,7 +71,7 @@ def _assert_on(sums, device, expected):
 )
 def test_every_device_gets_the_sums(algorithm, towers, shapes):
     parts, devices = _parts(towers, shapes), CPUS[:towers]
-    reduced = reduce.all_reduce(parts, devices, devices, algorithm)
+    reduced, _ = reduce.all_reduce(parts, devices, devices, algorithm)
     assert len(reduced) == towers
     for device, sums in zip(devices, reduced, strict=True):
         _assert_on(sums, device, _sums(parts))
@@ -86,7 +86,7 @@ def test_all_devices_get_the_same_bits(algorithm):
     parts = [
         [tf.constant(random.normal(size=1001) * 10.0**k, tf.float32)] for k in range(3)
     ]
-    reduced = reduce.all_reduce(parts, devices, devices, algorithm)
+    reduced, _ = reduce.all_reduce(parts, devices, devices, algorithm)
     for (sums,) in reduced[1:]:
         assert sums.numpy().tobytes() == reduced[0][0].numpy().tobytes()
     exact = np.sum([part[0].numpy().astype("float64") for part in parts], axis=0)
@@ -102,7 +102,7 @@ def test_all_reduce_adds_16_bits_in_32(algorithm, dtype):
     ones = [large, 1.0, 1.0, 2.0]
     parts = [[tf.constant([value] * 5, dtype)] for value in ones]
     assert float(tf.constant(large, dtype) + tf.constant(1.0, dtype)) == large
-    for (sums,) in reduce.all_reduce(parts, devices, devices, algorithm):
+    for (sums,) in reduce.all_reduce(parts, devices, devices, algorithm)[0]:
         assert sums.dtype == dtype
         np.testing.assert_array_equal(tf.cast(sums, tf.float32), [large + 4.0] * 5)
 
@@ -124,7 +124,7 @@ def test_dense_sparse_and_missing_together(algorithm):
     parts[0] += [None, tf.constant([[1.0], [1.0], [1.0], [1.0]]), tf.constant([[5]])]
     parts[1] += [tf.constant([7.0]), _rows([[2.0]], [1]), tf.constant([[6]])]
     for device, sums in zip(
-        devices, reduce.all_reduce(parts, devices, devices, algorithm), strict=True
+        devices, reduce.all_reduce(parts, devices, devices, algorithm)[0], strict=True
     ):
         dense, sparse, missing, once, mixed, integers = sums
         np.testing.assert_array_equal(dense, [11.0, 22.0, 33.0])
@@ -148,7 +148,7 @@ def test_idle_towers_send_nothing_and_get_the_sums(algorithm, sources):
     parts[0].append(_rows([[1.0]], [2]))
     for part in parts[1:]:
         part.append(_rows([[2.0]], [0]))
-    reduced = reduce.all_reduce(parts, CPUS[:sources], CPUS, algorithm)
+    reduced, _ = reduce.all_reduce(parts, CPUS[:sources], CPUS, algorithm)
     assert len(reduced) == 4
     table = _sums([[tf.convert_to_tensor(part[-1])] for part in parts])
     for device, sums in zip(CPUS, reduced, strict=True):
@@ -159,14 +159,15 @@ def test_idle_towers_send_nothing_and_get_the_sums(algorithm, sources):
 
 @pytest.mark.parametrize("gradients", [[], [None, None]])
 def test_nothing_to_reduce(gradients):
-    reduced = reduce.all_reduce([gradients] * 2, CPUS[:2], CPUS[:2], "ring")
+    reduced, _ = reduce.all_reduce([gradients] * 2, CPUS[:2], CPUS[:2], "ring")
     assert reduced == [gradients] * 2
 
 
 @pytest.mark.parametrize("towers", [1, 2, 3])
 def test_packed_sums_are_those_of_the_parts(towers):
     parts = _parts(towers, [(5,), (2, 2), ()])
-    sums = reduce.sum_packed(parts, CPUS[:towers], CPUS[2], CPUS[3])
+    ends = CPUS[2], CPUS[3]
+    (_, sums), _ = reduce.all_reduce(parts, CPUS[:towers], ends, "device")
     _assert_on(sums, CPUS[3], _sums(parts))
 
 
@@ -178,7 +179,8 @@ def test_large_sums_are_made_chunk_by_chunk(towers, monkeypatch):
 
     @tf.function(autograph=False)
     def sums():
-        return reduce.sum_packed(parts, CPUS[:towers], CPUS[3], CPUS[3])
+        ends = CPUS[3], CPUS[3]
+        return reduce.all_reduce(parts, CPUS[:towers], ends, "device")[0][1]
 
     for total, expected in zip(sums(), _sums(parts), strict=True):
         np.testing.assert_array_equal(total, expected)

@@ -77,6 +77,14 @@ def check_sum_of_each_type(world, folder):
         np.testing.assert_array_equal(total, expected)
 
 
+def check_sum_of_complex_numbers(world, folder):
+    for dtype in (tf.complex64, tf.complex128):
+        value = tf.constant([[1 + 2j], [3.5 - 1j]], dtype)
+        (total,) = world.all_reduce([value], "complex numbers")
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total, world.count * value)
+
+
 def check_sum_of_large_integers(world, folder):
     for value in (-(2**61), -1, 2**40 + 3):
         (total,) = world.all_reduce([tf.constant(value, tf.int64)], "integers")
@@ -124,6 +132,18 @@ def check_order(world, folder):
         assert float(function(tf.constant(2.0))) == 5 * world.count
 
 
+def check_a_function_that_one_host_traces_again(world, folder):
+    """Asked what they do, hosts differ in nothing."""
+
+    def add(x):
+        return world.all_reduce([x], "traced")
+
+    for _ in range(1 + (world.index == 1)):
+        tf.function(add, autograph=False).get_concrete_function(tf.ones([3]))
+    told = world.exchange([*getattr(world.communicator, "collectives", ())])
+    assert told == told[:1] * world.count
+
+
 def check_order_in_a_loop(world, folder):
     def step(i, x):
         sums = world.all_reduce([x], "one"), world.all_reduce([x + 1], "another")
@@ -153,7 +173,9 @@ def check_gather(world, folder):
     every = [*map(rows_of, range(world.count))]
     total = sum(map(len, every))
     mine = {"rows": tf.constant(rows_of(world.index)), "scalar": tf.constant(3)}
+    mine["empty"] = mine["rows"][:, :0]
     found = world.all_gather(mine, total, "rows")
+    assert found["empty"].shape == (total, 0)
     np.testing.assert_array_equal(found["rows"], np.concatenate(every))
     assert int(found["scalar"]) == 3
 
@@ -184,6 +206,17 @@ def check_gather_of_unknown_rows(world, folder):
         own = tf.fill([rows * world.index, width], float(world.index))
         want = [[k] * width for k in range(world.count) for _ in range(k * rows)]
         np.testing.assert_array_equal(gather(own), np.reshape(want, [-1, width]))
+
+
+def check_gather_of_a_host_without_rows(world, folder):
+    """It does not know how long the rows of others are."""
+    own = tf.ones([0, 0, 2]) if world.index else tf.ones([2, 5, 2])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])])
+    def gather(rows):
+        return world.all_gather(rows, None, "rows of the first host")
+
+    np.testing.assert_array_equal(gather(own), np.ones([2, 5, 2]))
 
 
 def check_parts_of_several_types(world, folder):

@@ -453,7 +453,7 @@ def logical(monkeypatch):
 
     def make(*names: str) -> None:
         made = [types.SimpleNamespace(name=name) for name in names]
-        monkeypatch.setattr(tf.config, "list_logical_devices", lambda: made)
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: made)
 
     return make
 
@@ -491,12 +491,11 @@ def test_resolve_understands_every_spelling(logical, spelling):
 
 
 def test_resolve_in_a_cluster(logical):
-    logical(
-        "/job:worker/replica:0/task:0/device:CPU:0",
-        "/job:worker/replica:0/task:0/device:GPU:0",
-        "/job:worker/replica:0/task:1/device:CPU:0",
-        "/job:worker/replica:0/task:1/device:GPU:0",
-    )
+    """Another host may have more."""
+    own, other = (f"/job:localhost/replica:0/task:{k}/device" for k in range(2))
+    logical(*(f"{host}:CPU:0" for host in (own, other)), f"{other}:CPU:1")
+    assert devices.resolve() == ("/device:CPU:0",)
+    logical(f"{own}:GPU:0", f"{other}:GPU:0", f"{other}:GPU:1")
     assert devices.resolve() == gpu_strings(0)
 
 
@@ -724,17 +723,17 @@ def test_table_wants_a_local_batch_for_each_tower():
         ({"num_gpus": 1, "gpu_split": 8, "gpu_memory_limit_mb": 1024}, False),
     ],
 )
-def test_nccl_needs_a_whole_gpu_for_each_tower(machine, monkeypatch, wish, fits):
+def test_nccl_needs_a_whole_gpu_for_each_tower(machine, logical, wish, fits):
     machine(8)
     towers = devices.configure(**wish).towers
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    logical(*towers)
     assert devices.nccl_fits(towers) is fits
 
 
-def test_nccl_does_not_fit_towers_of_two_kinds(machine, monkeypatch):
+def test_nccl_does_not_fit_towers_of_two_kinds(machine, logical):
     machine(8)
     towers = devices.configure(2).towers
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: towers)
+    logical(*towers)
     assert not devices.nccl_fits([towers[0], "/device:CPU:0"])
 
 

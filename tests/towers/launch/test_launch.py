@@ -59,10 +59,12 @@ def read(options, *command):
 
 
 @pytest.mark.slow
-def test_two_hosts_train_into_one_folder(tmp_path):
+@pytest.mark.parametrize("devices", [("--num_gpus=1",), ()])
+def test_two_hosts_train_into_one_folder(tmp_path, devices):
+    """By default, each host divides its CPU, before TensorFlow connects the hosts."""
     with launch(
         *("--hosts=2", f"--log_dir={tmp_path / 'logs'}", "--"),
-        *("--dataset=synthetic:8x8x1:10:64", "--model=mlp", "--num_gpus=1"),
+        *("--dataset=synthetic:8x8x1:10:64", "--model=mlp", *devices),
         *("--train_epochs=1", f"--model_dir={tmp_path / 'run'}"),
     ) as process:
         _, err = process.communicate()

@@ -145,6 +145,11 @@ X = np.zeros((6, 3), "float32")
             "elements",
         ),
         (tf.data.Dataset.from_tensor_slices(X).batch(2), X, "elements"),
+        (
+            tf.data.Dataset.from_tensor_slices(X).batch(2),
+            tf.data.Dataset.from_tensor_slices(X[:-2]).batch(2),
+            "batches",
+        ),
         (iter([X]), X, "class"),
     ],
 )
@@ -153,8 +158,8 @@ def test_data_that_differ(first, second, said):
 
 
 def test_of_a_batch_the_number_of_rows_may_differ():
-    data = tf.data.Dataset.from_tensor_slices(X)
-    sizes = (data.batch(size, drop_remainder=True) for size in (2, 3))
+    data = (tf.data.Dataset.from_tensor_slices(X[: 2 * size]) for size in (2, 3))
+    sizes = (of_host.batch(len(of_host) // 2, drop_remainder=True) for of_host in data)
     assert compare(*map(alike.of_data, sizes)) is None
 
 

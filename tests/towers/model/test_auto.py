@@ -770,7 +770,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
         auto, "choose", lambda ways, *_, **__: [auto.CandidateTrial(ways[0], 1.0)]
     )
     _, expected = _expected(1, _no_more)
-    all_reduce = reduce.all_reduce_packed
+    all_reduce = reduce.all_reduce
 
     def failing(towers, sources, devices, algorithm):
         sums, packed = all_reduce(towers, sources, devices, algorithm)
@@ -779,7 +779,7 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
                 sums = tf.nest.map_structure(tf.identity, sums)
         return sums, packed
 
-    monkeypatch.setattr(reduce, "all_reduce_packed", failing)
+    monkeypatch.setattr(reduce, "all_reduce", failing)
     capsys.readouterr()
     parallel, _, variables = _fit("auto", layers=_no_more, gpus=gpus, where=gpus[0])
     line, *_ = capsys.readouterr().err.splitlines()

@@ -178,14 +178,14 @@ class Copies(Store):
     ) -> Sequence[Sequence[Gradient]]:
         """All-reduces the gradients of one stage; see `Store`."""
         devices = [tower.device for tower in plan.replicas]
-        return reduce.all_reduce(gradients, devices, devices, self.algorithm)
+        return reduce.all_reduce(gradients, devices, devices, self.algorithm)[0]
 
     def _hand_out(
         self, plan: Plan, sums: Sequence[Gradient]
     ) -> Sequence[Sequence[Gradient]]:
         """Copies the sums of one stage from home to each tower; see `Store`."""
         devices = [tower.device for tower in plan.replicas]
-        return reduce.all_reduce([sums], [HOST], devices, "cpu")
+        return reduce.all_reduce([sums], [HOST], devices, "cpu")[0]
 
     def follow_learning_rates(self) -> None:
         """Copies learning rates, which callbacks change, to all towers."""

@@ -500,7 +500,8 @@ def _sum(plan, gradients, target):
     """Adds the towers' gradients of one stage; the sums end on the target device."""
     sources = [tower.device for tower in plan.replicas]
     if any(map(plan.packs, sources)):
-        return reduce.sum_packed(gradients, sources, plan.merge, target)
+        devices = plan.merge, target
+        return reduce.all_reduce(gradients, sources, devices, "device")[0][1]
     with tf.device(plan.merge):
         return reduce.sum_gradients(gradients)
 
