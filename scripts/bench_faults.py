@@ -95,6 +95,7 @@ class Generation:
         environ = {
             "CUDA_VISIBLE_DEVICES": "-1",
             "FAULT": str(self._fault),
+            "TOWERS_JOIN_SECONDS": "20",
             "PYTHONUNBUFFERED": "1",
             "TOWERS_GENERATION": str(number),
         }
@@ -118,7 +119,6 @@ class Generation:
         environ |= {
             "TOWERS_COORDINATOR": f"{host}:{free_ports(1)[0]}",
             "TOWERS_HOST_COUNT": str(HOSTS),
-            "TOWERS_JOIN_SECONDS": "20",
             "TOWERS_TOKEN": "fault of a benchmark",
         }
         processes = []

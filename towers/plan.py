@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towers.collectives import batch
 from towers.collectives.world import ALONE, World
-from towers.devices.names import is_gpu
+from towers.devices.names import is_gpu, nccl_fits
 from towers.layers.pipeline import ONE_STAGE, Pipeline
 
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class Plan:
             others.
         by_host: Number of towers of each host.
         pipeline: The stages of each tower, and the schedule of micro-batches.
+        members: The devices of the towers of each host, without those of later stages.
     """
 
     towers: tuple[Tower, ...]
@@ -93,6 +94,7 @@ class Plan:
     split_ratios: tuple[int, ...]
     by_host: tuple[int, ...]
     pipeline: Pipeline = ONE_STAGE
+    members: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(
@@ -122,11 +124,16 @@ class Plan:
                 exchange these, for which all hosts call this method together.
         """
         count = pipeline.micro_batches
-        exchanged = ratios_of_hosts or hosts.exchange([*split_ratios])
+        own = [device if isinstance(device, str) else device[0] for device in devices]
+        if ratios_of_hosts is None:
+            exchanged = hosts.exchange([[*split_ratios], own])
+        else:
+            exchanged = [(ratios, own) for ratios in ratios_of_hosts]
         ratios = [
             [n for n in ratios_of_host for _ in range(count)]
-            for ratios_of_host in exchanged
+            for ratios_of_host, _ in exchanged
         ]
+        members = tuple(tuple(of_host) for _, of_host in exchanged)
         first = itertools.count(sum(map(len, ratios[: hosts.index])))
         towers = tuple(
             Tower(
@@ -143,7 +150,7 @@ class Plan:
         merges = homes if merges is None else (*merges,)
         on_gpus = any(is_gpu(device) for tower in towers for device in tower.devices)
         by_host, ratios = tuple(map(len, ratios)), tuple(itertools.chain(*ratios))
-        values = on_gpus, packed, hosts, ratios, by_host, pipeline
+        values = on_gpus, packed, hosts, ratios, by_host, pipeline, members
         return cls(towers, homes, merges, *values)
 
     def of_stage(self, stage: int) -> "Plan":
@@ -290,6 +297,23 @@ class Plan:
         if copied:
             homes = [*zip(*(tower.devices for tower in self.replicas), strict=True)]
         return lambda variable: homes[stage_of(variable)]
+
+    def algorithm_for(self, name: str) -> str:
+        """Returns how copies' gradients are added: a key of `reduce.ALGORITHMS`.
+
+        With "auto", NCCL adds those of several hosts, if all can use it. Otherwise, the
+        first GPU adds those of this host, or else the CPU. All hosts call this
+        together.
+
+        Args:
+            name: The algorithm that the user has set, or "auto".
+        """
+        if name != "auto":
+            return name
+        fits = nccl_fits([tower.device for tower in self.replicas])
+        if self.hosts.connects_devices and all(self.hosts.exchange(fits)):
+            return "nccl"
+        return "device" if is_gpu(self.home) else "cpu"
 
     def packs(self, device: str) -> bool:
         """Checks whether values are sent packed between home and a device.

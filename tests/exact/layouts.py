@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,10 @@ import towers
 from tests.exact import oracle
 from tests.exact.case import Case
 from tests.valued import valued
+from towers.collectives import reduce
 from towers.layers import parameters
 from towers.layers.pipeline import balanced, weighted
+from towers.model import options as model_options
 
 # Of models that are built by their data: how many layers have weights.
 BUILT_LATER = {
@@ -47,6 +49,7 @@ class Layout:
         shard_optimizer_state: Whether towers divide the optimizer's state.
         shard_embeddings: How towers divide embedding tables: "rows", "columns", "auto".
         resized: Whether the towers change before each call of training or validation.
+        nccl: Whether towers add gradients where these are, as GPUs do by NCCL.
         compiled_first: Whether the model is compiled before it is wrapped.
         options: Further ones, as pairs; see `valued`.
     """
@@ -60,6 +63,7 @@ class Layout:
     shard_optimizer_state: bool = False
     shard_embeddings: str | None = None
     resized: bool = False
+    nccl: bool = False
     compiled_first: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -100,6 +104,8 @@ class Layout:
                 options["split_ratios"] = several[first:]
             if self.shard_embeddings:
                 options["shard_embeddings"] = self.shard_embeddings
+            if self.nccl:
+                options["all_reduce"] = "nccl"
             if self.shard_optimizer_state:
                 options["shard_optimizer_state"] = True
             if self.stages > 1 or self.micro_batches > 1:
@@ -112,11 +118,17 @@ class Layout:
 
         return wrapped
 
-    def dividing_all(self) -> contextlib.AbstractContextManager:
-        """Inside, no variable is too small to be divided, as those of cases are."""
-        if not self.shard_optimizer_state:
-            return contextlib.nullcontext()
-        return mock.patch.object(parameters, "MIN_BYTES", 1)
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Inside, small variables can be divided, and CPUs add as GPUs do by NCCL."""
+        with contextlib.ExitStack() as patches:
+            if self.shard_optimizer_state:
+                patches.enter_context(mock.patch.object(parameters, "MIN_BYTES", 1))
+            if self.nccl:
+                for module in reduce, model_options:
+                    fits = mock.patch.object(module, "nccl_fits", lambda towers: True)
+                    patches.enter_context(fits)
+            yield
 
     def outcome(
         self, case: Case, rank: int = 0, later: Collection[str] = oracle.LATER
@@ -124,7 +136,7 @@ class Layout:
         """Runs a case so, and compares it with one device; see `oracle.outcome`."""
         case = self.of(case)
         wrap = self.wrap(case, rank)
-        with self.dividing_all():
+        with self.allowed():
             record = oracle.outcome(
                 case, wrap, later=later, compiled_first=self.compiled_first
             )

@@ -306,6 +306,7 @@ RESIZED = [
     Layout(COPIES, resized=True, shard_optimizer_state=True),
     Layout(SERVER, resized=True, options=(("prefetch", 3),)),
     Layout(COPIES, resized=True, options=(("prefetch", 1),)),
+    Layout(COPIES, resized=True, nccl=True),
     Layout("auto", resized=True, options=(("prefetch", 2),)),
     Layout(SERVER, resized=True, options=(("check_numerics", True),)),
     Layout(SERVER, resized=True, options=(("device", "gpu"),)),
@@ -557,6 +558,7 @@ def layouts_of_step(case):
         Layout(towers=(3,)): name == "own steps/accumulate",
         Layout(COPIES, (2,), options=(("all_reduce", "ring"),)): quick,
         Layout(COPIES, (3,), options=(("all_reduce", "device"),)): quick,
+        Layout(COPIES, (3,), nccl=True): quick,
         Layout(ASYNCHRONOUS, (1,)): quick,
         # Where home is on another GPU, values travel in one piece.
         Layout(ASYNCHRONOUS, (1,), options=(("packed", True),)): quick,
@@ -664,6 +666,12 @@ def run_on_hosts(layout, names, folder, by_mpi=False):
     ("layout", "names"),
     [
         (Layout(SERVER, (1, 2), shard_embeddings="rows"), OFTEN[:2]),
+        (Layout(COPIES, (1, 2), nccl=True), OFTEN),
+        *parts(
+            [Layout(COPIES, towers, nccl=True) for towers in HOSTS],
+            [case for case in table.ALL if is_for_hosts(case) and not is_slow(case)],
+            5,
+        ),
         (
             Layout(COPIES, (1, 2)),
             (

@@ -231,11 +231,7 @@ class Context:
             with agreement.evaluates(data):
                 yield
         else:
-            (numbers,) = self.plan.hosts.all_reduce(
-                [agreement.of_batch(data, times)], "batch"
-            )
-            with agreement.before(numbers):
-                agreement.hear(numbers, times)
+            with agreement.trains(data, times):
                 yield
 
 

@@ -1,8 +1,9 @@
-"""Ends a process whose TensorFlow waits in vain for other hosts.
+"""Ends a process whose engine waits in vain for other hosts to connect.
 
-TensorFlow keeps Python's lock while it connects hosts, so no thread of the process can
-do this. `tensorflow_engine` runs this file, which needs nothing but Python. Each host
-listens from when it has met the others: a host at whose port nobody listens has ended.
+TensorFlow and MPI keep Python's lock while they connect hosts, so no thread of the
+process can do this. `bounded` runs this file, which needs nothing but Python. With
+TensorFlow, each host listens from when it has met the others: a host at whose port
+nobody listens has ended.
 
     python -I -S connecting.py PID SECONDS [[NAME, HOST, PORT], ...]
 """
@@ -14,13 +15,51 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
 # A host that TensorFlow is about to connect does not listen for a moment.
 GONE_S = 10.0
 _PROBE_S, _PAUSE_S = 3.0, 0.2
+
+
+@contextlib.contextmanager
+def bounded(seconds: float, hosts: Sequence[Sequence] = ()) -> Iterator[None]:
+    """Inside, this process ends if hosts have not connected in time, or by a signal.
+
+    Args:
+        seconds: Maximum time to connect.
+        hosts: Name, host and port of each of the other hosts that listen.
+    """
+    command = sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds)
+    with (
+        # Signals of the terminal are for this process.
+        subprocess.Popen(
+            [*command, json.dumps(hosts)], stdin=subprocess.PIPE, process_group=0
+        ) as process,
+        _ended_by_signals(),
+    ):
+        yield
+        process.stdin.close()
+
+
+@contextlib.contextmanager
+def _ended_by_signals():
+    """Inside, signals end this process at once, as no handler in Python can run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def main(pid: int, seconds: float, hosts: list[list]) -> None:
@@ -41,12 +80,12 @@ def main(pid: int, seconds: float, hosts: list[list]) -> None:
         said = f"{gone} has ended, or cannot be reached at its port"
     except queue.Empty:
         said = f"Not all hosts have connected within {seconds:.0f} s"
-    print(
-        f"towers: {said}, after the hosts had met, so this host ends; see the output "
-        "of the others, and open their ports to all hosts.",
-        file=sys.stderr,
-        flush=True,
-    )
+    if hosts:
+        said += ", after the hosts had met, so this host ends; see the output of the "
+        said += "others, and open their ports to all hosts."
+    else:
+        said += ", so this host ends; see the output of the others."
+    print(f"towers: {said}", file=sys.stderr, flush=True)
     os.kill(pid, signal.SIGKILL)
 
 

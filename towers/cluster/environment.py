@@ -216,7 +216,8 @@ def _rank_of_mpi(environ: Environ) -> str | None:
 def _of_mpi(environ: Environ, name: str) -> ProcessPlace:
     """Returns the place of a process that MPI has started."""
     count = _number(environ, MPI[name], 1)
-    return ProcessPlace(_rank(environ, name, count), count, "", None, mpi=name)
+    rank, seconds = _rank(environ, name, count), _seconds(environ)
+    return ProcessPlace(rank, count, "", None, join_seconds=seconds, mpi=name)
 
 
 def _of_torchrun(environ: Environ, names: torchrun.Names) -> ProcessPlace:
@@ -282,6 +283,19 @@ def _place(
         coordinator: Where the first host waits, unless `TOWERS_COORDINATOR` says it.
         restarts: Name of the variable in which the launcher counts its restarts.
     """
+    generation = _number(environ, restarts, 0, default=0)
+    return ProcessPlace(
+        rank,
+        count,
+        _coordinator(environ, coordinator),
+        token(environ),
+        _seconds(environ),
+        environ.get(_INTERFACE) or None,
+        generation=_number(environ, _GENERATION, 0, default=generation),
+    )
+
+
+def _seconds(environ: Environ) -> float:
     text = environ.get(_SECONDS) or str(JOIN_SECONDS)
     try:
         seconds = float(text)
@@ -292,16 +306,7 @@ def _place(
             f"Received {_SECONDS}={text}; expected for how many seconds to wait for "
             f"other hosts, such as {JOIN_SECONDS:g}."
         )
-    generation = _number(environ, restarts, 0, default=0)
-    return ProcessPlace(
-        rank,
-        count,
-        _coordinator(environ, coordinator),
-        token(environ),
-        seconds,
-        environ.get(_INTERFACE) or None,
-        generation=_number(environ, _GENERATION, 0, default=generation),
-    )
+    return seconds
 
 
 def token(environ: Environ) -> str | None:

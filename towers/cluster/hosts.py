@@ -39,8 +39,11 @@ class Cluster(abc.ABC):
     Attributes:
         names: See `World`.
         communicator: See `World`.
+        connects_devices: See `World`.
         wire: The type in which gradients are sent; `None` for their own.
     """
+
+    connects_devices = False
 
     def __init__(self, names: Sequence[str], index: int, communicator: Any):
         """Takes the names of all hosts, and the index of this one."""

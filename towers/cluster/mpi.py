@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from towers.cluster import connecting
 from towers.cluster.mpi_watch import MpiWatch
 from towers.cluster.mpi_world import MpiWorld
 from towers.cluster.rendezvous.host import (
@@ -63,12 +64,13 @@ def join(place: ProcessPlace) -> group.Joined:
         ValueError: mpi4py is missing, or is of another MPI than the launcher.
         RendezvousError: The hosts have different versions.
     """
-    mpi = _imported(place)
-    comm = mpi.COMM_WORLD.Dup()
-    own = HostDescription.here(
-        dataclasses.replace(place, rank=comm.rank), f"{socket.gethostname()}:0"
-    )
-    hosts = comm.allgather(own)
+    with connecting.bounded(place.join_seconds):
+        mpi = _imported(place)
+        comm = mpi.COMM_WORLD.Dup()
+        own = HostDescription.here(
+            dataclasses.replace(place, rank=comm.rank), f"{socket.gethostname()}:0"
+        )
+        hosts, of_watch = comm.allgather(own), comm.Dup()
     if text := difference(hosts):
         raise RendezvousError(text)
     membership = group.Membership(
@@ -79,7 +81,7 @@ def join(place: ProcessPlace) -> group.Joined:
     communicator = MpiCommunicator(mpi, comm, membership.names)
     watch = None
     if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-        watch = MpiWatch(mpi, comm.Dup(), membership.names, communicator.kill)
+        watch = MpiWatch(mpi, of_watch, membership.names, communicator.kill)
     elif comm.rank == 0:
         voice.warn(
             "MPI allows one thread at a time, so nobody notices a host that is stopped "

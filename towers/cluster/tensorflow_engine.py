@@ -5,15 +5,8 @@ are silent. Its server belongs to one cluster for the life of a process, and lis
 all interfaces without authentication, as under `MultiWorkerMirroredStrategy`.
 """
 
-import contextlib
 import functools
-import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 
 from towers.cluster import addresses, connecting
 from towers.cluster.tensorflow_watch import SILENT_S, HostWatch
@@ -70,7 +63,10 @@ def join(membership: Membership, seconds: float) -> group.Joined:
 
 def _connect(membership, seconds, watch, held, server):
     """Initialises TensorFlow, which connects all hosts; returns their `World`."""
-    with _ended_if_late(membership, seconds), _ended_by_signals():
+    pairs = zip(membership.names, membership.addresses, strict=True)
+    hosts = [[name, *addresses.split(address)] for name, address in pairs]
+    del hosts[membership.rank]
+    with connecting.bounded(seconds, hosts):
         held.close()
         cluster.start(server)
     if membership.rank == 0:
@@ -83,33 +79,3 @@ def _connect(membership, seconds, watch, held, server):
         )
     watch.start()
     return TensorFlowWorld(membership.names, membership.rank, watch)
-
-
-@contextlib.contextmanager
-def _ended_if_late(membership, seconds):
-    """Inside, another process ends this one if others end; see `connecting.py`."""
-    pairs = zip(membership.names, membership.addresses, strict=True)
-    hosts = [[name, *addresses.split(address)] for name, address in pairs]
-    del hosts[membership.rank]
-    arguments = str(os.getpid()), str(seconds), json.dumps(hosts)
-    command = sys.executable, "-I", "-S", connecting.__file__, *arguments
-    # Signals of the terminal are for this process.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) as process:
-        yield
-        process.stdin.close()
-
-
-@contextlib.contextmanager
-def _ended_by_signals():
-    """Inside, signals end this process at once, as no handler in Python can run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = signal.SIGINT, signal.SIGTERM
-    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            if handler is not None:
-                signal.signal(number, handler)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from towers.cluster.hosts import Cluster, as_integers
 from towers.cluster.tensorflow_watch import HostWatch
 from towers.hosts import group
-from towers.keras_adapter import cluster
+from towers.keras_adapter import cluster, runtime
 
 T = TypeVar("T")
 
@@ -29,7 +29,13 @@ class TensorFlowWorld(Cluster):
     def __init__(self, names: Sequence[str], index: int, watch: HostWatch):
         """Takes the place of this host among others, and what follows their news."""
         super().__init__(names, index, watch)
+        self._group = runtime.of_tasks(self.count)
         self._watch, self._exchanged = watch, itertools.count()
+
+    @property
+    def connects_devices(self) -> bool:
+        """See `World`. To compress, gradients go through the host's memory."""
+        return self.wire is None
 
     def exchange(self, value: T) -> list[T]:
         """See `World`."""
@@ -60,13 +66,11 @@ class TensorFlowWorld(Cluster):
         size = flat.shape.num_elements()
         if size == 0:
             return flat
-        if size is None:
-            # TensorFlow cannot add empty tensors.
-            flat = tf.concat([flat, tf.zeros([1], flat.dtype)], 0)
-        key = self._key(flat, f"sum of {purpose}")
+        some = _not_empty(flat)
+        key = self._key(some, f"sum of {purpose}")
         with self._call(purpose):
-            total = cluster.all_reduce(flat, self.count, key, self._order)
-        return total[:-1] if size is None else total
+            total = runtime.all_reduce(some, self._group, key, self._order)
+        return total[: tf.size(flat)] if size is None else total
 
     def _sum_rounded(self, flat, purpose):
         """Adds numbers of 16 bits, and rounds each sum on its way around the ring."""
@@ -75,17 +79,10 @@ class TensorFlowWorld(Cluster):
     def _gather_equal(self, rows, purpose):
         """See `Cluster`."""
         bits, of_bits = as_integers(rows)
-        flat, known_size = tf.reshape(bits, [-1]), bits.shape.num_elements()
-        size = tf.size(bits, tf.int64)
-        if not known_size:
-            # TensorFlow cannot gather empty tensors: one zero stands for no number.
-            flat = tf.concat(
-                [flat, tf.zeros([tf.cast(size == 0, tf.int32)], flat.dtype)], 0
-            )
-            flat.set_shape([1 if known_size == 0 else None])
+        flat, size = _not_empty(tf.reshape(bits, [-1])), tf.size(bits, tf.int64)
         key = self._key(flat, f"rows of {purpose}")
         with self._call(purpose):
-            whole = cluster.all_gather(flat, self.count, key, self._order)
+            whole = runtime.all_gather(flat, self._group, key, self._order)
         # Bits of large numbers have one axis more.
         shape = tf.shape(bits, tf.int64) * [self.count, *[1] * (bits.shape.rank - 1)]
         whole = of_bits(tf.reshape(whole[: self.count * size], shape))
@@ -120,3 +117,14 @@ class TensorFlowWorld(Cluster):
             outer = self._watch.begin(purpose)
             yield
             self._watch.end(outer)
+
+
+def _not_empty(flat):
+    """Returns one zero for no number: TensorFlow neither adds nor gathers nothing."""
+    size = flat.shape.num_elements()
+    if size:
+        return flat
+    zeros = tf.zeros([tf.cast(tf.size(flat) == 0, tf.int32)], flat.dtype)
+    some = tf.concat([flat, zeros], 0)
+    some.set_shape([1 if size == 0 else None])
+    return some

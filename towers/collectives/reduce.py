@@ -8,6 +8,8 @@ unequal towers, and dividing sums at the end overflows early in float16.
 packs dense gradients into a buffer for each type, and one of `ALGORITHMS` adds them.
 """
 
+import functools
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ import tensorflow as tf
 
 from towers.collectives import packing
 from towers.devices.names import HOST, is_gpu, nccl_fits
-from towers.keras_adapter.runtime import nccl_sums
+from towers.keras_adapter import runtime
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -56,6 +58,7 @@ def all_reduce(
     sources: Sequence[str],
     devices: Sequence[str],
     algorithm: str,
+    members: Sequence[Sequence[str]] = (),
 ) -> tuple[list[list[Gradient]], Packed | None]:
     """Adds the gradients of all towers, and sends the sums to each device.
 
@@ -67,18 +70,23 @@ def all_reduce(
         sources: The device of each of these towers.
         devices: The devices that receive the sums.
         algorithm: One of `ALGORITHMS`. "device" adds on the first of `devices`.
+        members: The devices of each host, if "nccl" is to add the gradients of several
+            hosts; all gradients are then dense and floating.
 
     Returns:
         For each of `devices`, N sums; and the gradients that were sent packed.
     """
     first = towers[0]
     dense = [i for i in range(len(first)) if all(_is_dense(t[i]) for t in towers)]
-    if len(towers) == 1 and {*devices} == {*sources}:
+    if len(towers) == 1 and {*devices} == {*sources} and len(members) < 2:
         sums = [_copies(gradient, devices) for gradient in first]
         return [list(of_device) for of_device in zip(*sums, strict=True)], None
     reduced = [{} for _ in devices]
     parts = _packed(towers, sources, dense)
-    sums = [ALGORITHMS[algorithm](buffers, devices) for buffers in parts]
+    add_parts = ALGORITHMS[algorithm]
+    if len(members) > 1:
+        add_parts = functools.partial(_nccl, members=members)
+    sums = [add_parts(buffers, devices) for buffers in parts]
     packed = Packed(dense, parts, [of_devices[0] for of_devices in sums])
     for k, device in enumerate(devices):
         with tf.device(device):
@@ -171,26 +179,59 @@ def _ring(parts, devices):
     return gathered
 
 
-def _nccl(parts, devices):
+def _nccl(parts, devices, members=()):
+    """Adds on the devices that have the parts, by an operation of TensorFlow's on each.
+
+    With `members`, the parts on the devices of other hosts are added, too. Without
+    GPUs, as in tests, TensorFlow sends the parts around a ring.
+    """
     if len(parts) < len(devices):
-        # NCCL needs all devices to take part; batches this small are rare.
+        # All devices have to take part; batches this small are rare.
         return _on_device(parts, devices)
-    wide, kind = [], parts[0].dtype
-    for part, device in zip(parts, devices, strict=True):
-        with tf.device(device):
-            wide.append(tf.cast(part, tf.float32))
-    sums = []
-    for total, device in zip(nccl_sums(wide), devices, strict=True):
-        with tf.device(device):
-            sums.append(tf.cast(total, kind))
-    return sums
+    kind, size = parts[0].dtype, parts[0].shape.num_elements()
+    if not size:
+        return parts  # TensorFlow cannot add empty tensors.
+    # Models may have different devices, and each group has a key of its own.
+    members = members or [devices]
+    group = runtime.DeviceGroup(
+        sum(map(len, members)), _key(f"towers {[*map(list, members)]}")
+    )
+    instance = _key(f"{size} {kind.name}")
+
+    def add_all(*parts):
+        sums = []
+        for part, device in zip(parts, devices, strict=True):
+            with tf.device(device):
+                wide, order = packing.widened(part), _order(device)
+                total = runtime.all_reduce(
+                    wide, group, instance, order, nccl=is_gpu(device)
+                )
+                sums.append(packing.narrowed(total, part))
+        return sums
+
+    if tf.executing_eagerly():
+        # Operations that wait for one another have to be in one graph. Only a user's
+        # own eager loop on one host gets here.
+        return tf.function(add_all, autograph=False)(*parts)
+    return add_all(*parts)
+
+
+def _key(text):
+    return zlib.crc32(text.encode()) % 2**31
+
+
+@functools.cache
+def _order(device):
+    """Returns the variable by which a device's collectives run in one order."""
+    with tf.init_scope(), tf.device(device):
+        return tf.Variable(0.0, trainable=False, name="order_of_sums")
 
 
 # The algorithms that add packed gradients. Each takes `parts`, the towers' flat buffers
 # of one type on their devices, and `devices`, which receive the sum. There may be fewer
 # parts than devices, as towers without rows send none. Returns a sum on each device, of
 # the type of the parts and with the same bits. Types of 16 bits are added in float32,
-# as by `add`. NCCL's op is TensorFlow's, and takes GPUs only.
+# as by `add`.
 ALGORITHMS = {"cpu": _on_cpu, "device": _on_device, "ring": _ring, "nccl": _nccl}
 
 
@@ -214,19 +255,12 @@ def check_all_reduce(
 
 
 def check_nccl(towers: Sequence[str], argument: str) -> None:
-    """Checks that NCCL can add the towers' gradients; `argument` names the option."""
+    """Checks that NCCL can add gradients; `argument` names the option."""
     if not nccl_fits(towers):
         raise ValueError(
             f"Received {argument}='nccl' for towers on {', '.join(towers)}; NCCL "
-            "needs several towers, each on a GPU of its own, so use 'ring'."
+            "needs a whole GPU for each tower, so use 'ring'."
         )
-
-
-def algorithm_for(name: str, home: str) -> str:
-    """Returns a key of `ALGORITHMS`; "auto" adds on the first GPU, or else the CPU."""
-    if name != "auto":
-        return name
-    return "device" if is_gpu(home) else "cpu"
 
 
 def add(gradients: Sequence[Gradient]) -> Gradient:

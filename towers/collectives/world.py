@@ -31,12 +31,15 @@ class World(Protocol):
         index: Index of this host.
         names: Names of the hosts, for messages.
         communicator: The connection of the hosts; a new group has a new one.
+        connects_devices: Whether hosts can add tensors on the devices that have these;
+            see `reduce.all_reduce`.
     """
 
     count: int
     index: int
     names: Sequence[str]
     communicator: Any
+    connects_devices: bool
 
     def compressing(self, compression: str) -> "World":
         """Returns the same hosts, with compression of tensors that allow it.
@@ -157,6 +160,7 @@ class Alone:
     """A host that trains by itself; see `World`."""
 
     count, index, names, communicator = 1, 0, ("this host",), None
+    connects_devices = False
 
     def compressing(self, compression: str) -> World:
         """Returns this host; see `World`."""

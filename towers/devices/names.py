@@ -41,7 +41,7 @@ def is_gpu(device: str) -> bool:
 
 
 def nccl_fits(towers: Sequence[str]) -> bool:
-    """Returns whether each of several towers has a whole GPU of its own."""
+    """Returns whether each tower has a whole GPU of its own."""
     gpus = len(tf.config.get_visible_devices("GPU"))
     unsplit = gpus == len(of_this_process("GPU"))
-    return 1 < len(towers) <= gpus and unsplit and all(map(is_gpu, towers))
+    return len(towers) <= gpus and unsplit and all(map(is_gpu, towers))

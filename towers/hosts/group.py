@@ -96,14 +96,12 @@ class Membership:
         addresses: Address "host:port" at which each host listens.
         names: Name of each host in messages, such as "host 1 (nodeB, pid 4711)".
         generation: Number of times that all hosts have restarted.
-        token: See `ProcessPlace`.
     """
 
     rank: int
     addresses: tuple[str, ...]
     names: tuple[str, ...]
     generation: int = 0
-    token: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def count(self) -> int:
@@ -211,12 +209,6 @@ def restarted() -> bool:
 def joined() -> Membership | None:
     """Returns the group that this process has joined; `None` if it trains alone."""
     return None if (now := current) is None else now.membership
-
-
-def communicator() -> Any:
-    """Returns the collectives of the hosts that this process has joined."""
-    assert current is not None
-    return current.communicator
 
 
 def world() -> Any:

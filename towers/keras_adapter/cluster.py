@@ -1,4 +1,4 @@
-"""TensorFlow's clusters: how a process joins one, collectives, values that all read."""
+"""TensorFlow's clusters: how a process joins one, and values that all read."""
 
 import contextlib
 from collections.abc import Sequence
@@ -8,8 +8,6 @@ from tensorflow.python.eager import context
 
 __all__ = [
     "ERRORS",
-    "all_gather",
-    "all_reduce",
     "configure",
     "is_initialized",
     "lost",
@@ -87,54 +85,6 @@ def lost(tasks: int) -> list[int]:
     """Returns the tasks of a cluster that are silent, or have ended by an error."""
     states = context.context().get_task_states([(_JOB, tasks)])
     return [task for task, error in enumerate(states) if error is not None]
-
-
-def all_reduce(
-    tensor: tf.Tensor, tasks: int, key: tf.Tensor | int, order: tf.Variable
-) -> tf.Tensor:
-    """Adds a tensor over the tasks of a cluster, with the same bits on all.
-
-    Args:
-        tensor: A tensor in the host's memory of the same type and shape on all tasks:
-            float16, bfloat16, float32, float64, int32 or int64.
-        tasks: Number of tasks.
-        key: An int32 for one type and one shape; TensorFlow keeps it for ever.
-        order: Collectives with the same variable run one after another.
-    """
-    return tf.raw_ops.CollectiveReduceV2(
-        input=tensor,
-        instance_key=key,
-        merge_op="Add",
-        final_op="Id",
-        # By default the ring sends the whole tensor from one task to the next.
-        max_subdivs_per_device=8,
-        **_common(tasks, order),
-    )
-
-
-def all_gather(
-    tensor: tf.Tensor, tasks: int, key: tf.Tensor | int, order: tf.Variable
-) -> tf.Tensor:
-    """Concatenates the rows of all tasks, which have the same number of rows.
-
-    Args:
-        tensor: float16, float32, float64, int32 or int64; see `all_reduce`.
-        tasks: Number of tasks.
-        key: See `all_reduce`.
-        order: See `all_reduce`.
-    """
-    return tf.raw_ops.CollectiveGatherV2(
-        input=tensor, instance_key=key, **_common(tasks, order)
-    )
-
-
-def _common(tasks: int, order: tf.Variable) -> dict:
-    return {
-        "group_size": tasks,
-        "group_key": 1,
-        "ordering_token": [order.handle],
-        "communication_hint": "ring",
-    }
 
 
 def write(key: str, value: str) -> bool:

@@ -1,10 +1,11 @@
-"""TensorFlow's runtime: devices, determinism, NCCL, the profiler's files."""
+"""TensorFlow's runtime: devices, collectives, determinism, the profiler's files."""
 
 import contextlib
 import copy
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -12,16 +13,18 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config
-from tensorflow.python.ops import nccl_ops
 from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
 __all__ = [
+    "DeviceGroup",
     "XSpace",
+    "all_gather",
+    "all_reduce",
     "device_memory_limits",
     "forget_scalars",
     "is_deterministic",
-    "nccl_sums",
     "now",
+    "of_tasks",
     "optimizing_graphs_once",
     "random_seed",
 ]
@@ -104,9 +107,74 @@ def forget_scalars() -> None:
     pywrap_tfe.TFE_ClearScalarCache()
 
 
-def nccl_sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sum of tensors on different GPUs, on each of these GPUs."""
-    return nccl_ops.all_sum(tensors)
+class DeviceGroup(NamedTuple):
+    """Devices that run collectives together, each an operation of its own.
+
+    Attributes:
+        size: Number of devices, of all tasks.
+        key: An int32 that belongs to these devices alone.
+    """
+
+    size: int
+    key: int
+
+
+def of_tasks(count: int) -> DeviceGroup:
+    """Returns the group of the first CPU of each task of a cluster."""
+    return DeviceGroup(count, 1)
+
+
+def all_reduce(
+    tensor: tf.Tensor,
+    group: DeviceGroup,
+    key: tf.Tensor | int,
+    order: tf.Variable,
+    nccl: bool = False,
+) -> tf.Tensor:
+    """Adds a tensor over the devices of a group, with the same bits on all.
+
+    Args:
+        tensor: A tensor on a device of the group, of the same type and shape on all:
+            float16, bfloat16, float32, float64, int32 or int64.
+        group: The devices.
+        key: An int32 for one type and one shape; TensorFlow keeps it for ever.
+        order: Collectives with the same variable run one after another.
+        nccl: Whether NCCL adds the tensors, which are on GPUs.
+    """
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tensor,
+        instance_key=key,
+        merge_op="Add",
+        final_op="Id",
+        # By default the ring sends the whole tensor from one task to the next.
+        max_subdivs_per_device=8,
+        **_common(group, order, "nccl" if nccl else "ring"),
+    )
+
+
+def all_gather(
+    tensor: tf.Tensor, group: DeviceGroup, key: tf.Tensor | int, order: tf.Variable
+) -> tf.Tensor:
+    """Concatenates the rows of all devices, which have the same number of rows.
+
+    Args:
+        tensor: float16, float32, float64, int32 or int64; see `all_reduce`.
+        group: See `all_reduce`.
+        key: See `all_reduce`.
+        order: See `all_reduce`.
+    """
+    return tf.raw_ops.CollectiveGatherV2(
+        input=tensor, instance_key=key, **_common(group, order, "ring")
+    )
+
+
+def _common(group: DeviceGroup, order: tf.Variable, hint: str) -> dict:
+    return {
+        "group_size": group.size,
+        "group_key": group.key,
+        "ordering_token": [order.handle],
+        "communication_hint": hint,
+    }
 
 
 def random_seed() -> int | None:

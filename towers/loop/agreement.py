@@ -1,7 +1,7 @@
 """Lets hosts agree, with each batch, on its contents and on when to stop.
 
-The messages ride along in the sum of the gradients, so they cost no extra round. No
-host changes a variable before it has heard from all hosts.
+The messages have a sum of their own. No host changes a variable before it has heard
+from all hosts.
 """
 
 import contextlib
@@ -34,8 +34,9 @@ _MOST, _PRIME = 2**16, 65521
 # A host's request, unless it is the number of a stopping signal: a checkpoint, nothing,
 # or the end of `fit`. No stopping signal has these numbers.
 _SAVE, _GO_ON, _STOP_TRAINING = -1, 0, 1
-# The name of all-reduces for each batch, and at the end, of an evaluation.
-_EVALUATED = "evaluated batch"
+# The names of all-reduces for each batch, and at the end: of an epoch of training, and
+# of an evaluation.
+_BATCH, _EVALUATED = "batch", "evaluated batch"
 
 
 class Agreement:
@@ -49,6 +50,8 @@ class Agreement:
         """Takes the hosts that train a model together."""
         self._hosts, self._model = hosts, model
         self._heard: np.ndarray | None = None
+        # How many numbers a message about a training batch has.
+        self._width = _NUMBERS
         self.left_a_batch = False
         with tf.init_scope(), tf.device(HOST):
             self._wish = tf.Variable(0.0, trainable=False, name="wish_to_stop")
@@ -113,6 +116,7 @@ class Agreement:
             messages: As for `before`.
             times: The argument of `of_batch`.
         """
+        self._width = messages.shape[1]
         rate = self._learning_rate()
         if rate is not None:
             rate.assign(tf.cast(_from_numbers(messages[0, _RATE]), rate.dtype))
@@ -126,6 +130,20 @@ class Agreement:
         optimizer = self._model.optimizer
         rate = None if optimizer is None else learning_rate_variable(optimizer)
         return rate if isinstance(rate, keras.Variable) else None
+
+    @contextlib.contextmanager
+    def trains(self, data: Any, times: HostTimes | None) -> Iterator[None]:
+        """Lets all hosts train with the same batch in the context; see `before`.
+
+        Args:
+            data: The batch.
+            times: See `of_batch`.
+        """
+        message = self.of_batch(data, times)
+        (messages,) = self._hosts.all_reduce([message], _BATCH)
+        with self.before(messages):
+            self.hear(messages, times)
+            yield
 
     @contextlib.contextmanager
     def evaluates(self, data: Any) -> Iterator[None]:
@@ -204,17 +222,30 @@ class Agreement:
         """Checks whether the value is true on any host."""
         return any(self._hosts.exchange(bool(value)))
 
+    def end_data(self, wish: float = _GO_ON) -> np.ndarray:
+        """Tells all hosts that this one has no more batches; all call it together.
+
+        Returns:
+            The messages of all hosts.
+
+        Raises:
+            HostsDifferError: Another host has more batches.
+        """
+        # A host that has another batch gets this in the place of a message about it.
+        message = self._placed(wish * tf.one_hot(_STOP, self._width))
+        (messages,) = self._hosts.all_reduce([message], _BATCH)
+        self._check_batches(messages.numpy())
+        return messages.numpy()
+
     def meet(self, wish: int = _GO_ON) -> bool:
         """Checks whether any host requests to stop; all hosts call this together.
 
         Raises:
+            HostsDifferError: Another host has more batches.
             SignalReceived: A host stops because of a signal.
         """
-        wish = float(max(wish, self.wish))
-        messages = self._placed(wish * tf.one_hot(_STOP, _NUMBERS))
-        (messages,) = self._hosts.all_reduce([messages], "end of an epoch")
-        wish_of_all = messages.numpy()[:, _STOP]
-        wish_of_all = int(wish_of_all.max(initial=_GO_ON))
+        messages = self.end_data(float(max(wish, self.wish)))
+        wish_of_all = int(messages[:, _STOP].max(initial=_GO_ON))
         if wish_of_all > _STOP_TRAINING:
             raise SignalReceived(wish_of_all)
         return wish_of_all == _STOP_TRAINING
@@ -249,6 +280,23 @@ class Agreement:
                     "order: with keras.utils.set_random_seed(...) of the same number, "
                     "say."
                 )
+
+
+class EndEpochs(keras.callbacks.Callback):
+    """Checks that all hosts have ended an epoch; the first of the callbacks.
+
+    Without this check, a later callback that exchanges values with other hosts would
+    wait for ever for a host that has more batches.
+    """
+
+    def __init__(self, agreement: Agreement):
+        """Takes the agreement that informs the other hosts."""
+        super().__init__()
+        self._agreement = agreement
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Raises an error if another host has more batches."""
+        self._agreement.end_data()
 
 
 class FollowHosts(keras.callbacks.Callback):

@@ -191,11 +191,15 @@ class StepTimers:
         self._times.setdefault("turns", []).append(turns)
         return turns
 
-    def begin_sum(self, gradients: Sequence[Any]) -> tf.Tensor | None:
+    def begin_sum(
+        self, gradients: Sequence[Any], parts: Sequence[Any] = ()
+    ) -> tf.Tensor | None:
         """Begins to measure how long hosts take to add the gradients of a step.
 
         Args:
-            gradients: The gradients of this host.
+            gradients: The gradients of this host, or of one of its towers.
+            parts: The gradients of all its towers, if these are added together with
+                those of other hosts.
 
         Returns:
             The time at which the gradients were available, for `end_sum`; `None` if no
@@ -204,7 +208,12 @@ class StepTimers:
         if self._times is None or self.hosts is None:
             return None
         self.hosts.note_size(gradients)
-        return timestamp_after(gradients)
+        return timestamp_after([*parts] or gradients)
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether a sum of this step is measured already."""
+        return self._times is not None and "summed" in self._times
 
     def end_sum(self, begun: tf.Tensor | None, sums: Sequence[Any]) -> None:
         """Records when the sums over hosts are there; `begun` is from `begin_sum`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from towers._deprecated import rename_keys
+from towers.collectives.world import World
 from towers.devices.names import is_gpu
 from towers.model.options import UpdateOptions
 from towers.program import words
@@ -69,11 +70,12 @@ def candidates(
     stays: bool = False,
     in_stages: bool = False,
     told: Choice | None = None,
+    across_hosts: bool = False,
 ) -> list[Choice]:
     """Lists the candidates, the fall-back first.
 
     Args:
-        towers: The towers' devices.
+        towers: The devices of this host's towers.
         nccl: Whether NCCL can be used.
         xla: Whether to use XLA; `None` for the faster.
         synchronized: Whether layers synchronize the towers, which XLA cannot compile.
@@ -81,6 +83,7 @@ def candidates(
             tower's.
         in_stages: Whether towers compute in stages, which XLA does not compile.
         told: The way that the user has set, so that only XLA is left to choose.
+        across_hosts: Whether NCCL adds the gradients of several hosts, too.
     """
     server = [Choice()]
     gpus = is_gpu(towers[0])
@@ -90,6 +93,8 @@ def candidates(
     if len(towers) > 1 and not stays:
         # On GPUs, adding on the CPU is slowest. On CPUs, "device" is the same.
         algorithms = ["nccl", "device", "ring"] if gpus else ["cpu", "ring"]
+    elif across_hosts and not stays:
+        algorithms = ["nccl"]
     copies = [
         Choice("replicated", name) for name in algorithms if name != "nccl" or nccl
     ]
@@ -110,6 +115,12 @@ def candidates(
     if gpus:
         return [plain[0], compiled[0], *plain[1:], *compiled[1:]]
     return [*plain, *compiled]
+
+
+def of_all_hosts(ways: Sequence[Choice], hosts: World) -> list[Choice]:
+    """Returns the ways that all hosts have; towers and libraries may differ."""
+    ways_of_hosts = hosts.exchange([[*way] for way in ways])
+    return [way for way in ways if all([*way] in of_host for of_host in ways_of_hosts)]
 
 
 class CandidateTrial(NamedTuple):

@@ -127,7 +127,7 @@ class FirstCall:
             tf.errors.OpError: The call fails without XLA and with the simplest way.
         """
         program = self._program
-        ways = _of_all_hosts(program.ways(), program.builder.plan.hosts)
+        ways = auto.of_all_hosts(program.ways(), program.builder.plan.hosts)
         made_for, recalled = self._start(ways)
         compiles, begun_s = program.builder.compiles_update, self._clock()
         logs = self._train_or_fall_back()
@@ -287,12 +287,6 @@ class FirstCall:
             self._function = self._make_function(program.builder)
         program.builder.mark_copies_stale()
         return trials
-
-
-def _of_all_hosts(ways, hosts):
-    """Returns the ways that all hosts have; towers and libraries may differ."""
-    ways_of_hosts = hosts.exchange([[*way] for way in ways])
-    return [way for way in ways if all([*way] in of_host for of_host in ways_of_hosts)]
 
 
 def _why(error):

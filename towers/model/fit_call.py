@@ -65,7 +65,7 @@ class FitCall:
         self._bound = inspect.signature(fit).bind(model, *args, **kwargs)
         self._bound.apply_defaults()
         self.options: dict[str, Any] = self._bound.arguments
-        self._place, self._behind = _Place(), []
+        self._place, self._ahead, self._behind = _Place(), [], []
 
     @property
     def callbacks(self) -> list[Any]:
@@ -80,7 +80,7 @@ class FitCall:
             for callback in self.callbacks:
                 if hasattr(callback, "around_fit"):
                     stack.enter_context(callback.around_fit(self))
-            before = [self._place] if notes_place else []
+            before = [*self._ahead, *([self._place] if notes_place else [])]
             stack.enter_context(self._with_callbacks(before, self._behind))
             return self._fit(*self._bound.args, **self._bound.kwargs)
 
@@ -135,7 +135,9 @@ class FitCall:
         for name, value in self.options.items():
             self.options[name] = of_host(value, share)
         self.agreement = agreement
-        self._behind.append(feature("loop.agreement").FollowHosts(agreement))
+        module = feature("loop.agreement")
+        self._ahead.append(module.EndEpochs(agreement))
+        self._behind.append(module.FollowHosts(agreement))
 
     def may_stop(self, signal: int) -> bool:
         """Returns whether to stop at once for a signal; informs other hosts first."""
@@ -158,6 +160,11 @@ class FitCall:
         """Waits for other hosts, if there are any; see `Agreement.meet`."""
         if self.agreement is not None:
             self.agreement.meet()
+
+    def begin_validation(self) -> None:
+        """Checks that no host has another batch to train with, if there are several."""
+        if self.agreement is not None:
+            self.agreement.end_data()
 
     @property
     def left_a_batch(self) -> bool:

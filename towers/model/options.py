@@ -126,8 +126,9 @@ class Replicated(UpdateOptions):
 
     Attributes:
         all_reduce: Where gradients are added: on the "cpu"; on the first "device"; by
-            "ring", a part on each device; by "nccl", on several GPUs. "auto" is the
-            first GPU, or else the CPU.
+            "ring", a part on each device; by "nccl", on GPUs, also those of other
+            hosts. "auto" is "nccl" on GPUs of several hosts, the first GPU on one host,
+            or else the CPU.
         shard_optimizer_state: Whether each tower of all hosts updates one shard of the
             parameters only, and holds the optimizer's variables of that shard alone,
             such as Adam's moments. Results are the same, and so are saved models and

@@ -85,7 +85,8 @@ class Program:
         self.told = None
         if not isinstance(config.variable_update, Auto):
             self.told = Choice.of(config.variable_update)
-        self.choice = self.told or self._choices(xla=False, synchronized=False)[0]
+        ways = self._choices(xla=False, synchronized=False)
+        self.choice = self.told or auto.of_all_hosts(ways, self._hosts)[0]
         self.builder = self._make_builder(self.choice)
         self.chosen = not _may_choose(self.told, layout)
         self.xla: bool | None = None
@@ -183,14 +184,17 @@ class Program:
     def _choices(self, xla, synchronized):
         """Lists the candidates; see `auto.candidates`."""
         firsts, asked = self.layout.firsts, self.config.device is not None
+        alone, connected = self._hosts.count == 1, self._hosts.connects_devices
+        nccl = self.layout.nccl_fits and (alone or connected)
         return auto.candidates(
             firsts,
-            self.layout.nccl_fits,
+            nccl,
             xla,
             synchronized,
             stays=asked and self._home not in (None, firsts[0]),
             in_stages=not self._pipeline.alone,
             told=self.told,
+            across_hosts=connected,
         )
 
     def _make_builder(self, choice):

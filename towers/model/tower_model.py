@@ -254,6 +254,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Evaluates the model; see `keras.Model.evaluate`."""
         if self._self_call is not None and self._self_call.skips is not None:
             return {}  # The epoch is skipped.
+        if self._self_call is not None:
+            self._self_call.begin_validation()
         self._reset_if_changed()
         with _together(self, "evaluate", args, kwargs) as (args, kwargs):
             return type(self.__wrapped__).evaluate(self, *args, **kwargs)

@@ -233,13 +233,18 @@ class PartitionedCall:
         )
         takes = [taken.tensor for (phase, *_) in at_home for taken in phase.takes]
         on_towers = self._towers[0].keys()
-        sums = [t for t in takes if key(t) in on_towers and key(t) not in self._home]
-        apart = self._trace.updates_apart
-        sums = [t for t in sums if not (apart and self._placement.is_gradient(t))]
+        sums = {
+            key(t): t for t in takes if key(t) in on_towers and key(t) not in self._home
+        }
+        gradients = [t for t in sums.values() if self._placement.is_gradient(t)]
+        if self._trace.updates_apart:
+            sums = {n: t for n, t in sums.items() if not self._placement.is_gradient(t)}
+        else:
+            self._all_reduce(gradients)
         if not sums:
             return
         with tf.device(self._plan.home), tf.name_scope("home"):
-            self._at_home([*{key(t): t for t in sums}.values()])
+            self._at_home([*sums.values()])
 
     def _run_phase(self, of_copies):
         """Runs a phase where it is placed; `of_copies` has the phase for each copy."""
@@ -560,26 +565,43 @@ class PartitionedCall:
 
     def _all_reduce(self, tensors):
         """All-reduces gradients over the copies, and keeps the sums on each device."""
-        gradients = [
-            tensor
+        gradients = {
+            key(tensor): tensor
             for tensor in tensors
             if key(tensor) not in self._home
             and self._placement.is_on_towers(tensor)
             and self._is_added(tensor)
-        ]
-        if not gradients or len(self._copies) == 1 or self._plan.hosts.count > 1:
-            # The sums over hosts are sent to the copies of each host.
+        }
+        by_host = self._plan.replicas_by_host
+        if len(by_host) > 1:
+            # Other sums over hosts are made at home, and sent to the copies.
+            by_nccl = self._connects_devices()
+            gradients = {
+                n: t for n, t in gradients.items() if by_nccl and t.dtype.is_floating
+            }
+        if not gradients or self._copied is None or sum(by_host) == 1:
             return
         devices = [tower.device for tower in self._plan.replicas]
-        keys = [*map(key, gradients)]
-        parts = [*map(list, zip(*map(self._parts, gradients), strict=True))]
+        of_towers = map(self._parts, gradients.values())
+        parts = [*map(list, zip(*of_towers, strict=True))]
         algorithm = self._copied.all_reduce_alg
+        timers = self._timers if len(by_host) > 1 else None
+        begun = timers and timers.begin_sum(parts[0], [*itertools.chain(*parts)])
         with tf.name_scope(REDUCE_SCOPE):
-            sums, packed = reduce.all_reduce(parts, devices, devices, algorithm)
+            sums, packed = reduce.all_reduce(
+                parts, devices, devices, algorithm, self._plan.members
+            )
+        if timers:
+            timers.end_sum(begun, sums[0])
         if packed is not None:
-            self._combined.travelled.append(Travelled(keys, packed))
+            self._combined.travelled.append(Travelled([*gradients], packed))
         for known, of_copy in zip(self._copies, sums, strict=True):
-            known.update(zip(keys, of_copy, strict=True))
+            known.update(zip(gradients, of_copy, strict=True))
+
+    def _connects_devices(self):
+        """Returns whether gradients are added where they are, over all hosts."""
+        by_nccl = self._copied is not None and self._copied.all_reduce_alg == "nccl"
+        return by_nccl and self._plan.hosts.connects_devices
 
     # Checks of gradients before their use.
 

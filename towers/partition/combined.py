@@ -239,7 +239,9 @@ class Combination:
         ]
         parts, purpose = [*sums.values()], f"partial sums {self._calls}"
 
-        if self._timers is None:
+        timed = self._timers is not None
+        if not timed or (not gradients and self._timers.has_sum):
+            # The sum of the gradients is what a step waits for.
             totals = self._hosts.all_reduce(parts, purpose, gradients)
         else:
             begun = self._timers.begin_sum(gradients or parts)

@@ -17,8 +17,8 @@ HELPS = {
     ),
     "all_reduce_alg": (
         "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
-        "on one device. ring: in parts, on all devices. nccl: by NCCL, on several "
-        "GPUs."
+        "on one device. ring: in parts, on all devices. nccl: by NCCL, on GPUs, also "
+        "those of other hosts."
     ),
     "shard_optimizer_state": (
         "With --variable_update=replicated, divide the optimizer's variables, such "

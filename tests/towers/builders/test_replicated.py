@@ -648,7 +648,7 @@ def test_a_model_built_elsewhere_is_moved():
 
 
 def test_nccl_is_refused_without_gpus():
-    with pytest.raises(ValueError, match="NCCL needs several towers, each on a GPU"):
+    with pytest.raises(ValueError, match="NCCL needs a whole GPU for each tower"):
         _copied(_model(), TOWERS, all_reduce="nccl")
 
 

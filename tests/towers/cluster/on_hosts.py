@@ -6,11 +6,14 @@
 Prints a line of JSON for each name: what was found, or the error.
 """
 
+import functools
 import json
 import os
+import re
 import signal
 import sys
 import warnings
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -20,6 +23,8 @@ import tensorflow as tf
 
 import towers
 from towers.cluster import process_group
+from towers.collectives import reduce
+from towers.collectives.joined_hosts import this_host
 from towers.hosts import group
 from towers.hosts.group import HostFailedError, Membership
 from towers.program.ending import ANOTHER_FAILED
@@ -115,12 +120,73 @@ def evaluates(rank, rows=40, batch_size=8, factor=1.0):
     return [*map(float, values)]
 
 
+def two_models(rank):
+    """Each on another device, with gradients of one size."""
+    losses = []
+    with mock.patch.object(reduce, "nccl_fits", lambda towers: True):
+        for device in (0, 1):
+            plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            parallel = towers.multi_gpu_model(
+                plain, gpus=[device], variable_update=towers.Replicated("nccl")
+            )
+            parallel.compile("adam", "mse")
+            history = parallel.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+            losses += history.history["loss"]
+    return losses
+
+
+def gradients(rank, all_reduce):
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with mock.patch.object(reduce, "nccl_fits", lambda towers: True):
+        towers.GradientTowers(
+            lambda x: tf.reduce_mean(plain(x)),
+            plain.trainable_variables,
+            gpus=1,
+            variable_update="replicated",
+            all_reduce_alg=all_reduce,
+        )
+
+
+class Meets(keras.callbacks.Callback):
+    """A user's callback meets other hosts."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        this_host().broadcast_value(epoch)
+
+
+def generates(rank, count, method="fit", **options):
+    """Nobody knows how many batches there are."""
+    data = tf.data.Dataset.from_generator(
+        lambda: ((X[:8], Y[:8]) for _ in range(count)),
+        output_signature=(tf.TensorSpec([8, 3]), tf.TensorSpec([8, 1])),
+    )
+    getattr(model(), method)(data, verbose=0, **options)
+
+
 def predicts(rank, rows=40, factor=1.0):
     parallel = model()
     outputs = parallel.predict(factor * X[:rows], batch_size=16, verbose=0)
     expected = keras.ops.convert_to_numpy(parallel.__wrapped__(X))
     np.testing.assert_allclose(outputs, expected, rtol=1e-5)
     return float(np.abs(outputs).sum())
+
+
+def sums_in_memory(rank, all_reduce):
+    """The number of elements of the largest sum in the memory of hosts.
+
+    And the bytes of gradients that the host's report has.
+    """
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(501)])
+    with mock.patch.object(reduce, "nccl_fits", lambda towers: True):
+        way = towers.Replicated(all_reduce)
+        parallel = towers.multi_gpu_model(plain, gpus=1 + rank, variable_update=way)
+    parallel.compile("adam", "mse")
+    before = {*this_host().communicator.collectives}
+    parallel.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    sums = {*this_host().communicator.collectives} - before
+    sizes = [re.search(r"\((\d+) ", purpose) for purpose in sums]
+    largest = max(int(size[1]) for size in sizes if size)
+    return [largest, parallel.builder.context.timers.hosts.bytes]
 
 
 def of_batches(rank, factor=1.0):
@@ -220,12 +286,30 @@ DO = {
     "evaluates": evaluates,
     "predicts": predicts,
     "of batches": of_batches,
+    "two models": two_models,
+    "other all-reduce": differ(gradients, "all_reduce", "cpu", "nccl"),
+    "in memory": lambda rank: sums_in_memory(rank, "cpu"),
+    "on devices": lambda rank: sums_in_memory(rank, "nccl"),
     "other epochs": differ(fits, "epochs", 2, 3),
     "other optimizer": differ(fits, "optimizer", "sgd", "adam"),
     "other way": differ(fits, "way", {}, {"gradient_compression": "fp16"}),
     "other batches": differ(fits, "size", 8, 10),
     "other examples": differ(fits, "factor", 1.0, 2.0),
     "other rows to evaluate": differ(evaluates, "rows", 40, 33),
+    "fewer generated batches": differ(generates, "count", 4, 3),
+    "fewer generated batches than others": differ(generates, "count", 3, 4),
+    "fewer generated batches, with validation": differ(
+        functools.partial(generates, validation_data=(X, Y)), "count", 4, 3
+    ),
+    "fewer generated batches, with a callback": differ(
+        functools.partial(generates, callbacks=[Meets()]), "count", 3, 4
+    ),
+    "fewer generated batches to evaluate": differ(
+        functools.partial(generates, method="evaluate"), "count", 4, 3
+    ),
+    "fewer generated batches to predict": differ(
+        functools.partial(generates, method="predict"), "count", 3, 4
+    ),
     "fewer batches to evaluate": differ(evaluates, "rows", 40, 32),
     "other examples to evaluate": differ(evaluates, "factor", 1.0, 2.0),
     "other arguments to evaluate": differ(evaluates, "batch_size", 8, 10),
@@ -253,7 +337,7 @@ def main(rank, addresses, *names):
         said_by = {"rank": rank}
     else:
         rank, addresses = int(rank), tuple(addresses.split(","))
-        towers.configure(num_gpus=1)
+        towers.configure(num_gpus=2)
         called = tuple(f"host {k}" for k in range(len(addresses)))
         process_group.join(Membership(rank, addresses, called))
     for name in names:

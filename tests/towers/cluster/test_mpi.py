@@ -114,6 +114,7 @@ def test_hosts_stop_and_differ_alike():
     names = (
         *("stops", "stops, eager", "trains twice", "evaluates", "of batches"),
         *("other epochs", "other batches", "other examples", "other way"),
+        "fewer generated batches",
     )
     _, out, err = end(on_hosts(*names, "evaluates or predicts"))
     first, second = records(out)
@@ -146,7 +147,7 @@ from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
-comm, rank = group.communicator(), group.joined().rank
+comm, rank = group.current.communicator, group.joined().rank
 
 def meet(purpose):
     with comm.collective(purpose, 24):
@@ -187,7 +188,7 @@ from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
-comm, rank = group.communicator(), group.joined().rank
+comm, rank = group.current.communicator, group.joined().rank
 
 def meet(purpose):
     with comm.collective(purpose, 24):
@@ -231,7 +232,7 @@ from towers.cluster import process_group
 from towers.hosts import group
 
 process_group.join_as_started()
-with group.communicator().collective("sum", 24):
+with group.current.communicator.collective("sum", 24):
     pass
 MPI.Finalize()
 """
@@ -265,7 +266,7 @@ mpi_watch.SILENT_S = 2.0
 process_group.join_as_started()
 if group.joined().rank == int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGSTOP)
-with group.communicator().collective("first", 0):
+with group.current.communicator.collective("first", 0):
     pass
 """
 
@@ -276,6 +277,22 @@ def test_a_host_that_is_stopped_ends_all(victim):
     assert code == ANOTHER_FAILED
     assert f"towers: host {victim} (" in err
     assert ") has not been heard for 2 s: it is stopped, or is cut off" in err
+
+
+NEVER_COMES = """
+import os, signal
+from towers.cluster import process_group
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+process_group.join_as_started()
+"""
+
+
+def test_a_host_that_is_stopped_before_mpi_starts_ends_all():
+    code, _, err = end(start(2, "-c", NEVER_COMES, TOWERS_JOIN_SECONDS="2"))
+    assert code != 0
+    assert "towers: Not all hosts have connected within 2 s, so this host ends" in err
 
 
 @pytest.mark.slow

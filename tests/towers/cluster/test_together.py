@@ -61,7 +61,7 @@ def ends(processes):
 def test_hosts_stop_train_and_evaluate_alike():
     names = (
         *("stops", "stops, 3 steps", "stops, eager", "stops early", "trains twice"),
-        *("evaluates", "predicts", "of batches"),
+        *("evaluates", "predicts", "of batches", "two models"),
     )
     (_, first, errors), (_, second, _) = ends(start(*names))
     assert [*first] == [*names], errors[-2000:]
@@ -71,6 +71,17 @@ def test_hosts_stop_train_and_evaluate_alike():
     assert stopped == {"stops": 4, "stops, 3 steps": 6, "stops, eager": 4}
     # The first host asks for too much, and stops after its second epoch.
     assert first["stops early"]["found"][0] == 10
+
+
+def test_gradients_of_gpus_stay_there():
+    """CPUs stand in for GPUs; `tests/exact` has the numbers."""
+    (_, first, errors), (_, second, _) = ends(start("in memory", "on devices"))
+    found = {name: each.get("found") for name, each in first.items()}
+    # 4 x 501 numbers of gradients; others are the batch's digest, the loss and so on.
+    (in_memory, size), (on_devices, other_size) = found.values()
+    assert in_memory >= 2004 and on_devices < 100, (found, errors)
+    assert size == other_size == 4 * 2004
+    assert {name: each.get("found") for name, each in second.items()} == found
 
 
 def test_hosts_that_differ_say_so():

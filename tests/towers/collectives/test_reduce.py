@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers import plan
 from towers.collectives import reduce
+from towers.collectives.world import Alone
 
 
 def test_sparse_gradients_stay_sparse():
@@ -35,7 +37,7 @@ def test_rows_by_indices_of_two_types_are_added():
 
 # All-reduce.
 
-ALGORITHMS = ["cpu", "device", "ring"]
+ALGORITHMS = ["cpu", "device", "ring", "nccl"]
 CPUS = [f"/device:CPU:{k}" for k in range(4)]
 
 
@@ -66,7 +68,7 @@ def _assert_on(sums, device, expected):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(
     "shapes",
-    [[(12,)], [(7,), (2, 2)], [(1,)], [()], [(3,), (), (0, 2), (2, 1, 2)]],
+    [[(12,)], [(7,), (2, 2)], [(1,)], [()], [(3,), (), (0, 2), (2, 1, 2)], [(0, 2)]],
     ids=str,
 )
 def test_every_device_gets_the_sums(algorithm, towers, shapes):
@@ -91,6 +93,13 @@ def test_all_devices_get_the_same_bits(algorithm):
         assert sums.numpy().tobytes() == reduced[0][0].numpy().tobytes()
     exact = np.sum([part[0].numpy().astype("float64") for part in parts], axis=0)
     np.testing.assert_allclose(reduced[0][0], exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_numbers_of_64_bits_are_added_in_64(algorithm):
+    parts, devices = [[tf.constant([1.0 + 2.0**-40], tf.float64)]] * 2, CPUS[:2]
+    for (sums,) in reduce.all_reduce(parts, devices, devices, algorithm)[0]:
+        np.testing.assert_array_equal(sums, [2.0 + 2.0**-39])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -155,6 +164,31 @@ def test_idle_towers_send_nothing_and_get_the_sums(algorithm, sources):
         _assert_on(sums[:-1], device, _sums([part[:-1] for part in parts]))
         assert isinstance(sums[-1], tf.IndexedSlices)
         np.testing.assert_array_equal(tf.convert_to_tensor(sums[-1]), table[0])
+
+
+@pytest.mark.parametrize(
+    ("home", "connects", "fits", "algorithm"),
+    [
+        ("/device:GPU:0", False, [True], "device"),
+        ("/device:CPU:0", False, [False], "cpu"),
+        ("/device:GPU:0", True, [True, True], "nccl"),
+        ("/device:GPU:0", True, [True, False], "device"),
+        ("/device:CPU:0", True, [False, True], "cpu"),
+    ],
+)
+def test_hosts_choose_one_algorithm(home, connects, fits, algorithm, monkeypatch):
+    """All hosts need the same graph; `fits` has whether NCCL fits each of them."""
+
+    class Hosts(Alone):
+        connects_devices = connects
+
+        def exchange(self, value):
+            return [value, *fits[1:]]
+
+    monkeypatch.setattr(plan, "nccl_fits", lambda towers: fits[0])
+    of_hosts = plan.Plan.of([home], [1], home, hosts=Hosts(), ratios_of_hosts=[[1]])
+    assert of_hosts.algorithm_for("auto") == algorithm
+    assert of_hosts.algorithm_for("ring") == "ring"
 
 
 @pytest.mark.parametrize("gradients", [[], [None, None]])

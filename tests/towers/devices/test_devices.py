@@ -718,7 +718,8 @@ def test_table_wants_a_local_batch_for_each_tower():
         ({}, True),
         ({"num_gpus": 2}, True),
         ({"gpu_indices": [5, 1, 3]}, True),
-        ({"num_gpus": 1}, False),
+        # Other hosts may have others.
+        ({"num_gpus": 1}, True),
         ({"num_gpus": 2, "gpu_split": 2, "gpu_memory_limit_mb": 1024}, False),
         ({"num_gpus": 1, "gpu_split": 8, "gpu_memory_limit_mb": 1024}, False),
     ],

@@ -1310,22 +1310,6 @@ def _():
 
 
 @contract(
-    "tensorflow.python.ops.nccl_ops",
-    "nccl_sums",
-    "adds tensors of several GPUs, and leaves the sum on each",
-)
-def _():
-    with tf.Graph().as_default():
-        tensors = []
-        for device in ("/device:GPU:0", "/device:GPU:1"):
-            with tf.device(device):
-                tensors.append(tf.zeros([2]))
-        sums = runtime.nccl_sums(tensors)
-    assert [total.op.type for total in sums] == ["NcclAllReduce"] * 2
-    assert [total.device for total in sums] == [t.device for t in tensors]
-
-
-@contract(
     "tensorflow.tsl.profiler.protobuf.xplane_pb2.XSpace",
     "XSpace",
     "reads and writes the profiler's files",
@@ -1521,7 +1505,7 @@ def _():
 _CLUSTER = """
 import sys
 import tensorflow as tf
-from towers.keras_adapter import cluster
+from towers.keras_adapter import cluster, runtime
 
 assert not cluster.is_initialized()
 server = cluster.configure(["127.0.0.1:" + sys.argv[1]], 0, silent_s=10)
@@ -1537,9 +1521,9 @@ cluster.remove("key")
 assert cluster.lost(1) == []
 assert cluster.read("key", 0.01) is None
 order = tf.Variable(0.0)
-add = tf.function(lambda x: cluster.all_reduce(x, 1, 7, order))
+add = tf.function(lambda x: runtime.all_reduce(x, runtime.of_tasks(1), 7, order))
 assert add(tf.ones([2])).numpy().tolist() == [1, 1]
-gather = tf.function(lambda x: cluster.all_gather(x, 1, 8, order))
+gather = tf.function(lambda x: runtime.all_gather(x, runtime.of_tasks(1), 8, order))
 assert gather(tf.ones([2])).numpy().tolist() == [1, 1]
 cluster.report("host 1 has ended")
 try:

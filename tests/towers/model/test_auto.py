@@ -20,7 +20,7 @@ from towers.builders.strategies import STRATEGIES
 from towers.collectives import reduce
 from towers.collectives.world import Alone
 from towers.loop import loop
-from towers.model import auto, first_call, program
+from towers.model import auto, program
 from towers.model.auto import Choice
 from towers.model.first_call import ReplayableBatches
 from towers.model.tower_model import TowerModel
@@ -285,6 +285,9 @@ def test_on_gpus_the_likeliest_come_first():
         "parameter_server",
         "parameter_server with XLA",
     ]
+    # Other hosts may have GPUs, too.
+    across_hosts = names(gpus[:1], True, False, False, across_hosts=True)
+    assert across_hosts == ["replicated (nccl)", "parameter_server"]
     # Variables that have been put elsewhere stay there.
     assert names(gpus, True, None, False, stays=True) == names(
         gpus[:1], False, None, False
@@ -943,5 +946,5 @@ def test_hosts_try_what_all_of_them_can():
             assert json.loads(json.dumps(value)) == value
             return [value, [[*ways[1]]]]
 
-    assert first_call._of_all_hosts(ways, Hosts()) == ways[1:]
-    assert first_call._of_all_hosts(ways, Alone()) == ways
+    assert auto.of_all_hosts(ways, Hosts()) == ways[1:]
+    assert auto.of_all_hosts(ways, Alone()) == ways

@@ -49,10 +49,19 @@ class Copies(Store):
 
         Args:
             context: See `Store`.
-            all_reduce: How gradients are added; see `reduce.algorithm_for`.
+            all_reduce: How gradients are added; see `Plan.algorithm_for`.
         """
         super().__init__(context)
-        self.algorithm = reduce.algorithm_for(all_reduce, context.plan.home)
+        hosts = context.plan.hosts
+        self.algorithm = context.plan.algorithm_for(all_reduce)
+        in_place = hosts.connects_devices and not self.updates_apart
+        if all_reduce == "nccl" and hosts.count > 1 and not in_place:
+            line = (
+                f"The gradients of {hosts.count} hosts go through their memory, not by "
+                "NCCL; expected hosts that TensorFlow connects, and neither "
+                "gradient_compression nor stages, for NCCL to add them."
+            )
+            context.say([line])
         # The variables that have copies, trainable variables first; then, for each
         # tower but the first, the copies.
         self._originals: Sequence[keras.Variable] = ()

@@ -168,9 +168,7 @@ def _by(hosts, value) -> dict[Any, str]:
 def membership(place: ProcessPlace, listed: dict[str, list[str]]) -> Membership:
     """Returns what a host knows, by what the first host has told all."""
     listed = {name: tuple(listed[name]) for name in ("addresses", "names")}
-    return Membership(
-        place.rank, **listed, generation=place.generation, token=place.token
-    )
+    return Membership(place.rank, **listed, generation=place.generation)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers.collectives import reduce
 from towers.devices.resolved import resolve
+from towers.loop import alike
 from towers.partition.call import Copied
 from towers.partition.functions.parallel import (
     Parallel,
@@ -87,8 +88,8 @@ class GradientTowers:
                 next call.
             all_reduce_alg: How "replicated" adds gradients: on the "cpu"; on the first
                 "device"; in a "ring", where each device adds a part; or by "nccl", for
-                devices with a GPU each. "auto" is "device" on GPUs, and "cpu"
-                otherwise.
+                devices with a GPU each. "auto" is "nccl" on GPUs of several hosts,
+                "device" on those of one, and "cpu" otherwise.
 
         Raises:
             ValueError: There are no variables, other objects in their place, or an
@@ -100,6 +101,8 @@ class GradientTowers:
         if all_reduce_alg != "auto":
             reduce.check_all_reduce(all_reduce_alg, variable_update, self._plan.devices)
         if self._plan.hosts.count > 1:
+            options = {"variable_update": variable_update, "all_reduce": all_reduce_alg}
+            alike.check(self._plan.hosts, {"GradientTowers()": options})
             follow = feature("collectives.first_host").follow_first_host
             follow(self._plan.hosts, self.variables)
         self._copies, copied = None, None
@@ -107,7 +110,7 @@ class GradientTowers:
             self._check_copies()
             originals = map(variable_behind, self.variables)
             self._copies = VariableCopies(originals, self._plan.devices)
-            algorithm = reduce.algorithm_for(all_reduce_alg, self._plan.home)
+            algorithm = self._plan.algorithm_for(all_reduce_alg)
             copied = Copied(self._copies.handles(), algorithm)
             refresh = functools.partial(self._copies.refresh)
             self._refresh = tf.function(refresh, autograph=False)
