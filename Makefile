@@ -72,7 +72,7 @@ test-oldest: .venv-oldest/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
 	  || { echo "TensorFlow 2.19 needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version); run: make test-oldest PYTHON=python3.12"; exit 1; }
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,parquet]' 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' 'pytest-timeout>=2.3,<3' $(OLDEST)
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,examples]' 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' 'pytest-timeout>=2.3,<3' $(OLDEST)
 	@touch $@
 
 # The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.

@@ -9,20 +9,30 @@ TENSORFLOW = ">=2.19,<3"
 CORE = [
     f"tensorflow{TENSORFLOW}",
     "keras>=3.10,<4",
+    # Older ones cannot read what they wrote with protobuf 7, which TensorFlow allows.
     "tensorflow-datasets>=4.9.10,<5",
+    # Towers imports these, too. TensorFlow, Keras and TensorFlow Datasets ask for them,
+    # some of narrower ranges.
     "absl-py>=2.1,<3",
+    "grpcio>=1.60,<2",
+    "h5py>=3.11,<4",
+    "numpy>=1.26,<3",
+    "packaging>=23",
+    "protobuf>=5",
+    "requests>=2.31,<3",
+    "tqdm>=4.66,<5",
     # TensorFlow has not pulled it in since 2.21.
     "tensorboard>=2.19,<3",
     # Draws pictures for it; TensorBoard depends on it, too.
     "pillow>=11,<14",
     # The proxy behind `multi_gpu_model`; TensorFlow depends on it too.
     "wrapt>=1.14,<3",
-    # Its wheel holds the handwritten digits, the default data set.
-    "scikit-learn>=1.5,<2",
     # What the device report reads; TensorFlow Datasets depends on the first, too, and
     # the second is small and pure Python.
     "psutil>=6,<8",
     "nvidia-ml-py>=12.535,<14",
+    # Reads addresses such as s3://; TensorFlow Datasets depends on it, too.
+    "fsspec>=2024.2",
     # TensorFlow Datasets imports it, and forgets to ask for it.
     "importlib_resources>=6,<8",
     # Reads tables; TensorFlow Datasets asks for it, too.
@@ -33,12 +43,18 @@ CORE = [
 ARRAY_RECORD = ["array-record>=0.8,<1"]
 # Each version is for one of TensorFlow, which it asks for.
 TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
+# Its own requirement, huggingface-hub, is for downloads, which Towers never asks for.
+TOKENIZERS = ["tokenizers>=0.21,<1"]
 MPI = ["mpi4py>=4,<5"]
+# Read s3://, gs:// and az:// for fsspec, and https://.
+CLOUD = ["s3fs>=2024.2", "gcsfs>=2024.2", "adlfs>=2024.2", "aiohttp>=3.9,<4"]
 # Draws what --plot and towers.report show.
 PLOTS = ["matplotlib>=3.10,<4"]
-REPORT = ["jinja2>=3.1,<4", *PLOTS]
+REPORT = ["jinja2>=3.1,<4", "markupsafe>=2.1,<4", *PLOTS]
 # TensorBoard's page for what --profile_steps records.
 PROFILE = ["xprof>=2.24,<2.25"]
+# Its wheel has the data of examples/, and photographs for tests and benchmarks.
+EXAMPLES = ["scikit-learn>=1.5,<2"]
 
 # The Dockerfile installs the dependencies before this file is there.
 README = Path(__file__).with_name("README.md")
@@ -51,8 +67,9 @@ setup(
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     author="The Towers authors",
-    # An SPDX name. Classifiers of licenses are deprecated.
-    license="Apache-2.0",
+    # SPDX names; classifiers of licenses are deprecated. The second is that of the data
+    # beside input_pipeline/sources/tfds/digits.py.
+    license="Apache-2.0 AND CC-BY-4.0",
     license_files=["LICENSE"],
     keywords="keras tensorflow multi-gpu data-parallel multi_gpu_model towers",
     classifiers=[
@@ -72,7 +89,11 @@ setup(
     # `towers` holds links to `input_pipeline` and `models`: installed at the top level,
     # they would take names that users have in their own projects.
     packages=find_packages(include=["towers*"]),
-    package_data={"": ["*.pyi", "py.typed"], "towers.report": ["page.html"]},
+    package_data={
+        "": ["*.pyi", "py.typed"],
+        "towers.input_pipeline.sources.tfds": ["digits.npz"],
+        "towers.report": ["page.html"],
+    },
     entry_points={"console_scripts": ["towers = towers.__main__:main"]},
     install_requires=CORE,
     extras_require={
@@ -86,9 +107,14 @@ setup(
             "ruff>=0.14,<0.18",
             *ARRAY_RECORD,
             *TEXT,
+            *TOKENIZERS,
             *REPORT,
             *PROFILE,
             *MPI,
+            *EXAMPLES,
+            # A server of s3:// on this machine, to test it with.
+            *CLOUD,
+            "moto[server]>=5,<6",
             # An MPI to test it with, also on machines that have none.
             "openmpi>=5,<6; sys_platform == 'linux'",
             # Reads the manifest for Kubernetes in examples/.
@@ -102,14 +128,19 @@ setup(
         # Of before pyarrow was needed: 0.4 has it no more.
         "parquet": [],
         "text": TEXT,
-        # Models of which tests/models/test_hub.py trains a step.
+        "cloud": CLOUD,
+        # --tokenizer=hf:tokenizer.json
+        "tokenizers": TOKENIZERS,
+        # Trained models: --model=hub:PRESET.
         "hub": ["keras-hub>=0.32,<0.33"],
+        "examples": EXAMPLES,
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,
         # Connects hosts that mpirun has started, with any MPI that is there.
         "mpi": MPI,
-        # Starts hosts on its cluster: towers launch --launcher=ray.
+        # Starts hosts on its cluster, towers launch --launcher=ray, and runs, towers
+        # queue: Ray Train brings what Ray Tune needs.
         "ray": ["ray[default,train]>=2.60,<3"],
         # Makes the site of `make docs`.
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"],
@@ -119,6 +150,7 @@ setup(
             "torch>=2.14,<3",
             "tf_keras>=2.21,<2.22",
             *PLOTS,
+            *EXAMPLES,
             # What peers in scripts/bench_input.py need, and its photographs.
             "torchvision>=0.29,<1",
             "nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'",

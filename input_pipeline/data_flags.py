@@ -1,80 +1,187 @@
 """Flags of several programs that describe the files of a data set."""
 
-import functools
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import re
+from typing import Any, Literal
 
-from absl import flags
+from towers.input_pipeline.choices import CACHES, MISSING
+from towers.program.flags import table
+from towers.program.flags.table import About, flag
 
-from towers.input_pipeline.choices import MISSING
+MAX_BAD_RECORDS = 100
 
-HELPS = {
-    "num_classes": (
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFlags:
+    """How the files of a data set are read: arguments of `open_source`."""
+
+    num_classes: int | None = flag(
+        None,
+        "Data",
         "Number of classes, if labels are read from files. Default: counted from the "
-        "labels."
-    ),
-    "eval_fraction": (
-        "Fraction of csv:, parquet:, npz:, npy:, folder: and text: to hold out for "
-        "validation, unless a file, folder or array is named test or the like. "
-        "Default: 0.1."
-    ),
-    "feature_columns": (
-        "Columns of csv:, parquet: and tfds: to train on, such as age,fare. Default: "
-        "all except the label; of texts, those that repeat."
-    ),
-    "missing": (
+        "labels.",
+        about=About.MAIN | About.SOURCE,
+        at_least=1,
+    )
+    eval_fraction: float | None = flag(
+        None,
+        "Data",
+        "Fraction of the data to hold out for validation, unless a file, folder or "
+        "array is named test or the like. Default: 0.1.",
+        about=About.MAIN | About.SOURCE,
+        defined_by=("train_data",),
+        at_least=0,
+        below=1,
+    )
+    feature_columns: tuple[str, ...] | None = flag(
+        None,
+        "Data",
+        "Columns of a table to train on, such as age,fare. Default: all except the "
+        "label; of texts, those that repeat.",
+        about=About.MAIN | About.SOURCE,
+        defined_by=("train_data",),
+    )
+    missing: Literal[*MISSING] | None = flag(
+        None,
+        "Data",
         "Value of a missing number in csv:, parquet:, npz: and npy:, in training and "
-        "prediction: mean or median of its column, and a further column says so; fail: "
-        "its row is bad. Default: mean."
-    ),
-    "label_column": (
-        "Column of csv:, parquet: and tfds: with the label. Default: label, class or "
-        "target, else the last column. In conll:, the number of the tags' column."
-    ),
-    "text_column": (
+        "prediction: mean or median of its column, and a further column says so; "
+        "fail: its row is bad. Default: mean.",
+        about=About.SOURCE,
+        defined_by=("train_data",),
+    )
+    label_column: str | None = flag(
+        None,
+        "Data",
+        "Column of a table, or field of a record, with the label; in conll:, the "
+        "number of the tags' column. Default: label, class or target, else the last "
+        "one; of a record, image/class/label.",
+        about=About.MAIN | About.SOURCE,
+        defined_by=("train_data",),
+    )
+    text_column: str | None = flag(
+        None,
+        "Data",
         "Column of csv: and parquet: with text to train on. In conll:, the number of "
         "the words' column. Default: train on the columns of numbers; in conll:, the "
-        "first column, or the second of CoNLL-U."
-    ),
-    "tokenizer": (
-        "Tokenizer of text: bytes, sentencepiece:FILE, wordpiece:FILE or words:FILE. "
-        "Default: bytes; in conll:, the words of the training data."
-    ),
-    "sequence_length": "Number of tokens in a row of text. Default: 128.",
-    "packing": (
-        "Join the documents of text: into rows without padding. --nopacking: a row has "
-        "one document, or a part of it. Default: packing."
-    ),
-    "image_key": (
-        "Field of the image in tfrecord: and array_record:, or its column in parquet:. "
-        "Default: image/encoded; in parquet:, image."
-    ),
-    "label_key": (
-        "Field of the label in tfrecord: and array_record:. Default: image/class/label."
-    ),
-}
-NAMES = tuple(HELPS)
+        "first column, or the second of CoNLL-U.",
+        about=About.SOURCE,
+        defined_by=("train_data",),
+    )
+    tokenizer: str | None = flag(
+        None,
+        "Data",
+        "Tokenizer of text: bytes, sentencepiece:FILE, wordpiece:FILE, words:FILE, or "
+        "hf:FILE, a tokenizer.json of Hugging Face. Default: bytes; in conll:, the "
+        "words of the training data.",
+        about=About.MAIN | About.SOURCE,
+        defined_by=("train_data",),
+    )
+    sequence_length: int | None = flag(
+        None,
+        "Data",
+        "Number of tokens in a row of text. Default: 128.",
+        about=About.MAIN | About.SOURCE,
+        at_least=1,
+        defined_by=("train_data",),
+    )
+    packing: bool | None = flag(
+        None,
+        "Data",
+        "Join the documents of text: into rows without padding. --nopacking: a row "
+        "has one document, or a part of it. Default: packing.",
+        about=About.SOURCE,
+        defined_by=("train_data",),
+    )
+    image_column: str | None = flag(
+        None,
+        "Data",
+        "Column of the image in parquet:, or its field in tfrecord: and "
+        "array_record:. Default: image; of a record, image/encoded.",
+        about=About.SOURCE,
+        defined_by=("train_data",),
+    )
 
 
-def define(group: Mapping[str, str], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines the flags, which are named as the arguments of ``open_source``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadRecordsFlag:
+    """Whether bad records are left out of a data set."""
 
-    The flags appear below the heading that `group` has as ``module_name``.
-    """
-    definitions = {
-        "num_classes": flags.DEFINE_integer,
-        "sequence_length": flags.DEFINE_integer,
-        "packing": flags.DEFINE_bool,
-        "eval_fraction": flags.DEFINE_float,
-        "feature_columns": flags.DEFINE_list,
-        "missing": functools.partial(flags.DEFINE_enum, enum_values=MISSING),
-    }
-    for name, text in HELPS.items():
-        definition = definitions.get(name, flags.DEFINE_string)
-        definition(name, default=None, help=text, flag_values=values, **group)
+    bad_records: str = flag(
+        "fail",
+        "Data",
+        "What to do with records that cannot be read, decoded or trained on. fail: "
+        "stop, and name the first one. skip, or skip:2000: first list them in "
+        "bad_records.json, and leave them out, up to 100 or 2000.",
+        about=About.MAIN,
+        defined_by=("train_data",),
+    )
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether bad records are left out."""
+        return self.bad_records.partition(":")[0] == "skip"
+
+    @property
+    def max_bad_records(self) -> int:
+        """The largest number of records that may be left out of a data set.
+
+        Raises:
+            ValueError: --bad_records has another form.
+        """
+        match = re.fullmatch(r"fail|skip(?::(\d{1,12}))?", self.bad_records)
+        if match is None:
+            raise ValueError(
+                f"Received --bad_records={self.bad_records}; expected fail, skip, or "
+                "skip:2000 for the most records to leave out."
+            )
+        return int(match[1] or MAX_BAD_RECORDS)
 
 
-def given(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheFlag:
+    """Where examples are kept."""
+
+    cache: str = flag(
+        "auto",
+        "Input pipeline",
+        "Where to keep examples: auto, memory, none, disk:DIR or auto:DIR. auto: in "
+        "memory if a quarter of the free memory is enough, else in the folder DIR if "
+        "it is given; with --deterministic, in memory up to 1 GB. Images are kept as "
+        "pixels if they have one size, or if --recipe=none or cifar resizes them to "
+        "one (in memory for more than one epoch only). Other images are kept as "
+        "encoded files, in memory. The memory is filled while the first epoch is "
+        "read; disk is written before.",
+        about=About.EXAMPLES | About.HOST,
+        defined_by=("train_data",),
+    )
+
+    @property
+    def cache_kind(self) -> str:
+        """Where examples are kept: one of `CACHES`.
+
+        Raises:
+            ValueError: --cache has another form.
+        """
+        kind, colon, folder = self.cache.partition(":")
+        wrong = kind not in CACHES or (colon and kind not in ("auto", "disk"))
+        if wrong or bool(colon) != bool(folder) or (kind == "disk" and not folder):
+            raise ValueError(
+                f"Received --cache={self.cache}; expected one of {', '.join(CACHES)}, "
+                "and disk or auto with a folder, such as disk:FOLDER."
+            )
+        return kind
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The folder where examples are kept, if it is given."""
+        return self.cache.partition(":")[2] or None
+
+
+NAMES = tuple(table.fields(DataFlags))
+
+
+def given(options: DataFlags) -> dict[str, Any]:
     """Returns the flags that were given, as arguments of ``open_source``."""
-    values_by_name = {name: values[name].value for name in NAMES}
-    return {name: value for name, value in values_by_name.items() if value is not None}
+    values = {name: getattr(options, name) for name in NAMES}
+    return {name: value for name, value in values.items() if value is not None}

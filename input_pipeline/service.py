@@ -9,6 +9,7 @@ passwords: anyone who reaches its ports can run graphs there. Keep the ports ins
 own network. Ctrl-C or SIGTERM ends a dispatcher or a worker.
 """
 
+import dataclasses
 import os
 import re
 import signal
@@ -17,40 +18,38 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from absl import flags
-
 from towers.processes import signals
 from towers.program import startup, voice
 from towers.program.commands import fail
 from towers.program.flags import command_line
+from towers.program.flags.table import argument, flag
 
-FLAGS = flags.FLAGS
 _PROGRAM = "towers.input_pipeline.service"
 
 _ROLES = ("dispatcher", "worker")
 
 
-def _define_flags() -> None:
-    group = {"module_name": "Flags"}
-    flags.DEFINE_integer(
-        "port",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Which server to run, and where."""
+
+    role: str = argument("What to run: dispatcher or worker.")
+    port: int = flag(
         0,
+        "Flags",
         "Port to listen on. 0 takes any free port.",
-        lower_bound=0,
-        upper_bound=65535,
-        **group,
+        at_least=0,
+        at_most=65535,
     )
-    flags.DEFINE_string(
-        "dispatcher",
+    dispatcher: str | None = flag(
         None,
+        "Flags",
         "Address of the dispatcher that a worker belongs to, such as node1:5050.",
-        **group,
     )
-    flags.DEFINE_string(
-        "address",
+    address: str = flag(
         "localhost",
+        "Flags",
         "Name under which other machines reach the machine of a worker.",
-        **group,
     )
 
 
@@ -62,14 +61,7 @@ def main() -> int:
     """
     # A service has no use for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    role = None
-
-    def read(argv):
-        nonlocal role
-        groups = {"Flags": FLAGS.flags_by_module_dict()["Flags"]}
-        role = check(command_line.read(argv, __doc__, groups))
-
-    startup.begin(_PROGRAM, read)
+    options = startup.begin(_PROGRAM, read)
     from tensorflow.data.experimental import service
 
     # Servers run in their own threads; the main thread waits for a signal. Other
@@ -77,33 +69,33 @@ def main() -> int:
     ended = threading.Event()
     signals.listen((signal.SIGINT, signal.SIGTERM), lambda number: ended.set())
     startup.end()
-    if role == "dispatcher":
+    if options.role == "dispatcher":
         try:
-            server = service.DispatchServer(service.DispatcherConfig(port=FLAGS.port))
+            server = service.DispatchServer(service.DispatcherConfig(port=options.port))
         except Exception as error:  # TensorFlow's own kinds
-            return fail(f"cannot listen on port {FLAGS.port}: {error}", _PROGRAM)
+            return fail(f"cannot listen on port {options.port}: {error}", _PROGRAM)
         print(f"dispatcher at {server.target}", flush=True)
     else:
         config = service.WorkerConfig(
-            FLAGS.dispatcher,
-            worker_address=f"{FLAGS.address}:%port%",
-            port=FLAGS.port,
+            options.dispatcher,
+            worker_address=f"{options.address}:%port%",
+            port=options.port,
             dispatcher_timeout_ms=10_000,
         )
-        host, _, port = FLAGS.dispatcher.partition(":")
+        host, _, port = options.dispatcher.partition(":")
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
             server = service.WorkerServer(config)
         except Exception as error:  # TensorFlow's own kinds, too
             return fail(
-                f"no dispatcher answers at {FLAGS.dispatcher}: {error}", _PROGRAM
+                f"no dispatcher answers at {options.dispatcher}: {error}", _PROGRAM
             )
-        print(f"worker of {FLAGS.dispatcher}", flush=True)
+        print(f"worker of {options.dispatcher}", flush=True)
     # Neither of TensorFlow's configurations has an address to listen on.
     voice.say(
-        f"The {role} listens on all addresses of this machine, as TensorFlow binds it "
-        "to none, and asks for no password: who reaches it can run graphs here. Have a "
-        "firewall let in your own machines only."
+        f"The {options.role} listens on all addresses of this machine, as TensorFlow "
+        "binds it to none, and asks for no password: who reaches it can run graphs "
+        "here. Have a firewall let in your own machines only."
     )
     ended.wait()
     # To end in order, a server would wait for clients that may have gone.
@@ -111,29 +103,27 @@ def main() -> int:
     os._exit(0)
 
 
-def check(argv: Sequence[str]) -> str:
-    """Checks the arguments, and returns the role.
+def read(argv: Sequence[str]) -> ServiceOptions:
+    """Reads the command line, and checks it.
 
     Raises:
-        ValueError: the arguments are not a role.
+        ValueError: The role or a flag is wrong.
     """
-    if len(argv) != 2 or argv[1] not in _ROLES:
+    options = command_line.read(ServiceOptions, argv, __doc__)
+    if options.role not in _ROLES:
+        raise ValueError(f"Received {options.role}; expected dispatcher or worker.")
+    if (options.role == "worker") != (options.dispatcher is not None):
         raise ValueError(
-            f"received {' '.join(argv[1:]) or 'no role'}; expected dispatcher or worker"
+            f"Received --dispatcher={options.dispatcher} for a {options.role}; "
+            "expected it for a worker, and for nothing else."
         )
-    if (argv[1] == "worker") != (FLAGS.dispatcher is not None):
+    if options.dispatcher and not re.fullmatch(r"[^:]+:\d+", options.dispatcher):
         raise ValueError(
-            f"received --dispatcher={FLAGS.dispatcher} for a {argv[1]}; expected it "
-            "for a worker, and for nothing else"
+            f"Received --dispatcher={options.dispatcher}; expected HOST:PORT, such as "
+            "localhost:5050."
         )
-    if FLAGS.dispatcher and not re.fullmatch(r"[^:]+:\d+", FLAGS.dispatcher):
-        raise ValueError(
-            f"received --dispatcher={FLAGS.dispatcher}; expected HOST:PORT, such as "
-            "localhost:5050"
-        )
-    return argv[1]
+    return options
 
 
 if __name__ == "__main__":
-    _define_flags()
     sys.exit(main())

@@ -36,9 +36,8 @@ TEXTS = ".txt"
 
 # The arguments of some kinds of data sets.
 _OF_TFDS = ("data_dir", "train_split", "eval_split", "shard", "read_config")
-_OF_EXAMPLES = ("image_key", "label_key", "num_classes", "skip_bad", "findings")
+_OF_EXAMPLES = ("image_column", "label_column", "num_classes", "skip_bad", "findings")
 _OF_TABLES = (
-    "label_key",
     "label_column",
     "feature_columns",
     "missing",
@@ -64,7 +63,7 @@ _TAKES = {
     ),
     "tfrecord": (*_OF_EXAMPLES, "local_store"),
     "array_record": _OF_EXAMPLES,
-    "parquet": ("image_key", *_OF_TABLES),
+    "parquet": ("image_column", *_OF_TABLES),
     "csv": _OF_TABLES,
     "npz": _OF_ARRAYS,
     "npy": _OF_ARRAYS,
@@ -109,16 +108,15 @@ class SourceOptions(TypedDict, total=False):
     """Arguments of ``open_source`` that only some kinds of data sets take.
 
     Attributes:
-        image_key: field of the encoded image in tf.Examples, by default
-            ``image/encoded``; column of ``parquet:``, by default ``image``.
-        label_key: field of the label in tf.Examples, by default ``image/class/label``;
-            column of ``parquet:`` and ``csv:``, by default ``label``, ``class`` or
-            ``target``, else the last one.
-        label_column: another name of ``label_key``, for ``parquet:`` and ``csv:``;
-            several columns, with commas between or as a sequence, are several numbers
-            or labels. Of ``tfds:``, the feature to predict of a set of columns. Of
-            ``conll:``, the number of the tags' column, from 1; by default the last one,
-            and the fourth of CoNLL-U.
+        image_column: column of ``parquet:`` with the encoded image, by default
+            ``image``; field of tf.Examples, by default ``image/encoded``.
+        label_column: field of the label in tf.Examples, by default
+            ``image/class/label``; column of ``parquet:`` and ``csv:``, by default
+            ``label``, ``class`` or ``target``, else the last one; several columns, with
+            commas between or as a sequence, are several numbers or labels. Of
+            ``tfds:``, the feature to predict of a set of columns. Of ``conll:``, the
+            number of the tags' column, from 1; by default the last one, and the fourth
+            of CoNLL-U.
         text_column: column of ``parquet:`` and ``csv:`` with text to learn from, in
             place of numbers. Of ``conll:``, the number of the words' column, from 1; by
             default the first one, and the second of CoNLL-U.
@@ -165,8 +163,7 @@ class SourceOptions(TypedDict, total=False):
             ``csv:`` and ``parquet:`` read far files. Not for text.
     """
 
-    image_key: str | None
-    label_key: str | None
+    image_column: str | None
     label_column: str | Sequence[str] | None
     text_column: str | None
     target: str | None
@@ -221,7 +218,7 @@ def check_text(spec: str, given: Collection[str]) -> None:
     if spec.partition(":")[0] not in _TABLES:
         return
     of_text = [name for name in ("tokenizer", "sequence_length") if name in given]
-    others = ("feature_columns", "image_key", "missing")
+    others = ("feature_columns", "image_column", "missing")
     others = [name for name in others if name in given]
     if "text_column" in given and others:
         raise ValueError(

@@ -11,6 +11,14 @@ FORMS = {
     "sentencepiece": "sentencepiece:FILE",
     "wordpiece": "wordpiece:FILE",
     "words": "words:FILE",
+    "hf": "hf:FILE",
+}
+# What a kind needs: the module, its distribution, and the extra that installs it.
+_TF_TEXT = "tensorflow_text", "tensorflow-text", "text"
+_PACKAGES = {
+    "sentencepiece": _TF_TEXT,
+    "wordpiece": _TF_TEXT,
+    "hf": ("tokenizers", "tokenizers", "tokenizers"),
 }
 
 
@@ -37,10 +45,10 @@ def check(spec: str) -> tuple[str, str]:
             f"the tokenizer {spec!r} has no file {path!r}: expected a vocabulary, so "
             "check the path"
         )
-    needs = kind in ("sentencepiece", "wordpiece")
-    if needs and importlib.util.find_spec("tensorflow_text") is None:
+    module, package, extra = _PACKAGES.get(kind, (None, "", ""))
+    if module is not None and importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"the tokenizer {spec!r} needs tensorflow-text, which is not installed: "
-            f"{install_command('text')}"
+            f"the tokenizer {spec!r} needs {package}, which is not installed: "
+            f"{install_command(extra)}"
         )
     return kind, path

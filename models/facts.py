@@ -205,6 +205,6 @@ def _check_options(what, options, names, takes_any):
     for name in options:
         if name not in names and not takes_any:
             raise ValueError(
-                f"{what} has no parameter {name!r} for --{name}={options[name]}; "
+                f"{what} has no parameter {name!r} for {name}={options[name]}; "
                 "leave the flag out."
             )

@@ -1,8 +1,9 @@
 """Names to models: the one list of what can be trained by name.
 
 A name is one of this project's own families, a network of `keras.applications`
-(in any case), or `file.py:function` for a function of the user's own. Those of
-images take pixels in [-1, 1]. All but the user's return float32 logits.
+(in any case), `hub:PRESET` for a preset of keras-hub, or `file.py:function` for a
+function of the user's own. Those of images take pixels in [-1, 1]. All but the user's
+return float32 logits.
 
 Nothing here knows of devices. Data, losses and optimizers are for whoever calls,
 and so is the check that a user's own model has `num_outputs` outputs.
@@ -18,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from towers.models import dlrm, mlp, spec, user_file
+from towers.models import dlrm, hub, mlp, spec, user_file
 from towers.models.facts import Facts, arguments, is_count, unknown_shape
 from towers.models.images import applications, cnn, lstm, resnet_cifar, unet
 from towers.models.text import transformer_encoder, transformer_lm
@@ -62,9 +63,10 @@ def build(
     """Builds a model by name.
 
     Args:
-        name: A name from `spec.names()`, in any case, or `file.py:function`, where the
-            function returns a Keras model. Its parameters are what it asks for of the
-            data, by the names of `Facts`, such as `build(input_shape, num_classes)`.
+        name: A name from `spec.names()`, in any case; `hub:PRESET`, see `spec`; or
+            `file.py:function`, where the function returns a Keras model. Its
+            parameters are what it asks for of the data, by the names of `Facts`, such
+            as `build(input_shape, num_classes)`.
         facts: What the data has.
         input_shape: In place of `facts`, for classification: the shape of one example
             without the batch, such as (height, width, channels) for images.
@@ -98,6 +100,8 @@ def build(
             path, function = spec.split_user_file(name)
             module = module or user_file.load(path)
             return user_file.build(module, path, function, facts, options or {})
+        if spec.is_hub(name):
+            return hub.build(*spec.split_hub(name), facts)
         return _build_own(spec.canonical(name), facts, options or {})
 
 

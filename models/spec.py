@@ -5,8 +5,12 @@ A program checks its flags before it imports TensorFlow, which takes seconds.
 
 import ast
 import difflib
+import importlib.util
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from towers.program.extras import install_command
 
 # The models of this project, which registry.py builds: what an example may be, and the
 # flags of towers.train that the model takes.
@@ -42,8 +46,9 @@ APPLICATIONS = tuple(
 
 _FORMS = (
     f"one of {', '.join(OWN)}, a network of keras.applications such as ResNet50, "
-    "or your own as file.py:function"
+    "a preset of keras-hub as hub:PRESET, or your own as file.py:function"
 )
+_HUB, _LORA = "hub:", "?lora="
 
 
 def names() -> tuple[str, ...]:
@@ -76,14 +81,17 @@ def check(name: str, options: Iterable[str] = ()) -> None:
     if is_user_file(name):
         _check_user_file(*split_user_file(name), options)
         return
-    name = canonical(name)
+    if is_hub(name):
+        _check_hub(name)
+    else:
+        name = canonical(name)
     taken = OWN[name][1] if name in OWN else ()
     for option in options:
         if option not in taken:
             takes = [each for each, (_, own) in OWN.items() if option in own]
             raise ValueError(
-                f"Received --{option} for --model={name}; expected it only for "
-                f"{', '.join(takes)} and models of your own, so leave it out."
+                f"Received {option} in --model_options for --model={name}; expected it "
+                f"only for {', '.join(takes)} and models of your own, so leave it out."
             )
 
 
@@ -110,7 +118,7 @@ def check_imagenet(name: str) -> None:
     Raises:
         ValueError: There are none that it can begin with.
     """
-    known = None if is_user_file(name) else canonical(name)
+    known = None if is_user_file(name) or is_hub(name) else canonical(name)
     # With these weights, EfficientNetB0 to B7 have another layer than without.
     if known not in APPLICATIONS or known.startswith("EfficientNetB"):
         raise ValueError(
@@ -119,12 +127,54 @@ def check_imagenet(name: str) -> None:
         )
 
 
+# hub:PRESET?lora=8
+
+
+def is_hub(name: str) -> bool:
+    """Tells whether a name is of the form hub:PRESET or hub:PRESET?lora=RANK."""
+    return name.startswith(_HUB)
+
+
+def split_hub(name: str) -> tuple[str, int | None]:
+    """Takes hub:PRESET?lora=RANK apart.
+
+    Returns:
+        The preset's name or folder, and the rank; None without LoRA.
+
+    Raises:
+        ValueError: It has no preset, or no rank of at least 1.
+    """
+    preset, lora, rank = name.removeprefix(_HUB).partition(_LORA)
+    if not preset or (lora and not (rank.isdecimal() and int(rank))):
+        raise ValueError(
+            f"A preset of keras-hub is named hub:PRESET or hub:PRESET?lora=RANK, but "
+            f"{name!r} was received; give the name or folder of a preset, and a whole "
+            "number of at least 1 as rank, such as hub:gpt2_base_en?lora=8."
+        )
+    return os.path.expanduser(preset), int(rank) if lora else None
+
+
+def _check_hub(name):
+    preset, _ = split_hub(name)
+    if importlib.util.find_spec("keras_hub") is None:
+        raise ValueError(
+            f"The model {name!r} needs keras-hub, which is not installed; run: "
+            f"{install_command('hub')}"
+        )
+    is_path = os.sep in preset and "://" not in preset
+    if is_path and not os.path.isdir(preset):
+        raise ValueError(
+            f"There is no folder {preset!r} (looked for as "
+            f"{os.path.abspath(preset)!r}) for the preset; correct the path."
+        )
+
+
 # file.py:function
 
 
 def is_user_file(name: str) -> bool:
     """Tells whether a name is of the form file.py or file.py:function."""
-    return name.endswith(".py") or ".py:" in name
+    return not is_hub(name) and (name.endswith(".py") or ".py:" in name)
 
 
 def split_user_file(name: str) -> tuple[Path, str]:
@@ -186,8 +236,9 @@ def _check_takes(path, node, options):
         # What a decorator makes of the function is known only when the file is run.
         if not (option in taken or node.args.kwarg or node.decorator_list):
             raise ValueError(
-                f"Received --{option}, but the function {node.name!r} of {str(path)!r} "
-                f"has no parameter {option!r}; add it, or leave the flag out."
+                f"Received {option} in --model_options, but the function "
+                f"{node.name!r} of {str(path)!r} has no parameter "
+                f"{option!r}; add it, or leave the flag out."
             )
 
 

@@ -92,8 +92,9 @@ def load(path: Path) -> ModuleType:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[found.name]
+        missing = isinstance(error, ModuleNotFoundError)
         raise ValueError(
             f"The file {str(path)!r} raised {one_line(error, path)} when loaded; "
-            "correct the file."
+            f"{'install what is missing, or ' if missing else ''}correct the file."
         ) from error
     return module

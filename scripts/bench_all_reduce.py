@@ -33,6 +33,7 @@ from collections.abc import Callable
 from absl import app, flags
 
 from scripts.bench import mpirun
+from scripts.race import alternate
 from tests import network
 from towers.hosts import group
 from towers.scaling.network import sum_s
@@ -227,21 +228,19 @@ def race(count: int) -> list[tuple[int, dict[str, float]]]:
         for each in running.values():
             stack.callback(each.end)
         sizes = [int(float(each)) for each in FLAGS.bytes]
-        found = {(size, name): [] for size in sizes for name in running}
-        for size in sizes:
-            for turn in range(FLAGS.rounds + 1):
-                for name, each in running.items():
-                    times = int(max(2, min(_SUMS, _ROUND_BYTES / size)))
-                    seconds = each.sum(size // 4, times)
-                    if turn > 0:  # the first warms up
-                        found[size, name].append(statistics.median(seconds))
-    return [
-        (
-            size,
-            {name: 1000 * statistics.median(found[size, name]) for name in running},
-        )
-        for size in sizes
-    ]
+        return [(size, _medians_ms(running, size)) for size in sizes]
+
+
+def _medians_ms(running, size):
+    times = int(max(2, min(_SUMS, _ROUND_BYTES / size)))
+    rounds = alternate(
+        lambda name: running[name].sum(size // 4, times), running, FLAGS.rounds + 1
+    )
+    return {
+        # The first warms up.
+        name: 1000 * statistics.median(map(statistics.median, some[1:]))
+        for name, some in rounds.items()
+    }
 
 
 def main(_: list[str]) -> None:

@@ -50,8 +50,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import report
 from scripts.bench.contenders import check_flags
-from scripts.bench.race import take_turns
-from scripts.sparse_bench import race
+from scripts.race import take_turns
+from scripts.sparse_bench import results
 from scripts.sparse_bench.contenders import CONTENDERS, by_module
 from scripts.sparse_bench.worker import Job
 
@@ -96,15 +96,15 @@ def main(argv):
         np.savez(path, **masks)
         times = take_turns(
             jobs(sparsities, path),
-            functools.partial(race.start, verbose=FLAGS.verbosity > 0),
+            functools.partial(results.start, verbose=FLAGS.verbosity > 0),
             FLAGS.rounds * len(sparsities),
             left_out,
         )
     answers = [each.starts[0] for each in times.values()]
     facts = [fact for each in answers for fact in each["facts"]]
     turns = [turn for each in times.values() for turn in each.rounds]
-    results = [each | settings() for each in race.summaries(facts, turns)]
-    found = report.show(results, race.COLUMNS, race.cells, machine(), FLAGS.json)
+    rows = [each | settings() for each in results.summaries(facts, turns)]
+    found = report.show(rows, results.COLUMNS, results.cells, machine(), FLAGS.json)
     notes = [note for each in answers for note in each["notes"]]
     for each in answers:
         notes += [f"{name}: left out: {why}" for name, why in each["left_out"].items()]

@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOSTS, LIMIT_S = 2, 240
 FLAGS = (
     *("--deterministic", "--num_gpus=2", "--log_steps=1", "--seed=1"),
-    *("--variable_update=parameter_server", "--train_epochs=3", "--save_steps=7"),
+    *("--variable_update=parameter_server", "--train_epochs=3", "--save_every=7"),
 )
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 # Open MPI tells a process its rank so.

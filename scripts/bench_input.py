@@ -53,11 +53,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import report
 from scripts.bench.contenders import check_flags
-from scripts.bench.race import ROOT, take_turns
-from scripts.input_bench import data, race
+from scripts.input_bench import data, results
 from scripts.input_bench.contenders import CONTENDERS
 from scripts.input_bench.worker import Job
 from scripts.input_bench.works import WORKS
+from scripts.race import ROOT, take_turns
 
 FLAGS = flags.FLAGS
 COLUMNS = (
@@ -119,7 +119,7 @@ def compare(work, folder):
         folder: Where the data are.
 
     Returns:
-        A dict for each contender that could read, as from `race.summary`.
+        A dict for each contender that could read, as from `results.summary`.
     """
     usual = WORKS[work]
     jobs = [
@@ -136,11 +136,11 @@ def compare(work, folder):
     def failed(job, reason):
         print(f"{job.contender} is left out of {work}: {reason}", file=sys.stderr)
 
-    start = functools.partial(race.start, verbose=FLAGS.verbosity > 0)
+    start = functools.partial(results.start, verbose=FLAGS.verbosity > 0)
     times = take_turns(jobs, start, FLAGS.rounds, failed)
     reference = times[jobs[0]].rounds if jobs[0] in times else []
     return [
-        race.summary(job, found.starts[0], found.rounds, reference)
+        results.summary(job, found.starts[0], found.rounds, reference)
         for job, found in times.items()
     ]
 

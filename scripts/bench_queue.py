@@ -20,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from scripts.race import alternate, ratio
+
 EXAMPLES = 6400
 
 
@@ -39,17 +41,17 @@ def main() -> None:
         "--variable_update=parameter_server",
     ]
     ways = {"queue": in_a_queue, "one_by_one": one_by_one}
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(options.rounds):
-        for name in [*ways] if number % 2 == 0 else [*reversed(ways)]:
-            with tempfile.TemporaryDirectory() as folder:
-                begun_s = time.perf_counter()
-                ways[name](flags, options.runs, options.devices, folder)
-                found[name].append(time.perf_counter() - begun_s)
-            print(f"{name}: {found[name][-1]:.1f} s", file=sys.stderr)
+
+    def timed(name):
+        with tempfile.TemporaryDirectory() as folder:
+            begun_s = time.perf_counter()
+            ways[name](flags, options.runs, options.devices, folder)
+            seconds = time.perf_counter() - begun_s
+        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
+        return seconds
+
+    found = alternate(timed, ways, options.rounds)
     examples = options.runs * options.epochs * EXAMPLES
-    pairs = zip(found["one_by_one"], found["queue"], strict=True)
-    ratios = [alone / together for alone, together in pairs]
     rates = {
         f"{name}_examples_per_sec": examples / statistics.median(seconds)
         for name, seconds in found.items()
@@ -60,8 +62,7 @@ def main() -> None:
                 "cores": len(os.sched_getaffinity(0)),
                 "seconds": found,
                 **rates,
-                "ratio": statistics.median(ratios),
-                "ratios": ratios,
+                "ratio": ratio(found["one_by_one"], found["queue"]),
             },
             indent=2,
         )

@@ -17,6 +17,7 @@ may run meanwhile.
 
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ import tensorflow as tf
 from absl import app, flags
 from pyarrow import csv
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from scripts.race import alternate, ratio
 from towers import input_pipeline
 
 FLAGS = flags.FLAGS
@@ -121,18 +125,16 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "rows.csv"
         write(path)
-        rounds = {name: [] for name in CONTENDERS}
-        for _ in range(FLAGS.rounds):
-            for name, open_rows in CONTENDERS.items():
-                rounds[name].append(timed(open_rows, str(path)))
+        rounds = alternate(
+            lambda name: timed(CONTENDERS[name], str(path)), CONTENDERS, FLAGS.rounds
+        )
     print("| who | rows/s, first epoch | rows/s, later | ours / theirs, later |")
     print("|---|---|---|---|")
-    ours = [later for _, later in rounds["towers"]]
+    _, ours = zip(*rounds["towers"], strict=True)
     for name, some in rounds.items():
-        first, later = (statistics.median(rates) for rates in zip(*some, strict=True))
-        pairs = zip(ours, some, strict=True)
-        ratio = statistics.median(our / their for our, (_, their) in pairs)
-        print(f"| {name} | {first:,.0f} | {later:,.0f} | {ratio:.2f} |")
+        first, later = zip(*some, strict=True)
+        medians = [f"{statistics.median(rates):,.0f}" for rates in (first, later)]
+        print(f"| {name} | {' | '.join(medians)} | {ratio(ours, later):.2f} |")
 
 
 if __name__ == "__main__":

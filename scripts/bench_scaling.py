@@ -18,8 +18,12 @@ MODELS = {
         "--batch_size=64",
     ),
     "lm": (
-        *("--model=transformer_lm", "--task=language_model", "--layers=2"),
-        *("--width=128", "--sequence_length=64", "--batch_size=32"),
+        *("--model=transformer_lm", "--task=language_model"),
+        *(
+            "--model_options=layers=2,width=128",
+            "--sequence_length=64",
+            "--batch_size=32",
+        ),
     ),
 }
 TOWERS = 4

@@ -27,7 +27,10 @@ from collections.abc import Callable
 import numpy as np
 from absl import app, flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from scripts.race import ROOT, alternate
+
 FLAGS = flags.FLAGS
 BATCH, COLUMNS, CLASSES, SIZE = 256, 8, 10, 32
 
@@ -59,10 +62,11 @@ def main(argv: list[str]) -> None:
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     for name in FLAGS.data:
         path = make(work, name)
-        runs = {contender: [] for contender in FLAGS.contenders}
-        for _ in range(FLAGS.rounds):
-            for contender, some in runs.items():
-                some.append(timed(command(contender, path, work)))
+        runs = alternate(
+            lambda name, path=path: timed(command(name, path, work)),
+            FLAGS.contenders,
+            FLAGS.rounds,
+        )
         for contender, some in runs.items():
             result = {key: statistics.median(run[key] for run in some) for key in KEYS}
             cells = [f"{result[key]:.1f}" for key in KEYS[: len(ends)]]

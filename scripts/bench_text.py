@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from scripts.race import alternate, ratio
 from towers import input_pipeline
 from towers.input_pipeline import text
 
@@ -237,22 +238,15 @@ def main() -> None:
         tokenizer = made or learn_pieces(job.files, folder)
     if "hugging_face" in names:
         job.learnt = learn_for_hugging_face(job.files, of_bytes)
-    found = {name: [] for name in names}
-    for _ in range(job.rounds):
-        for name in names:
-            found[name].append(measure(name, job, tokenizer))
+    found = alternate(lambda name: measure(name, job, tokenizer), names, job.rounds)
+    speeds = {name: [*zip(*some, strict=True)] for name, some in found.items()}
     print(
         f"{'million tokens/s':16}{'epoch 1':>9}{'later':>9}{'ours/epoch 1':>14}", end=""
     )
     print(f"{'ours/later':>12}")
     for name in names:
-        speeds = [*zip(*found[name], strict=True)]
-        ours = [*zip(*found[names[0]], strict=True)]
-        medians = [statistics.median(some) / 1e6 for some in speeds]
-        ratios = [
-            statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(ours, speeds, strict=True)
-        ]
+        medians = [statistics.median(some) / 1e6 for some in speeds[name]]
+        ratios = [*map(ratio, speeds[names[0]], speeds[name])]
         print(
             f"{name:16}{medians[0]:9.2f}{medians[1]:9.2f}{ratios[0]:14.2f}"
             f"{ratios[1]:12.2f}"

@@ -49,17 +49,23 @@ With fewer GPUs than towers, each GPU is split into logical ones, of
 --gpu_memory_limit_mb each. One device is then a whole GPU.
 """
 
+import functools
 import importlib.util
 import itertools
 import math
 import os
+import pathlib
 import sys
 import time
 
 from absl import app, flags
-from bench import contenders, race, report
-from bench.worker import Job
-from bench.works import WORKS
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from scripts import race
+from scripts.bench import contenders, report, results
+from scripts.bench.worker import Job
+from scripts.bench.works import WORKS
 
 FLAGS = flags.FLAGS
 _BEGUN_S = time.monotonic()
@@ -134,13 +140,13 @@ def main(argv):
         for work, towers in itertools.product(FLAGS.work, counts)
         for result in compare(work, towers)
     )
-    results = report.show(
+    shown = report.show(
         measured, report.COLUMNS, report.cells, report.machine(), FLAGS.json
     )
-    if not results:
+    if not shown:
         sys.exit("No contender could train.")
     if FLAGS.scaling:
-        rows = report.scaling(results)
+        rows = report.scaling(shown)
         print("", *report.scaling_table(rows), sep="\n")
         if FLAGS.plot:
             report.plot(rows, FLAGS.plot)
@@ -160,7 +166,7 @@ def check_counts() -> list[int]:
     if FLAGS.plot and not FLAGS.scaling:
         raise ValueError("--plot is drawn of --scaling; give both, or neither.")
     if FLAGS.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs matplotlib; {contenders.PACKAGES} brings it.")
+        raise ValueError(f"--plot needs matplotlib; {race.PACKAGES} brings it.")
     if not FLAGS.scaling:
         return [FLAGS.towers]
     if not all(count.isdecimal() and int(count) for count in FLAGS.scaling):
@@ -179,7 +185,7 @@ def compare(work, towers):
         towers: How many towers.
 
     Returns:
-        A dict for each contender that could train, as from `race.summary`.
+        A dict for each contender that could train, as from `results.summary`.
     """
     usual = WORKS[work]
     jobs = [
@@ -201,16 +207,23 @@ def compare(work, towers):
             file=sys.stderr,
         )
 
-    return race.race(
+    times = race.take_turns(
         jobs,
+        functools.partial(
+            results.start, verbose=FLAGS.verbosity > 0, limit_s=FLAGS.start_seconds
+        ),
         FLAGS.rounds,
-        FLAGS.fresh_starts,
         failed,
-        verbose=FLAGS.verbosity > 0,
-        together=FLAGS.start_together,
-        limit_s=FLAGS.start_seconds,
-        end_s=_BEGUN_S + (FLAGS.max_seconds or math.inf),
+        FLAGS.fresh_starts,
+        # XLA tries kernels while it compiles, beside nobody.
+        lambda job: FLAGS.start_together and not job.parsed.may_compile,
+        _BEGUN_S + (FLAGS.max_seconds or math.inf),
     )
+    reference = times[jobs[0]].rounds if jobs[0] in times else []
+    return [
+        results.summary(job, measured.starts, measured.rounds, reference)
+        for job, measured in times.items()
+    ]
 
 
 if __name__ == "__main__":

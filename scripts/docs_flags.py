@@ -18,10 +18,6 @@ The flags of each command, as `--helpfull` shows them. `make docs` generates thi
 from the source.
 """
 
-_OF_ARGPARSE = (
-    *("launch", "resize", "doctor", "report", "predict", "export", "generate"),
-)
-
 # The flags below a heading: name and meaning.
 Groups = dict[str, dict[str, str]]
 
@@ -30,10 +26,8 @@ Groups = dict[str, dict[str, str]]
 def help_of(command: str) -> str:
     """Returns the whole help of a command, which lasts until its flags are read."""
     module, _ = COMMANDS[command]
-    # argparse knows no --helpfull.
-    short = command in _OF_ARGPARSE
     done = subprocess.run(
-        [sys.executable, "-m", module, "--help" if short else "--helpfull"],
+        [sys.executable, "-m", module, "--helpfull"],
         capture_output=True,
         text=True,
         check=True,
@@ -46,8 +40,8 @@ def read(text: str) -> Groups:
     groups: Groups = {}
     members, name = None, None
     for line in text.splitlines():
-        if heading := re.fullmatch(r"([A-Z]\w.*|options|positional arguments):", line):
-            members = groups.setdefault(heading[1].capitalize(), {})
+        if heading := re.fullmatch(r"([A-Z]\w.*):", line):
+            members = groups.setdefault(heading[1], {})
         # Meanings begin in column 24, a single blank after the longest names.
         elif members is not None and (
             entry := re.match(r"  (\S.*?)(\s{2,}|$|(?<=^.{23}) (?=[A-Z]\w+ ))", line)

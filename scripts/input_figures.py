@@ -21,9 +21,9 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from scripts.bench.race import ROOT
 from scripts.input_bench import data
 from scripts.input_bench.works import WORKS
+from scripts.race import ROOT
 
 FLAGS = flags.FLAGS
 

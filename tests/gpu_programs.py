@@ -7,7 +7,7 @@ import sys
 import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TWO_TOWERS = "--num_gpus=1", "--gpu_split=2", "--gpu_memory_limit_mb=2048"
+TWO_TOWERS = "--num_gpus=1", "--gpu_split=2", "--gpu_memory=2048"
 
 
 def has_gpu() -> bool:

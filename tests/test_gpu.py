@@ -85,7 +85,7 @@ def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
 def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
     flags = (
         *("-m", "towers.train", *TWO_TOWERS, "--model=cnn", "--deterministic"),
-        *("--train_epochs=6", "--save_steps=4", "--log_steps=1"),
+        *("--train_epochs=6", "--save_every=4", "--log_steps=1"),
     )
 
     def command(folder):
@@ -137,7 +137,7 @@ def test_the_doctor_finds_nothing_wrong():
 def test_runs_share_a_gpu(tmp_path, monkeypatch):
     """With real memory: who leaves a part of a GPU keeps what it has taken there."""
     monkeypatch.setenv("TOWERS_REGISTRY", str(tmp_path / "registry"))
-    parts = "--max_gpus=1", "--gpu_split=4", "--gpu_memory_limit_mb=1024"
+    parts = "--max_gpus=1", "--gpu_split=4", "--gpu_memory=1024"
     test_shares.three_runs_share(tmp_path, *parts, gpus="0")
 
 

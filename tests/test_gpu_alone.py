@@ -69,7 +69,7 @@ def test_who_holds_the_gpu(tmp_path):
 
 
 def test_a_part_of_the_memory(tmp_path):
-    flags = "--num_gpus=1", "--gpu_memory_fraction=0.25"
+    flags = "--num_gpus=1", "--gpu_memory=0.25"
     if not has_gpu():
         run(*_train(tmp_path, *ENDLESS[:2], "--train_epochs=1", *flags))
         return

@@ -42,7 +42,7 @@ CLOSURES = {
     "towers/builders/steps.py": 45,
     "towers/model/api.py": 67,
     "towers/partition/partitioned.py": 35,
-    "towers/train/__main__.py": 141,
+    "towers/train/__main__.py": 142,
 }
 # These know no feature but by its name; see `towers/program/features.py`.
 CORE = (

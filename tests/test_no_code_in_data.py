@@ -20,6 +20,7 @@ KNOWN = {
     # Modules of this package, and NVIDIA's.
     "input_pipeline/sources/__init__.py": {"importlib.import_module"},
     "towers/machine/nvml.py": {"importlib.import_module"},
+    "towers/program/extras.py": {"importlib.import_module"},
     "towers/program/lazy.py": {"importlib.import_module"},
     "towers/program/features.py": {"importlib.import_module"},
     # Tokens of a cache in a folder that the user names.

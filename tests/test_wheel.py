@@ -148,7 +148,7 @@ def test_all_is_in_one_package(installed):
         path
         for folder in ("towers", "input_pipeline", "models")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".typed")
+        if path.suffix in (".py", ".pyi", ".html", ".npz", ".typed")
     ]
     # The last two are links in `towers`.
     expected = {
@@ -160,14 +160,15 @@ def test_all_is_in_one_package(installed):
         if path.suffix != ".pyc"
     }
     assert found == expected
-    assert {"py.typed", "__init__.pyi", "models/__init__.pyi"} <= found
+    digits = "input_pipeline/sources/tfds/digits.npz"
+    assert {"py.typed", "__init__.pyi", "models/__init__.pyi", digits} <= found
 
 
 def test_the_license(installed):
     """Its text comes with the package, and its name stands where indexes look."""
     (info,) = packages_of(installed).glob("keras_towers-*.dist-info")
     metadata = (info / "METADATA").read_text().splitlines()
-    assert {"License: Apache-2.0", "License-File: LICENSE"} <= {*metadata}
+    assert {"License: Apache-2.0 AND CC-BY-4.0", "License-File: LICENSE"} <= {*metadata}
     # Newer versions of setuptools have a folder for it.
     (text,) = info.rglob("LICENSE")
     assert text.read_bytes() == (ROOT / "LICENSE").read_bytes()

@@ -13,7 +13,7 @@ import pytest
 ALL = "TOWERS_EXACT_ALL" in os.environ
 """Whether exact cases run in all variants, for the report of parity."""
 
-OF_CI = 15
+OF_CI = 30
 """CI runs one in so many slow tests (`--one-in` in .ci/run)."""
 
 
@@ -33,7 +33,7 @@ def _turn() -> int:
 TURN = _turn()
 """Says which variants run.
 
-With each commit, CI runs other slow tests; with each fifteenth, other cases are quick.
+With each commit, CI runs other slow tests; with each thirtieth, other cases are quick.
 Without Git, this is 0; in a shallow clone, it counts the commits that are there.
 """
 # Workers of pytest-xdist inherit it.
@@ -59,7 +59,7 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     """Marks as slow the tests that are marked quick_one_in, and not quick in this turn.
 
     Cases take turns by their places; of fewer cases than `n`, one is quick in each.
-    Other cases are quick after fifteen turns. Meanwhile, CI runs each of the rest once.
+    Other cases are quick after thirty turns. Meanwhile, CI runs each of the rest once.
     """
     tests = collections.defaultdict(list)
     for item in items:

@@ -1,6 +1,7 @@
 """Public names that have changed: the old ones work until Towers 0.3, and say so.
 
-All of them are here, so that they can end with this file. It imports nothing of ours.
+They are here, so that they can end with this file; old flags that are parts of others
+now are in `towers/program/flags/old_flags.py`. This file imports nothing of ours.
 """
 
 import functools
@@ -20,7 +21,11 @@ ARGUMENTS = {
         "shares": "split_ratios",
         "steps": "parity_steps",
     },
-    "open_source": {"test_split": "eval_split"},
+    "open_source": {
+        "test_split": "eval_split",
+        "image_key": "image_column",
+        "label_key": "label_column",
+    },
     "Checkpoint": {"keep": "keep_checkpoints"},
     "Stall": {"seconds": "stall_seconds"},
     "Starvation": {"every_steps": "log_steps"},
@@ -48,6 +53,8 @@ ATTRIBUTES = {
     "NotFiniteStep": {"finding": "origin"},
     "Throughput": {"images_per_sec": "examples_per_sec"},
 }
+# New names of arguments that 0.3 has first.
+_SINCE_0_3 = ("image_column", "label_column")
 # Where a program has the new flag, and none of the old name.
 FLAGS = {"tower_shares": "split_ratios", "towers": "num_gpus"}
 # Of summary.json, variable_update.json, and Keras's logs and history.
@@ -166,4 +173,5 @@ def _warn(old, new):
 
 
 def _sentence(old, new):
-    return f"{old} is now {new}; the old name works until Towers 0.3."
+    until = "0.4" if new in _SINCE_0_3 else "0.3"
+    return f"{old} is now {new}; the old name works until Towers {until}."

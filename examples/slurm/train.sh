@@ -18,7 +18,7 @@ trap 'over=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 export TOWERS_TOKEN=$(openssl rand -hex 16)
 # Each task is a host. With mpi4py, --mpi=pmix lets MPI carry all bytes.
 srun --kill-on-bad-exit=1 python -m towers.train \
-    --model=resnet20 --dataset=tfds:cifar10 --model_dir=runs/cifar --save_minutes=10 &
+    --model=resnet20 --dataset=tfds:cifar10 --model_dir=runs/cifar --save_every=10min &
 wait $!
 code=$?
 if [ "$over" ]; then

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     from towers.input_pipeline.benchmark import flags as benchmark_flags
     from towers.program import startup
 
-    startup.begin(
+    _options = startup.begin(
         "towers.input_pipeline.benchmark",
         lambda argv: benchmark_flags.read(argv, __doc__),
     )
@@ -26,10 +26,10 @@ import sys
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 from towers.input_pipeline import data_flags, sources
 from towers.input_pipeline.benchmark import measure, report
+from towers.input_pipeline.benchmark.flags import BenchmarkOptions
 from towers.input_pipeline.cache import cached
 from towers.input_pipeline.local_store.store import LocalStore
 from towers.input_pipeline.pipeline import Pipeline
@@ -38,28 +38,26 @@ from towers.input_pipeline.records.checks import blame_records
 from towers.program import ending, startup, voice
 from towers.program.commands import read_image_size, read_randaugment
 
-FLAGS = flags.FLAGS
 
-
-def measure_and_say() -> None:
-    """Measures the pipeline of the flags, which have been read and checked.
+def measure_and_say(options: BenchmarkOptions) -> None:
+    """Measures the pipeline of the flags, which have been checked.
 
     Raises:
         ValueError: If any input is bad.
     """
-    pipeline, towers = set_up()
-    steps = FLAGS.step_ms and [float(step) for step in FLAGS.step_ms]
-    results = describe(pipeline)
+    pipeline, towers = set_up(options)
+    steps = options.step_ms and [float(step) for step in options.step_ms]
+    results = describe(pipeline, len(towers))
     with blame_records(pipeline.source):
-        results |= measure.measure(pipeline, FLAGS.examples, towers, steps)
-        if FLAGS.ablate:
-            results["ablation"] = measure.ablate(pipeline, FLAGS.examples)
-    print(json.dumps(results) if FLAGS.json else report.text(results))
-    if FLAGS.plot:
-        report.plot(results, FLAGS.plot)
+        results |= measure.measure(pipeline, options.examples, towers, steps)
+        if options.ablate:
+            results["ablation"] = measure.ablate(pipeline, options.examples)
+    print(json.dumps(results) if options.json else report.text(results))
+    if options.plot:
+        report.plot(results, options.plot)
 
 
-def set_up() -> tuple[Pipeline, list[str]]:
+def set_up(options: BenchmarkOptions) -> tuple[Pipeline, list[str]]:
     """Opens the data.
 
     Returns:
@@ -68,61 +66,61 @@ def set_up() -> tuple[Pipeline, list[str]]:
     Raises:
         ValueError: If any input is bad.
     """
-    towers = configure_devices(FLAGS.num_gpus)
+    towers = configure_devices(options.num_gpus)
     source = sources.open_source(
-        FLAGS.dataset,
-        data_dir=os.path.expanduser(FLAGS.data_dir),
-        seed=FLAGS.seed,
-        **data_flags.given(),
-        **_local_store(),
+        options.dataset,
+        data_dir=os.path.expanduser(options.data_dir),
+        seed=options.seed,
+        **data_flags.given(options),
+        **_local_store(options),
     )
     for note in source.notes:
         print(note, file=sys.stderr)
     shape = tuple(source.image_shape)
-    if len(shape) == 1 and FLAGS.image_size is not None:
+    if len(shape) == 1 and options.image_size is not None:
         raise ValueError(
-            f"Received --image_size={FLAGS.image_size}, but {source.name} has rows of "
-            "numbers; expected images, so leave it out."
+            f"Received --image_size={options.image_size}, but {source.name} has rows "
+            "of numbers; expected images, so leave it out."
         )
-    if (asked := read_image_size(FLAGS.image_size)) is not None:
+    if (asked := read_image_size(options.image_size)) is not None:
         shape = (*asked, shape[-1])
     if None in shape:
         raise ValueError(unknown_size(source))
     with contextlib.redirect_stdout(sys.stderr):  # TFDS says what it does.
         source.prepare()
-    cache = "none" if FLAGS.data_service else FLAGS.cache
+    cache = "none" if options.data_service else options.cache_kind
     with blame_records(source):
         source = cached(
             source,
             cache,
-            FLAGS.cache_dir,
-            FLAGS.deterministic,
+            options.cache_dir,
+            options.deterministic,
             shape,
-            FLAGS.recipe,
+            options.recipe,
         )
-    training = FLAGS.split == "train"
+    training = options.split == "train"
     pipeline = Pipeline(
         source,
-        FLAGS.split,
-        batch_size=FLAGS.batch_size,
+        options.split,
+        batch_size=options.batch_size,
         image_shape=shape,
         training=training,
-        recipe=FLAGS.recipe,
-        randaugment=read_randaugment(FLAGS.randaugment),
-        seed=FLAGS.seed,
-        deterministic=FLAGS.deterministic or not training,
-        shuffle_mb=FLAGS.shuffle_mb,
-        data_service=FLAGS.data_service,
+        recipe=options.recipe,
+        randaugment=read_randaugment(options.randaugment),
+        seed=options.seed,
+        deterministic=options.deterministic or not training,
+        shuffle_mb=options.shuffle_mb,
+        data_service=options.data_service,
         repeat=training,
     )
     return pipeline, towers
 
 
-def _local_store() -> dict[str, LocalStore]:
+def _local_store(options: BenchmarkOptions) -> dict[str, LocalStore]:
     """Returns the store through which remote files are read, if there is one."""
-    if FLAGS.local_store is None:
+    if options.local_store is None:
         return {}
-    store = LocalStore(FLAGS.local_store, FLAGS.local_store_gb, tell=voice.warn)
+    store = LocalStore(options.store_folder, options.store_gb, tell=voice.warn)
     return {"local_store": store}
 
 
@@ -140,17 +138,19 @@ def configure_devices(towers: int) -> list[str]:
     return [f"/CPU:{tower}" for tower in range(towers)]
 
 
-def describe(pipeline: Pipeline) -> dict[str, Any]:
+def describe(pipeline: Pipeline, towers: int) -> dict[str, Any]:
     """Describes the measured pipeline, for the results."""
     return {
         "dataset": pipeline.source.name,
         "kept": pipeline.source.note,
         "batch_size": pipeline.batch_size,
         "image_shape": pipeline.image_shape,
-        "towers": FLAGS.num_gpus,
+        "towers": towers,
         "versions": {"python": platform.python_version(), "tensorflow": tf.__version__},
     }
 
 
 if __name__ == "__main__":
-    startup.leave(ending.run("towers.input_pipeline.benchmark", measure_and_say))
+    startup.leave(
+        ending.run("towers.input_pipeline.benchmark", lambda: measure_and_say(_options))
+    )

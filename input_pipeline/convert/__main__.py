@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 from towers.input_pipeline import data_flags
 from towers.input_pipeline.convert import flags as convert_flags
@@ -39,17 +38,17 @@ from towers.program.commands import fail, quieten, read_image_size
 
 def main(argv: Sequence[str]) -> int:
     """Converts the data set of the command line; returns the exit code."""
-    values = None
+    options = None
     try:
         startup.end()
-        spec, folder, values = convert_flags.read(argv, __doc__)
-        _run(spec, folder, values)
+        options = convert_flags.read(argv, __doc__)
+        _run(options)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # ends the progress bar's line
         fail("stopped by Ctrl-C; run it again to go on", PROGRAM)
         return 130
     except BadRecordError as error:
-        skips = values.bad_records == "skip" or error.many
+        skips = options.skips_bad or error.many
         hint = (
             ""
             if skips
@@ -61,25 +60,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(spec: str, folder: str, values: flags.FlagValues) -> None:
+def _run(options: convert_flags.ConvertOptions) -> None:
     source = open_source(
-        spec,
-        data_dir=os.path.expanduser(values.data_dir),
-        skip_bad=values.bad_records == "skip",
-        **data_flags.given(values),
+        options.source,
+        data_dir=os.path.expanduser(options.data_dir),
+        skip_bad=options.skips_bad,
+        **data_flags.given(options),
     )
     for note in source.notes:
         print(note)
-    folder = os.path.expanduser(folder)
+    folder = os.path.expanduser(options.folder)
     info = convert(
         source,
         folder,
-        shards=values.shards,
-        image_size=read_image_size(values.image_size),
-        raw=values.raw,
-        overwrite=values.overwrite,
-        bad_records=values.bad_records,
-        max_bad_records=values.max_bad_records,
+        shards=options.shards,
+        image_size=read_image_size(options.image_size),
+        raw=options.raw,
+        overwrite=options.overwrite,
+        bad_records="skip" if options.skips_bad else "fail",
+        max_bad_records=options.max_bad_records,
     )
     print(_done(info, folder))
 

@@ -48,7 +48,7 @@ def of_limit(folder: str, taken: Taken, size: int, left: int) -> str:
     """
     needed = taken.others + size / FILLED
     gb = math.ceil(10 * needed / 2**30) / 10
-    more = f"--local_store_gb={gb:g} (in Python, limit_gb) would hold all"
+    more = f"--local_store={gb:g}:FOLDER (in Python, limit_gb) would hold all"
     if needed > taken.disk:
         more = f"a disk with {gb:g} GB for it would hold all"
     return (

@@ -1,37 +1,53 @@
-"""Defines --local_store and --local_store_gb, and checks them without TensorFlow."""
+"""Defines --local_store, and checks it without TensorFlow."""
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
-
-from absl import flags
 
 from towers.input_pipeline import specs
 from towers.input_pipeline.local_store import places
 from towers.program.commands import check_folder
+from towers.program.flags.table import About, flag
 
 LIMIT_GB = 50.0
 
-HELPS = {
-    "local_store": (
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreFlags:
+    """Where to keep what is read of remote files."""
+
+    local_store: str | None = flag(
+        None,
+        "Input pipeline",
         "Folder on a disk for what is read of remote files, such as gs://, of "
-        "tfrecord:, folder:, csv: and parquet:. Later epochs and other runs read "
-        "it there; what comes next is read ahead of use."
-    ),
-    "local_store_gb": (
-        "What --local_store may take, in GB. What does not fit is read from where "
-        "it lies, evenly over an epoch."
-    ),
-}
+        "tfrecord:, folder:, csv: and parquet:. Later epochs and other runs read it "
+        "there; what comes next is read ahead of use. The folder may take 50 GB, or "
+        "as many as 200:DIR says; what does not fit is read from where it lies, "
+        "evenly over an epoch.",
+        about=About.HOST,
+        defined_by=("train_data",),
+    )
+
+    @property
+    def store_folder(self) -> str | None:
+        """The folder of --local_store, if it is given."""
+        return _parts(self.local_store)[1]
+
+    @property
+    def store_gb(self) -> float:
+        """What the folder may take, in GB."""
+        return _parts(self.local_store)[0]
 
 
-def define(group: Mapping[str, str]) -> None:
-    """Defines the flags, for programs without settings.
-
-    The flags appear below the heading that `group` has as ``module_name``.
-    """
-    flags.DEFINE_string("local_store", None, HELPS["local_store"], **group)
-    flags.DEFINE_float("local_store_gb", LIMIT_GB, HELPS["local_store_gb"], **group)
+def _parts(text: str | None) -> tuple[float, str | None]:
+    """Returns the limit, which is not a number if it is none, and the folder."""
+    limit, folder = re.fullmatch("(?:([^/:]*):)?(.*)", text or "", re.DOTALL).groups()
+    if limit is None or "://" in (text or ""):
+        return LIMIT_GB, text or None
+    is_number = re.fullmatch(r"\d+(\.\d*)?|\.\d+", limit)
+    return float(limit) if is_number else math.nan, folder or None
 
 
 def check(settings: Any, named: Sequence[str]) -> None:
@@ -44,19 +60,14 @@ def check(settings: Any, named: Sequence[str]) -> None:
     Raises:
         ValueError: there are none.
     """
-    folder, limit_gb = settings.local_store, settings.local_store_gb
-    if not 0 < limit_gb < math.inf:
-        raise ValueError(
-            f"Received --local_store_gb={limit_gb}; expected a number above 0, such as "
-            f"--local_store_gb={LIMIT_GB:g}."
-        )
-    if folder is None:
-        if limit_gb != LIMIT_GB:
-            raise ValueError(
-                f"Received --local_store_gb={limit_gb:g} without --local_store; "
-                "expected a folder to keep data in, such as --local_store=/data/store."
-            )
+    folder, limit_gb = settings.store_folder, settings.store_gb
+    if settings.local_store is None:
         return
+    if folder is None or not 0 < limit_gb < math.inf:
+        raise ValueError(
+            f"Received --local_store={settings.local_store}; expected a folder, or how "
+            "many GB it may take and a folder, such as --local_store=200:/data/store."
+        )
     if "://" in folder:
         raise ValueError(
             f"Received --local_store={folder}; expected a folder of this machine, or "

@@ -29,7 +29,7 @@ _OF_KEPT = dict.fromkeys(
 _NAMES = "batch_size data_service ram_budget_mb randaugment recipe shuffle_mb".split()
 _FLAGS = {name: f"--{name}" for name in (*_NAMES, "cache", "image_size")} | {
     "local_store": "--local_store",
-    "local_store_gb": "--local_store_gb",
+    "local_store_gb": "--local_store=GB:FOLDER",
     "steps": "--steps_per_loop=10",
     "tfrecord": "tfrecord:",
 }

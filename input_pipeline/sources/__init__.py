@@ -6,7 +6,7 @@ only the file that it needs.
 
 import importlib
 import os
-from typing import Any, Unpack
+from typing import Unpack
 
 import tensorflow as tf
 
@@ -19,7 +19,7 @@ from towers.input_pipeline.specs import (
     kinds_with,
     takes,
 )
-from towers.program import words
+from towers.program import object_store, words
 
 __all__ = ["Source", "SourceOptions", "open_source"]
 
@@ -57,7 +57,8 @@ def open_source(
 ) -> Source:
     """Opens the source that a spec names. It writes nothing; ``prepare()`` does.
 
-    Paths may be on any file system that TensorFlow knows, such as ``gs://``.
+    Paths may be addresses that TensorFlow or fsspec reads, such as ``gs://``, ``s3://``
+    or ``https://``.
 
     Args:
         spec: ``digits``, ``tfds:NAME``, ``tfrecord:GLOB``, ``array_record:GLOB``,
@@ -92,8 +93,7 @@ def open_source(
             )
     check(spec)
     check_text(spec, given)
-    if takes(spec, "label_column"):
-        _name_label(given)
+    object_store.prepare(f"{spec},{os.fspath(data_dir or '')}")
     # Kinds of sources without these arguments ignore them.
     others = {"data_dir": data_dir, "seed": seed, "skip_bad": skip_bad}
     given |= {name: value for name, value in others.items() if takes(spec, name)}
@@ -107,14 +107,3 @@ def open_source(
     except tf.errors.OpError as error:
         reason = words.error_line(error)
         raise ValueError(f"{spec!r} cannot be opened: {reason}") from error
-
-
-def _name_label(given: dict[str, Any]) -> None:
-    """Renames the old name of the label's column to the new one."""
-    if "label_key" in given:
-        if "label_column" in given:
-            raise ValueError(
-                f"received label_key={given['label_key']} and label_column="
-                f"{given['label_column']}, two names of one thing: leave one out"
-            )
-        given["label_column"] = given.pop("label_key")

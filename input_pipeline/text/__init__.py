@@ -3,6 +3,7 @@
 Id 0 is padding everywhere. All of it runs inside of ``Dataset.map``.
 """
 
+from towers.input_pipeline.text.hub import HubTokenizer
 from towers.input_pipeline.text.ids import (
     BYTE_IDS,
     bucket_batches,
@@ -19,6 +20,7 @@ from towers.input_pipeline.text.tokenizer import (
 __all__ = [
     "BYTE_IDS",
     "ByteTokenizer",
+    "HubTokenizer",
     "Tokenizer",
     "WordTokenizer",
     "bucket_batches",

@@ -6,21 +6,22 @@ import posixpath
 import tensorflow as tf
 
 from towers.input_pipeline import json_file, tokenizer_specs
+from towers.input_pipeline.text.hub import HubTokenizer
 from towers.input_pipeline.text.tokenizer import (
     FILE,
     ByteTokenizer,
     Tokenizer,
     WordTokenizer,
 )
-from towers.program import small_file, words
+from towers.program import object_store, small_file, words
 
 
 def open_tokenizer(spec: str | Tokenizer) -> Tokenizer:
     """Opens the tokenizer that a spec names.
 
     Args:
-        spec: ``bytes``, ``sentencepiece:FILE``, ``wordpiece:FILE`` or ``words:FILE``; a
-            tokenizer is returned as it is.
+        spec: ``bytes``, ``sentencepiece:FILE``, ``wordpiece:FILE``, ``words:FILE`` or
+            ``hf:FILE``; a tokenizer is returned as it is.
 
     Raises:
         ValueError: there is no such tokenizer, file or package.
@@ -31,6 +32,7 @@ def open_tokenizer(spec: str | Tokenizer) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     path = os.path.expanduser(path)
+    object_store.prepare(path)
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
             content = file.read()
@@ -41,6 +43,11 @@ def open_tokenizer(spec: str | Tokenizer) -> Tokenizer:
         ) from error
     if kind == "words":
         return WordTokenizer(_lines(spec, content), spec)
+    if kind == "hf":
+        # Imports tokenizers.
+        from towers.input_pipeline.text import hugging_face
+
+        return hugging_face.HuggingFaceTokenizer(content, spec)
     # Imports tensorflow-text.
     from towers.input_pipeline.text import pieces
 
@@ -67,7 +74,10 @@ def load(folder: str) -> Tokenizer:
             f"{path} cannot be read ({error}): expected the tokenizer that a run has "
             "saved"
         ) from error
-    return open_tokenizer(f"{kind}:{posixpath.join(folder, name)}" if name else kind)
+    path = posixpath.join(folder, name)
+    if kind == HubTokenizer.name:
+        return HubTokenizer.from_file(path)
+    return open_tokenizer(f"{kind}:{path}" if name else kind)
 
 
 def _lines(spec: str, content: bytes) -> list[str]:

@@ -1,4 +1,7 @@
-"""The interface of tokenizers; bytes, and words. pieces.py has trained vocabularies."""
+"""The interface of tokenizers; bytes, and words.
+
+pieces.py and hugging_face.py have trained vocabularies.
+"""
 
 import abc
 import collections
@@ -18,19 +21,24 @@ FILE = "tokenizer.json"
 class Tokenizer(abc.ABC):
     """Turns texts into ids, and ids into text.
 
-    Id 0 is padding. ``decode`` leaves padding and the ends of documents out.
+    Id 0 is padding, unless `has_padding` is false. ``decode`` leaves padding and the
+    ends of documents out.
 
     Attributes:
         name: the spec that opens it, such as ``bytes`` or ``sentencepiece:FILE``.
         size: ids are in [0, size).
         end: id of the end of a document.
         needs_utf8: whether it reads only valid text.
+        has_padding: whether no text has the id 0.
+        in_graph: whether TensorFlow's operations encode, which a SavedModel can hold.
     """
 
     name: str
     size: int
     end: int
     needs_utf8: bool = True
+    has_padding: bool = True
+    in_graph: bool = True
 
     @abc.abstractmethod
     def encode(self, texts: tf.Tensor) -> tf.RaggedTensor:

@@ -36,7 +36,7 @@ def build(
         raise ValueError(
             f"The model 'unet' with {layers} layers takes pictures whose sides are "
             f"multiples of {step}, but input_shape={tuple(input_shape)} was received; "
-            f"give --image_size={height}x{across}, or fewer --layers."
+            f"give --image_size={height}x{across}, or fewer layers in --model_options."
         )
     inputs = keras.Input(input_shape)
     x, passed_by = inputs, []

@@ -117,16 +117,41 @@ class SelfAttention(keras.layers.Layer):
             padding_mask: Bool [batch, tokens]: which tokens are to be looked at; None
                 for all.
         """
+        query, key, value = self.divided(inputs)
+        return self.attend(query, key, value, padding_mask)
+
+    def divided(self, inputs, start=None):
+        """Returns queries, keys and values [batch, tokens, heads, size].
+
+        Args:
+            inputs: Features [batch, tokens, width].
+            start: Position of the first token; None for 0.
+        """
         query, key, value = ops.split(self.project(inputs), 3, axis=2)
         if self.rotary:
-            query, key = turned(query), turned(key)
+            query, key = turned(query, start), turned(key, start)
+        return query, key, value
+
+    def attend(self, query, key, value, padding_mask=None, start=None):
+        """Returns features [batch, queries, width].
+
+        Args:
+            query: Of some tokens, as `divided` returns it.
+            key: Of all tokens from position 0.
+            value: Of the same ones.
+            padding_mask: As for `call`.
+            start: Position of the first query; None where all tokens ask.
+        """
         query *= query.shape[-1] ** -0.5
         scores = ops.cast(ops.einsum("bqhd,bkhd->bhqk", query, key), "float32")
         if padding_mask is not None:
             scores = ops.where(padding_mask[:, None, None, :], scores, _NEVER)
         if self.causal:
-            place = ops.arange(ops.shape(inputs)[1])
-            scores = ops.where(place[:, None] >= place[None, :], scores, _NEVER)
+            place = ops.arange(ops.shape(key)[1])
+            asking = place
+            if start is not None:
+                asking = start + ops.arange(ops.shape(query)[1])
+            scores = ops.where(asking[:, None] >= place[None, :], scores, _NEVER)
         weights = ops.cast(ops.softmax(scores), self.compute_dtype)
         attended = ops.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.output_dense(attended)
@@ -163,10 +188,18 @@ class MaskedMean(keras.layers.Layer):
         return keras.KerasTensor((inputs.shape[0], inputs.shape[-1]), "float32")
 
 
-def turned(vectors):
-    """Turns vectors [batch, tokens, heads, size] by their positions, by pairs."""
+def turned(vectors, start=None):
+    """Turns vectors [batch, tokens, heads, size] by their positions, by pairs.
+
+    Args:
+        vectors: Queries or keys.
+        start: Position of the first one; None for 0.
+    """
     half = vectors.shape[-1] // 2
-    places = ops.cast(ops.arange(ops.shape(vectors)[1]), "float32")
+    places = ops.arange(ops.shape(vectors)[1])
+    if start is not None:
+        places = start + places
+    places = ops.cast(places, "float32")
     speeds = _LONGEST ** (-ops.cast(ops.arange(half), "float32") / half)
     angles = places[:, None, None] * speeds  # [tokens, 1, half]
     cos = ops.cast(ops.cos(angles), vectors.dtype)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from absl import flags
 
-PACKAGES = "pip install -e '.[bench]'"
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:

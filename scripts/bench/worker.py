@@ -1,13 +1,10 @@
 """What all contenders share: they train in turn, and say what it took.
 
-A contender is a process. It gets its job as JSON in its only argument, builds a model
-and trains for ever, and after each call of its training function tells a `Clock`. The
-clock holds it up while it is not its turn: it answers a line of JSON when the process
-is warm, and then one for each line of its standard input, which asks for a round. At
-the end of its input, the process ends.
+A contender is a process of a race. It builds a model and trains for ever, and after
+each call of its training function tells a `Clock`, which answers, and holds it up while
+it is not its turn.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -20,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from .contenders import PACKAGES, Contender, parse
+from ..race import answering, write
+from .contenders import Contender, parse
 
 Memory = Callable[[], tuple[float, float | None]]
 
@@ -125,39 +123,6 @@ def main() -> None:
         if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")):
             return module.follow(job)
         module.run(job, Clock(job, answers))
-
-
-@contextlib.contextmanager
-def answering(jax: bool = False) -> Iterator[TextIO]:
-    """Gives the file of a contender's answers, which hears of its errors, too.
-
-    Args:
-        jax: Whether the contender needs JAX.
-    """
-    # What libraries print, in Python or not, must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if not jax:
-        # Where it is installed, TensorFlow imports it, which takes host memory.
-        sys.modules["jax"] = None
-    try:
-        yield answers
-    except Exception as error:
-        write(answers, {"error": _said(error)})
-        raise
-
-
-def write(answers: TextIO, content: dict) -> None:
-    """Writes a line."""
-    print(json.dumps(content), file=answers, flush=True)
-
-
-def _said(error: Exception) -> str:
-    """Returns an error in one line."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}; {PACKAGES} brings it"
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
 def host_mb() -> float:

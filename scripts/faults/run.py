@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 EPOCHS, STEPS = 20, 23
 FLAGS = (
     *("--model=mlp", "--deterministic", "--seed=3", "--log_steps=5"),
-    *(f"--train_epochs={EPOCHS}", "--save_steps=3"),
+    *(f"--train_epochs={EPOCHS}", "--save_every=3"),
 )
 
 

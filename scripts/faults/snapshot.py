@@ -17,7 +17,7 @@ def main() -> None:
     """Copies, reads the copies and says what was found."""
     with run.at_random(__doc__, "copies", 200) as (args, draw, folder):
         source = folder / "run/checkpoints"
-        process = run.start(folder / "run", "--save_steps=1", "--train_epochs=1000")
+        process = run.start(folder / "run", "--save_every=1", "--train_epochs=1000")
         while not store.find(str(source)):
             time.sleep(0.001)
         for number in range(args.copies):

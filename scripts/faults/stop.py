@@ -14,7 +14,7 @@ from towers.lifecycle.checkpoints import store
 def main() -> None:
     """Stops, continues and says what was found."""
     with run.at_random(__doc__, "stops", 20) as (args, draw, folder):
-        code, said = run.finish(folder / "whole", "--save_steps=1000000")
+        code, said = run.finish(folder / "whole", "--save_every=1000000")
         assert code == 0, said
         whole = run.result(folder / "whole")
         stops = right = runs = same = 0
@@ -24,7 +24,7 @@ def main() -> None:
             code = None
             while code != 0:
                 # Nothing is saved but what the signal saves, and each epoch.
-                process = run.start(model_dir, "--save_steps=1000000")
+                process = run.start(model_dir, "--save_every=1000000")
                 number = (signal.SIGTERM, signal.SIGINT)[stops % 2]
                 if stops < args.stops:
                     time.sleep(draw.uniform(0, 1.5))

@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 
-from ..bench.contenders import PACKAGES
+from ..race import PACKAGES
 from .works import CLASSES
 
 # Any change to what is made needs another one.

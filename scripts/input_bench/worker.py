@@ -1,9 +1,7 @@
 """What all contenders share: they read in turn, and say what it took.
 
-A contender is a process. It gets its job as JSON in its only argument, answers a line
-of JSON when it has read its first batches, and then one for each line of its standard
-input, which asks for a round. Each round starts reading anew, so that nothing is read
-ahead while others have their turn. At the end of its input, the process ends.
+A contender is a process of a race. Each round starts reading anew, so that nothing is
+read ahead while others have their turn.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ import time
 
 import psutil
 
-from ..bench.worker import answering, write
+from ..race import answering, write
 from .contenders import CONTENDERS
 from .works import WORKS
 

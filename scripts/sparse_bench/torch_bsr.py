@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..race import said
 from . import case as cases
-from .worker import Job, host_peak, said
+from .worker import Job, host_peak
 
 _DEVICE = torch.device("cpu")
 
@@ -192,11 +193,11 @@ def notes(job: Job) -> list[str]:
             lambda: torch.sparse.sampled_addmm(matrix, upstream.T, x, beta=0.0)
         ),
     }
-    said = [
+    lines = [
         f"torch.sparse_bsr, {job.dtype}, {_DEVICE.type}: {what}: {_outcome(compute)}"
         for what, compute in tried.items()
     ]
-    return [*said, "torch_bsr, torch_bsr_dense: the gradients are made by hand."]
+    return [*lines, "torch_bsr, torch_bsr_dense: the gradients are made by hand."]
 
 
 def _outcome(compute):

@@ -1,10 +1,8 @@
 """What the processes of all frameworks share: they take turns, and say what it took.
 
-A process gets its job as JSON in its only argument. It checks each contender at a small
-size, builds those that are right, for every sparsity, and answers a line of JSON. Then
-it answers one for each line of its standard input, which asks for a turn: all
-contenders at one sparsity, the next one in each turn. At the end of its input, the
-process ends.
+A process of a race checks each contender at a small size, and builds those that are
+right, for every sparsity. In a turn, it times all contenders at one sparsity, the next
+one in each turn.
 
 A framework's module has
 
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.worker import answering, write
+from ..race import answering, said, write
 from . import case as cases
 from .contenders import CONTENDERS
 
@@ -151,12 +149,6 @@ def prepare(framework: Any, job: Job) -> tuple[dict, dict]:
                 wrong.append(name)
             left_out[name] = said(error)
     return built, {"facts": facts, "left_out": left_out, "wrong": wrong}
-
-
-def said(error: Exception) -> str:
-    """Returns an error in one line."""
-    line = (str(error).strip().splitlines() or [""])[0][:300]
-    return line if type(error) is ValueError else f"{type(error).__name__}: {line}"
 
 
 def _reused(name, built):

@@ -107,9 +107,9 @@ def test_a_service_without_workers_is_not_waited_for():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "received no role; expected dispatcher or worker"),
-        (["boss"], "received boss; expected dispatcher or worker"),
-        (["worker"], "received --dispatcher=None for a worker; expected it"),
+        ([], "Received no ROLE; expected it: What to run: dispatcher"),
+        (["boss"], "Received boss; expected dispatcher or worker"),
+        (["worker"], "Received --dispatcher=None for a worker; expected it"),
         (["dispatcher", "--dispatcher=a:1"], "--dispatcher=a:1 for a dispatcher"),
         (["worker", "--dispatcher=a"], "expected HOST:PORT, such as localhost:5050"),
         (["worker", "--dispatcher=a:b"], "expected HOST:PORT, such as localhost:5050"),

@@ -289,7 +289,11 @@ def test_user_file_errors_found_by_check(user_file, text, message):
     [
         ("f = 3", "no function 'f'"),
         ("from os.path import *", "no function 'f'"),
-        ("import nosuch\ndef f(s, n): ...", r"raised ModuleNotFoundError \(No module"),
+        (
+            "import nosuch\ndef f(s, n): ...",
+            r"raised ModuleNotFoundError \(No module named 'nosuch'\) in line 1 when "
+            r"loaded; install what is missing, or correct the file\.",
+        ),
         (
             "def f(s, n): return s[9]",
             r"raised IndexError \(.*\) in line 1 when called with \(\(4,\), 2\); corr",
@@ -377,9 +381,7 @@ def test_options():
     facts = models.Facts(input_shape=(8, 8, 1), num_outputs=3)
     model = models.build("cnn", facts, options={"widths": (5,)})
     assert model.layers[1].filters == 5
-    with pytest.raises(
-        ValueError, match="'cnn' has no parameter 'heads' for --heads=2"
-    ):
+    with pytest.raises(ValueError, match="'cnn' has no parameter 'heads' for heads=2"):
         models.build("cnn", facts, options={"heads": 2})
 
 
@@ -388,14 +390,20 @@ def test_options_are_checked_before_anything_is_built(user_file):
     for name, (_, taken) in spec.OWN.items():
         models.check(name, taken)
         for option in {*spec.OPTIONS} - {*taken}:
-            with pytest.raises(ValueError, match=f"--{option} for --model={name}; ex"):
+            with pytest.raises(
+                ValueError, match=f"{option} in --model_options for --model={name}; ex"
+            ):
                 models.check(name, [option])
-    with pytest.raises(ValueError, match="--width for --model=ResNet50; expected it"):
+    with pytest.raises(
+        ValueError, match="width in --model_options for --model=ResNet50; exp"
+    ):
         models.check("resnet50", ["width"])
     path = user_file("def f(s, n, *, width): ...\ndef g(**k): ...\n")
     models.check(f"{path}:f", ["width"])
     models.check(f"{path}:g", ["heads"])
-    with pytest.raises(ValueError, match=r"--heads, but .* 'f' .*no parameter 'heads'"):
+    with pytest.raises(
+        ValueError, match=r"heads in --m.*, but .* 'f' .*no parameter 'heads'"
+    ):
         models.check(f"{path}:f", ["heads"])
 
 
@@ -472,3 +480,24 @@ def test_check_leaves_the_devices_alone():
     result = warm.run("tests.program", script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "3"
+
+
+def test_a_preset_of_keras_hub_is_named_with_a_rank():
+    assert spec.split_hub("hub:gpt2_base_en") == ("gpt2_base_en", None)
+    home = os.path.expanduser("~/of_gpt2.py")
+    assert spec.split_hub("hub:~/of_gpt2.py?lora=8") == (home, 8)
+    assert not spec.is_user_file("hub:~/of_gpt2.py?lora=8")
+    with pytest.raises(ValueError, match="no ImageNet weights"):
+        spec.check_imagenet("hub:vit")
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:?lora=8", "hub:a?lora=", "hub:a?lora=0"])
+def test_a_preset_needs_a_name_and_a_rank(name):
+    with pytest.raises(ValueError, match=r"named hub:PRESET or hub:PRESET\?lora=RANK"):
+        spec.check(name)
+
+
+def test_a_preset_needs_keras_hub(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="which is not installed; run: pip install"):
+        spec.check("hub:gpt2_base_en")

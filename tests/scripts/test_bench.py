@@ -1,13 +1,16 @@
 """The benchmark: who can race, what is made of the times, and one short race."""
 
+import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-from scripts.bench import contenders, race, report
+from scripts import race
+from scripts.bench import contenders, report, results
 from scripts.bench.worker import Job
 from scripts.bench.works import WORKS
 from tests.limits import HANG_S
@@ -92,13 +95,19 @@ def test_labels_say_what_is_particular():
     assert contenders.parse("mirrored").label == "Keras fit, MirroredStrategy"
 
 
+def _rounds(*steps_ms):
+    return [{"step_ms": ms} for ms in steps_ms]
+
+
 def test_a_ratio_is_the_median_over_rounds():
     # The machine was twice as slow in the last round; ratios of medians would be 2.5.
     starts = [
         {"first_step_s": seconds, "host_mb": 100.0, "device_mb": None}
         for seconds in (3.0, 1.0, 2.0)
     ]
-    result = race.summary(_job("mirrored"), starts, [4.0, 5.0, 8.0], [2.0, 1.0, 4.0])
+    result = results.summary(
+        _job("mirrored"), starts, _rounds(4.0, 5.0, 8.0), _rounds(2.0, 1.0, 4.0)
+    )
     assert result["ratio"] == 2.0
     assert result["step_ms"] == 5.0
     assert result["examples_per_sec"] == 2 * WORKS["mlp"].examples / 0.005
@@ -109,7 +118,7 @@ def test_a_ratio_is_the_median_over_rounds():
 
 def test_without_the_first_contender_there_is_no_ratio():
     starts = [{"first_step_s": 1.0, "host_mb": 100.0, "device_mb": 20.0}]
-    result = race.summary(_job("mirrored"), starts, [4.0], [])
+    result = results.summary(_job("mirrored"), starts, _rounds(4.0), [])
     assert result["ratio"] is None
     assert report.row(report.cells(result)) == (
         "| mlp, 2 x 32 | Keras fit, MirroredStrategy | 4.00 | 16,000 | 1.0 | 100 | 20 "
@@ -117,7 +126,16 @@ def test_without_the_first_contender_there_is_no_ratio():
     )
 
 
-def test_who_fails_is_left_out(monkeypatch):
+def test_functions_take_turns():
+    numbers = itertools.count()
+    found = race.alternate(lambda name: f"{name}{next(numbers)}", "ab", rounds=3)
+    assert found == {"a": ["a0", "a3", "a4"], "b": ["b1", "b2", "b5"]}
+    assert race.ratio([4.0, 5.0, 8.0], [2.0, 1.0, 4.0]) == 2.0
+    assert race.ratio([4.0], []) is None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_who_fails_is_left_out(monkeypatch, together):
     times = {
         "towers": iter([2.0, 2.0, 2.0]),
         "mirrored": iter([4.0, 6.0, 8.0]),
@@ -142,18 +160,22 @@ def test_who_fails_is_left_out(monkeypatch):
         def close(self):
             alive.remove(self.job.contender)
 
-    monkeypatch.setattr(race, "Runner", Runner)
+    monkeypatch.setattr(results, "Runner", Runner)
     failures = []
-    results = race.race(
+    times = race.take_turns(
         [_job(name) for name in ("towers", "jax", "ddp", "mirrored")],
+        results.start,
         rounds=3,
         fresh_starts=2,
         failed=lambda job, reason: failures.append((job.contender, reason)),
+        together=lambda job: together,
     )
     assert failures == [("jax", "no jax"), ("ddp", "it ended")]
-    assert [result["contender"] for result in results] == ["towers", "mirrored"]
-    assert results[1]["ratio"] == 3.0
-    assert len(results[1]["starts"]) == 2
+    assert [job.contender for job in times] == ["towers", "mirrored"]
+    towers, mirrored = times.values()
+    assert towers.rounds == _rounds(2.0, 2.0, 2.0)
+    assert mirrored.rounds == _rounds(4.0, 6.0, 8.0)
+    assert len(towers.starts) == len(mirrored.starts) == 2
     assert not alive
 
 
@@ -170,10 +192,8 @@ def test_who_fails_is_left_out(monkeypatch):
     ],
 )
 def test_who_cannot_train_a_work_is_left_out(contender, work, said):
-    failures = []
-    job = _job(contender, work)
-    assert not race.race([job], 1, 1, lambda job, reason: failures.append(reason))
-    assert failures == [said]
+    with pytest.raises(race.Failed, match=f"^{re.escape(said)}$"):
+        results.start(_job(contender, work))
 
 
 def test_the_head_of_a_table_has_its_columns():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts.sparse_bench import case as cases
-from scripts.sparse_bench import keras_layers, race, scipy_bsr, worker
+from scripts.sparse_bench import keras_layers, results, scipy_bsr, worker
 from scripts.sparse_bench.contenders import CONTENDERS, YARDSTICK, by_module
 from scripts.sparse_bench.worker import Job
 from tests.limits import HANG_S
@@ -183,7 +183,7 @@ def test_ratios_are_medians_over_rounds():
         {"sparsity": 0.75, "ms": {"numpy_dense": 6.0, "scipy_bsr": 8.0}}
         for _ in range(3)
     ]
-    keras, random, numpy, scipy = race.summaries(facts, turns)
+    keras, random, numpy, scipy = results.summaries(facts, turns)
     assert random["ms"] == 2.0
     assert random["rounds_ms"] == [2.0, 1.0, 2.5]
     assert random["times_keras"] == random["times_dense"] == 3.2
@@ -192,16 +192,16 @@ def test_ratios_are_medians_over_rounds():
     assert scipy["times_keras"] == 0.5
     assert scipy["times_dense"] == 0.75
     assert keras["times_dense"] == numpy["of_ideal"] == 1
-    cells = race.cells(random)
+    cells = results.cells(random)
     assert cells[3:8] == ["2.00", "1.00..2.50", "3.20", "3.20", "0.80"]
-    assert len(cells) == len(race.COLUMNS)
+    assert len(cells) == len(results.COLUMNS)
 
 
 def test_without_the_yardstick_there_is_no_ratio():
     turns = [{"sparsity": 0.75, "ms": {"scipy_bsr": 8.0}}]
-    (scipy,) = race.summaries([_fact("scipy_bsr", 0.75)], turns)
+    (scipy,) = results.summaries([_fact("scipy_bsr", 0.75)], turns)
     assert scipy["times_keras"] is scipy["times_dense"] is scipy["of_ideal"] is None
-    assert race.cells(scipy)[5:8] == [None] * 3
+    assert results.cells(scipy)[5:8] == [None] * 3
 
 
 def test_dense_products_run_beside_sparse_ones():

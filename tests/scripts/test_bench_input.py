@@ -16,11 +16,12 @@ from PIL import Image, JpegImagePlugin
 from sklearn.datasets import load_sample_images
 
 from scripts.bench import report
-from scripts.input_bench import data, race, worker
+from scripts.input_bench import data, results, worker
 from scripts.input_bench.contenders import CONTENDERS
 from scripts.input_bench.peers import limit
 from scripts.input_bench.worker import Job
 from scripts.input_bench.works import WORKS
+from scripts.race import Failed
 from tests.limits import HANG_S
 from tests.variants import slow
 
@@ -156,8 +157,8 @@ def test_batches_of_tensorflow(work, contender, folder):
 def test_batches_of_others(contender, folder):
     job = Job(contender, "photos", str(folder), warmup=0, examples=100)
     try:
-        runner = race.start(job, verbose=True)
-    except race.Failed as error:
+        runner = results.start(job, verbose=True)
+    except Failed as error:
         assert "brings it" in str(error)
         pytest.skip(str(error))
     try:
@@ -238,12 +239,12 @@ def test_a_ratio_is_the_median_over_rounds():
     ours = [_round(speed) for speed in (3000.0, 4000.0, 1500.0)]
     theirs = [_round(speed, peak) for speed, peak in ((2000, 9), (1000, 7), (500, 8))]
     job = Job("tuned", "photos", "", 0, 1000)
-    result = race.summary(job, _round(1.0), theirs, ours)
+    result = results.summary(job, _round(1.0), theirs, ours)
     assert result["ratio"] == pytest.approx(3.0)
     assert result["examples_per_sec"] == pytest.approx(1000)
     assert result["cpu_ms"] == pytest.approx(2.0)
     assert result["peak_mb"] == 9
-    assert race.summary(job, _round(1.0), theirs, ours[:1])["ratio"] is None
+    assert results.summary(job, _round(1.0), theirs, ours[:1])["ratio"] is None
 
 
 @pytest.mark.quick_one_in(2)

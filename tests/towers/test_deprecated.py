@@ -21,7 +21,8 @@ def model():
 
 
 def ended(old, new):
-    return f"{old} is now {new}; the old name works until Towers 0.3."
+    until = "0.4" if new in ("image_column", "label_column") else "0.3"
+    return f"{old} is now {new}; the old name works until Towers {until}."
 
 
 # What each is called with besides, and a value that is refused by the new name.
@@ -34,7 +35,10 @@ CALLS = {
         ["model", None],
         {"builder": "fast", "shares": (0,), "steps": 0},
     ),
-    input_pipeline.open_source: (["csv:rows.csv"], {"test_split": "x"}),
+    input_pipeline.open_source: (
+        ["npz:rows.npz"],
+        {"test_split": "x", "image_key": "x", "label_key": "x"},
+    ),
     Checkpoint: (["nowhere"], {"keep": 0}),
     Stall: ([], {"seconds": 0}),
     Starvation: ([], {"every_steps": 0}),

@@ -22,15 +22,16 @@ from towers.keras_adapter import cluster
 from towers.program.ending import ANOTHER_FAILED
 
 # A host is silent for this time before TensorFlow takes it for dead. Python code of
-# a host that keeps the interpreter's lock does not silence it.
-SILENT_S = 10.0
+# a host that keeps the interpreter's lock does not silence it. TensorFlow sends a sign
+# of life after half of this time: a machine that pauses for less fails no run.
+SILENT_S = 16.0
 # A host waits this long for a host that has left their call. After as long in a
 # collective, the first host asks all what they wait for, and then ever less often, as
 # news are kept for ever. Calls of a usual length are no reason to ask.
 _LEFT_S = 5.0
 _USUAL = 3.0
 # A host ends itself if it has not ended this long after the failure of another.
-_END_S = 12.0
+_END_S = 8.0
 _LOOK_S = 1.0
 # TensorFlow keeps each read that waits in vain, of about 20 KB on both hosts, until
 # there is a value. So news come after this time, if only to say nothing.

@@ -45,15 +45,17 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
             "Received --gpu_indices=free, but TensorFlow finds no GPU; expected "
             "--num_gpus, for logical CPUs."
         )
+    now = {gpu.uuid: gpu for gpu in driver.gpus() if gpu.used_mb is not None}
     free, holders = [], []
     for index, card in enumerate(cards):
-        held = card and driver.holders(card.uuid)
-        if held is None:
+        gpu = card and now.get(card.uuid)
+        if gpu is None:
             raise ValueError(_unknown(index, driver))
-        if not held.pids and held.unseen_mb < nvml.UNSEEN_MB:
+        pids = [holder.pid for holder in gpu.holders if holder.computes]
+        if not pids and gpu.unseen_mb < nvml.UNSEEN_MB:
             free.append(index)
             continue
-        who = ", ".join(str(describe_holder(pid)) for pid in held.pids)
+        who = ", ".join(str(describe_holder(pid)) for pid in pids)
         who = who or "processes that cannot be seen from here"
         holders.append(f"GPU {card.index} is held by {who}")
     if len(free) < (count or 1):
@@ -73,7 +75,7 @@ def choose(count: int | None, driver: nvml.Driver | None = None) -> list[int]:
 
 def _unknown(index: int, driver: nvml.Driver) -> str:
     """Returns an error message for a GPU whose users are unknown, with the reason."""
-    if driver.has_slices():
+    if any(gpu.cut_up for gpu in driver.gpus()):
         return (
             "Received --gpu_indices=free on a machine with a GPU that is cut up into "
             "slices (MIG), of which a process has one; expected none, so choose a "

@@ -12,8 +12,8 @@ who uses them.
 Exit codes: 0 nothing is wrong; 1 error; 2 something is wrong; 130 stopped by Ctrl-C.
 """
 
-import argparse
 import collections
+import dataclasses
 import functools
 import json
 import sys
@@ -23,7 +23,8 @@ from towers.doctor import cluster, devices, host, versions
 from towers.doctor.finding import NOTE, OK, WRONG, Check, Finding, examine
 from towers.doctor.gpus import checks as gpus
 from towers.processes import signals
-from towers.program.flags.arguments import Parser
+from towers.program.flags import command_line
+from towers.program.flags.table import flag
 
 _PROGRAM = "towers.doctor"
 _WIDTH = 18
@@ -53,69 +54,63 @@ def main(argv: Sequence[str]) -> int:
     return 2 if WRONG in (finding.verdict for _, finding in found) else 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the flags.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """What to look at."""
 
-    Raises:
-        ValueError: If one is unknown, or its value bad.
-    """
-    # Not absl's flags: nothing is imported that may be what is missing.
-    parser = Parser(_PROGRAM, __doc__)
-    parser.add_argument(
-        "--model_dir",
-        default="runs",
-        help="Folder of a run, whose disk is checked. Default: runs.",
+    model_dir: str = flag("runs", "Flags", "Folder of a run, whose disk is checked.")
+    data_dir: str = flag(
+        "data",
+        "Flags",
+        "Folder where digits and tfds: store their files, whose disk is checked.",
     )
-    parser.add_argument(
-        "--data_dir",
-        default="data",
-        help="Folder where digits and tfds: store their files, whose disk is checked. "
-        "Default: data.",
+    num_gpus: int | None = flag(
+        None,
+        "Flags",
+        "Number of devices. Default: all GPUs; without a GPU, 2 logical CPUs.",
+        at_least=1,
     )
-    parser.add_argument(
-        "--num_gpus",
-        type=int,
-        help="Number of devices. Default: all GPUs; without a GPU, 2 logical CPUs.",
-    )
-    parser.add_argument(
-        "--hosts",
-        help="Check hosts instead of this machine: the address of each, such as "
+    hosts: str | None = flag(
+        None,
+        "Flags",
+        "Check hosts instead of this machine: the address of each, such as "
         "node0:8476,node1:8476, or auto in a process that a launcher has started. Run "
         "it on each of them at the same time, with the same TOWERS_TOKEN.",
     )
-    parser.add_argument(
-        "--host_rank",
-        type=int,
-        help="With --hosts: which of them this one is, from 0. Default: the one that "
-        "is on this machine.",
+    host_rank: int | None = flag(
+        None,
+        "Flags",
+        "With --hosts: which of them this one is, from 0. Default: the one that is on "
+        "this machine.",
     )
-    parser.add_argument(
-        "--gpus",
-        action="store_true",
-        help="Only list this machine's GPUs, or with --hosts those of all hosts, the "
+    gpus: bool = flag(
+        False,
+        "Flags",
+        "Only list this machine's GPUs, or with --hosts those of all hosts, the "
         "processes that hold their memory, and what slows them down.",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="Print JSON instead of lines."
-    )
-    options = parser.parse_args(argv)
-    _check(options)
-    return options
+    json: bool = flag(False, "Flags", "Print JSON instead of lines.")
 
 
-def _check(options):
+def parse(argv: Sequence[str]) -> DoctorOptions:
+    """Reads the flags.
+
+    Args:
+        argv: The program's name and its flags.
+
+    Raises:
+        ValueError: A flag is unknown, or its value bad.
+    """
+    options = command_line.read(DoctorOptions, argv, __doc__)
     if options.host_rank is not None and options.hosts in (None, "auto"):
         raise ValueError(
             f"Received --host_rank={options.host_rank} without addresses in --hosts; "
             "expected both, or neither."
         )
-    if options.num_gpus is not None and options.num_gpus < 1:
-        raise ValueError(
-            f"Received --num_gpus={options.num_gpus}; expected at least 1."
-        )
+    return options
 
 
-def say_gpus(options: argparse.Namespace) -> int:
+def say_gpus(options: DoctorOptions) -> int:
     """Prints who holds which GPU, of this host or all; returns the exit code.
 
     Raises:
@@ -145,7 +140,7 @@ def say_gpus(options: argparse.Namespace) -> int:
     return 0
 
 
-def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+def checks(options: DoctorOptions) -> Iterator[tuple[str, Check]]:
     """The checks and their names, in the order in which they are made."""
     bind = functools.partial
     yield "Python", versions.python
@@ -177,7 +172,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     yield "cores", host.cores
 
 
-def between_hosts(options: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+def between_hosts(options: DoctorOptions) -> Iterator[tuple[str, Check]]:
     """The checks of several hosts, as `checks`.
 
     Raises:
@@ -221,4 +216,4 @@ def line(name: str, finding: Finding) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

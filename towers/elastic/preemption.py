@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import keras
 
 from towers.elastic import notice
-from towers.elastic.notice import Notice, NoticeError, NoticeSource
+from towers.elastic.notice import NoticeError, NoticeSource
 from towers.model import fit_call
 from towers.model.fit_call import FitCall
 from towers.processes.signals import Signals
@@ -19,7 +19,7 @@ from towers.program import forks, voice
 class Lookout:
     """Looks for a notice in a thread. What cannot be told is said once, each."""
 
-    def __init__(self, source: NoticeSource, noticed: Callable[[Notice], None]):
+    def __init__(self, source: NoticeSource, noticed: Callable[[str], None]):
         """Looks for nothing yet.
 
         Args:
@@ -47,14 +47,14 @@ class Lookout:
     def _look(self, over):
         while not over.is_set():
             try:
-                found = self._source.look()
+                what = self._source.look()
             except NoticeError as error:
-                found = None
+                what = None
                 self._say(str(error), over)
-            if found is not None:
+            if what is not None:
                 with self._lock:
                     if not over.is_set():
-                        self._noticed(found)
+                        self._noticed(what)
                 return
             over.wait(self._source.every_s)
 
@@ -80,26 +80,21 @@ class PreemptionNotice(keras.callbacks.Callback):
     Ctrl-C twice ends it at once.
     """
 
-    def __init__(
-        self, where: str | os.PathLike[str], *, metadata_host: str | None = None
-    ):
+    def __init__(self, where: str | os.PathLike[str]):
         """Looks for nothing before `fit`.
 
         Args:
-            where: Where the notice comes from: "aws", "gcp" or "azure"; a URL, which
-                answers with status 200 once the machine is to go; or the path of a
-                file, which exists then.
-            metadata_host: Host, and port, of the cloud's metadata service, for tests.
-                By default that of the cloud.
+            where: Where the notice comes from: the path of a file, which exists once
+                the machine is to go; or "command:" and a line for the shell, which
+                exits with code 0 then.
 
         Raises:
-            ValueError: It is none of these, or the folder of the file does not exist.
+            ValueError: It is neither, or the folder of the file does not exist.
         """
         super().__init__()
         where = os.fspath(where)
         notice.check(where)
-        source = notice.source(where, metadata_host)
-        self._lookout = Lookout(source, self._stop)
+        self._lookout = Lookout(notice.source(where), self._stop)
         self._noticed = threading.Event()
 
     @contextlib.contextmanager
@@ -123,9 +118,9 @@ class PreemptionNotice(keras.callbacks.Callback):
         """Ignores further signals, before anything is saved."""
         self._ignore_others()
 
-    def _stop(self, found: Notice):
+    def _stop(self, what: str):
         voice.end_progress_bar()
-        voice.say(found.line())
+        voice.say(f"Preemption notice: {what}. This process ends as by SIGTERM.")
         self._noticed.set()
         if not _has_heard():
             os.kill(os.getpid(), signal.SIGTERM)

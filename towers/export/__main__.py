@@ -18,12 +18,12 @@ if __name__ == "__main__":
     from towers.program import startup
 
     _options = startup.begin(
-        "towers.export", lambda argv: arguments.read(argv[1:], __doc__)
+        "towers.export", lambda argv: arguments.read(argv, __doc__)
     )
 
-import argparse
 
 from towers.export import saved_model
+from towers.export.arguments import ExportOptions
 from towers.predict.trained import load_model
 from towers.program import ending, startup, words
 from towers.program.progress import Progress
@@ -31,23 +31,23 @@ from towers.program.progress import Progress
 _PROGRAM = "towers.export"
 
 
-def export(options: argparse.Namespace) -> None:
+def export(options: ExportOptions) -> None:
     """Writes the SavedModel of a run.
 
     Raises:
         ValueError: If the model cannot be loaded.
     """
     with Progress(f"Exporting the model of {options.model_dir}"):
-        trained = load_model(options.model_dir, options.checkpoint, options.model)
-        takes, returns = saved_model.write(trained, options.output)
+        trained = load_model(options.local_dir, options.checkpoint, options.model)
+        takes, returns = saved_model.write(trained, options.folder)
     known = trained.preprocessing
     for signature, names in takes.items():
         of_rows = signature == "serve" and known.input in ("row", "columns")
         of = f" of {words.listed(known.columns)}" if of_rows else ""
-        print(f"{options.output}: {signature} takes {', '.join(names)}{of}.")
+        print(f"{options.folder}: {signature} takes {', '.join(names)}{of}.")
     several = known.task == "multilabel" and trained.classes
     of = f" of {words.listed(trained.classes)}" if several else ""
-    print(f"{options.output}: returns {', '.join(returns)}{of}.")
+    print(f"{options.folder}: returns {', '.join(returns)}{of}.")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,53 @@
 """The arguments of towers.export."""
 
-import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 
 from towers.predict import arguments
 from towers.program.commands import check_folder
-from towers.program.flags.arguments import Parser
+from towers.program.flags import command_line
+from towers.program.flags.table import argument
 
 
-def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
-    """Reads the arguments, without the program's name.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions(arguments.ModelOptions):
+    """Which model to export, and where."""
+
+    model_dir: str = argument("Folder of a run of towers train.")
+    output: str | None = argument(
+        "Folder to write the SavedModel to. Default: exported in model_dir.", None
+    )
+
+    @property
+    def folder(self) -> str:
+        """The folder to write to."""
+        return self.output or os.path.join(self.model_dir, "exported")
+
+
+def read(argv: Sequence[str], doc: str) -> ExportOptions:
+    """Reads the arguments.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: Description of the program.
 
     Raises:
-        ValueError: If one is missing or unknown, or there is something in the way.
+        ValueError: An argument is missing or unknown, or there is something in the
+            way.
     """
-    parser = Parser("towers.export", doc)
-    arguments.add_model(parser)
-    parser.add_argument(
-        "output",
-        nargs="?",
-        help="Folder to write the SavedModel to. Default: exported in model_dir.",
-    )
-    options = parser.parse_args(argv)
+    options = command_line.read(ExportOptions, argv, doc)
     arguments.check_model(options)
-    if options.output is None:
-        options.output = os.path.join(options.model_dir, "exported")
-        if os.path.islink(options.output):
-            raise ValueError(
-                f"{options.output} is a link, which may lead anywhere; expected a "
-                "folder, so remove it, or name OUTPUT."
-            )
-    own = os.path.join(options.output, "saved_model.pb")
-    if os.path.exists(options.output) and not os.path.exists(own):
+    if options.output is None and os.path.islink(options.folder):
         raise ValueError(
-            f"{options.output} is there already and no SavedModel; expected the name "
+            f"{options.folder} is a link, which may lead anywhere; expected a folder, "
+            "so remove it, or name OUTPUT."
+        )
+    own = os.path.join(options.folder, "saved_model.pb")
+    if os.path.exists(options.folder) and not os.path.exists(own):
+        raise ValueError(
+            f"{options.folder} is there already and no SavedModel; expected the name "
             "of a new folder."
         )
-    check_folder("folder", options.output, "OUTPUT")
+    check_folder("folder", options.folder, "OUTPUT")
     return options

@@ -12,7 +12,7 @@ import tensorflow as tf
 from towers.lifecycle.checkpoints.store import reason
 from towers.predict import arrays
 from towers.predict.trained import Trained, by_name
-from towers.program import whole_file
+from towers.program import object_store, whole_file
 from towers.train.outputs.preprocessing import OWN
 from towers.train.parts.task import all_names
 
@@ -55,6 +55,7 @@ def write(trained: Trained, folder: str) -> tuple[dict[str, list[str]], list[str
 def _write(archive, folder):
     """Writes a folder that is whole; what else is in there already stays."""
     if "://" in folder:
+        object_store.prepare(folder)
         archive.write_out(folder, verbose=False)
         return
     folder = os.path.abspath(folder)
@@ -76,17 +77,23 @@ def _write(archive, folder):
 def _takes(trained):
     """What the signature takes: bytes of pictures, rows, texts, or arrays."""
     known = trained.preprocessing
-    if known.task == "language_model":
-        raise ValueError(
-            "Received a run with --task=language_model, for which there is no "
-            "signature; expected another task, so use the export() of Keras."
-        )
     if known.input == OWN:
         return arrays.specs(known)
+    if known.task == "language_model":
+        # The tokens that come next are told one after another, so the caller has ids.
+        return tf.TensorSpec([None, *known.shape], tf.int32, name="tokens")
     if known.input == "row":
         return tf.TensorSpec([None, *known.shape], tf.float64, name="rows")
     if known.input == "columns":
         return tf.TensorSpec([None, len(known.columns)], tf.string, name="rows")
+    of_text = known.input == "tokens" and trained.tokenizer is not None
+    if of_text and not trained.tokenizer.in_graph:
+        raise ValueError(
+            "Received a run with --tokenizer=hf:FILE, which runs outside of "
+            "TensorFlow's graph, so that no SavedModel can hold it; expected a run "
+            "with another tokenizer, so use towers predict, or the export() of Keras, "
+            "which takes tokens."
+        )
     name = {"image": "pictures", "tokens": "texts"}[known.input]
     return tf.TensorSpec([None], tf.string, name=name)
 
@@ -142,6 +149,8 @@ def _predict(trained, raw):
         # Pictures are decoded by the CPU.
         with tf.device("/CPU:0"):
             x = trained.preprocessor(raw)
+    elif trained.preprocessing.task == "language_model":
+        x = raw
     else:
         x = trained.preprocessor(raw)
     outputs = trained.model(x, training=False)

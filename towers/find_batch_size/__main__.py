@@ -48,11 +48,11 @@ def find(settings: Search) -> int:
     start = start if most is None else min(start, most)
     # Only probes use the devices: this process would keep a part of their memory.
     told = run(settings, start)
-    unit = search.unit(told["split_ratios"], settings.micro_batches)
+    unit = search.unit(told["split_ratios"], settings.micro_batch_count)
     if most is not None and most < unit:
         among = words.count(len(told["towers"]), "tower")
-        if settings.micro_batches > 1:
-            among += f" of {settings.micro_batches} micro-batches"
+        if settings.micro_batch_count > 1:
+            among += f" of {settings.micro_batch_count} micro-batches"
         raise ValueError(
             f"Received --max_batch_size={most}; expected at least {unit}, the "
             f"fewest that can be divided exactly among {among}."
@@ -66,7 +66,7 @@ def find(settings: Search) -> int:
         most=most,
         learning_rate=settings.learning_rate,
         note=told["note"],
-        micro_batches=settings.micro_batches,
+        micro_batches=settings.micro_batch_count,
     )
     try:
         for result in search.search(

@@ -75,7 +75,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     settings, note = with_ratios_by_memory(settings, devices)
     ratios, towers = of_all_hosts(split_ratios(settings, devices), towers)
     check_reduction(settings, devices)
-    unit = search.unit(ratios, settings.micro_batches)
+    unit = search.unit(ratios, settings.micro_batch_count)
     settings = settings.but(batch_size=max(settings.batch_size // unit, 1) * unit)
     gpus = bool(devices.physical)
     tell(
@@ -88,7 +88,7 @@ def probe(settings: Search, tell: Callable[..., None]) -> None:
     if gpus and settings.memory_limit_mb is not None:
         raise ValueError(
             f"Received {settings.as_flag('memory_limit_mb')} for towers on GPUs; "
-            "expected --gpu_memory_limit_mb there."
+            "expected --gpu_memory there."
         )
     mine = my_model.load(settings)
     # Own data may have batches of one size. Of texts, the longest need most memory.

@@ -3,7 +3,7 @@
     python -m towers.generate runs/text_python_transformer_lm --prompt='def '
 
 Each token is drawn by the model's probabilities, and is then read as what has come
-before the next one.
+before the next one. With --num_samples, a line before each text has its seed.
 Exit codes: 0 done; 1 error; 130 stopped by Ctrl-C.
 """
 
@@ -13,33 +13,37 @@ if __name__ == "__main__":
     from towers.program import startup
 
     _options = startup.begin(
-        "towers.generate", lambda argv: arguments.read(argv[1:], __doc__)
+        "towers.generate", lambda argv: arguments.read(argv, __doc__)
     )
 
-import argparse
 
-from towers.generate.sampling import generate
+from towers.generate.arguments import GenerateOptions
+from towers.generate.sampling import generate_samples, seeds_of
 from towers.predict.trained import load_model
 from towers.program import ending, startup
 
 _PROGRAM = "towers.generate"
 
 
-def run(options: argparse.Namespace) -> None:
-    """Writes a text to standard output.
+def run(options: GenerateOptions) -> None:
+    """Writes texts to standard output.
 
     Raises:
         ValueError: If the model is not as expected.
     """
-    text = generate(
-        load_model(options.model_dir, options.checkpoint, options.model),
+    seeds = seeds_of(options.seed, options.num_samples)
+    texts = generate_samples(
+        load_model(options.local_dir, options.checkpoint, options.model),
         options.prompt,
+        seeds=seeds,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
-        seed=options.seed,
     )
-    print(text)
+    for seed, text in zip(seeds, texts, strict=True):
+        if len(texts) > 1:
+            print(f"--- seed {seed}")
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,74 +1,67 @@
 """The arguments of towers.generate."""
 
-import argparse
-import math
+import dataclasses
 from collections.abc import Sequence
 
-from towers.predict.arguments import add_model, check_model, preprocessing_of
-from towers.program.flags.arguments import Parser
+from towers.predict.arguments import ModelOptions, check_model, preprocessing_of
+from towers.program.flags import command_line
+from towers.program.flags.table import flag
 
 
-def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
-    """Reads the arguments, without the program's name.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """Which model writes what."""
+
+    prompt: str = flag(
+        "",
+        "Flags",
+        "Text to continue. Default: none, which starts a new document.",
+    )
+    max_tokens: int = flag(
+        200,
+        "Flags",
+        "Largest number of tokens to write. The end of a document comes earlier.",
+        at_least=1,
+    )
+    temperature: float = flag(
+        0.8,
+        "Flags",
+        "Divides the logits: low values give likely text, high values varied. 0 always "
+        "takes the likeliest token.",
+        at_least=0,
+    )
+    top_k: int | None = flag(
+        None,
+        "Flags",
+        "Draw from so many of the likeliest tokens only. Default: from all.",
+        at_least=1,
+    )
+    seed: int = flag(
+        0, "Flags", "Seed of the random choices.", at_least=0, at_most=2**32 - 1
+    )
+    num_samples: int = flag(
+        1,
+        "Flags",
+        "Number of texts to write, as one batch. The first one is that of --seed, the "
+        "second one that of --seed + 1, and so on.",
+        at_least=1,
+    )
+
+
+def read(argv: Sequence[str], doc: str) -> GenerateOptions:
+    """Reads the arguments.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: Description of the program.
 
     Raises:
-        ValueError: If one is missing, unknown or bad.
+        ValueError: An argument is missing, unknown or bad.
     """
-    parser = Parser("towers.generate", doc)
-    add_model(parser)
-    parser.add_argument(
-        "--prompt",
-        default="",
-        metavar="TEXT",
-        help="Text to continue. Default: none, which starts a new document.",
-    )
-    parser.add_argument(
-        "--max_tokens",
-        type=int,
-        default=200,
-        metavar="N",
-        help="Largest number of tokens to write. The end of a document comes "
-        "earlier. Default: 200.",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="Divides the logits: low values give likely text, high values varied. 0 "
-        "always takes the likeliest token. Default: 0.8.",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=int,
-        metavar="N",
-        help="Draw from the N likeliest tokens only. Default: from all.",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Seed of the random choices. Default: 0.",
-    )
-    options = parser.parse_args(argv)
+    options = command_line.read(GenerateOptions, argv, doc)
     check_model(options)
-    _check_numbers(options)
-    _check_task(options.model_dir)
+    _check_task(options.local_dir)
     return options
-
-
-def _check_numbers(options):
-    for name, least, most in (
-        ("max_tokens", 1, math.inf),
-        ("temperature", 0, math.inf),
-        ("top_k", 1, math.inf),
-        ("seed", 0, 2**32),
-    ):
-        value = getattr(options, name)
-        if value is not None and not least <= value < most:
-            expected = "at least" if most == math.inf else f"less than {most}, at least"
-            raise ValueError(f"Received --{name}={value}; expected {expected} {least}.")
 
 
 def _check_task(model_dir):

@@ -1,21 +1,25 @@
 """Draws tokens of a language model, one after the other.
 
-The model reads its whole window for each token. It keeps no keys and values of earlier
-ones: any Keras model can be sampled from so, a long text takes longer.
+A model that `cached.build` knows reads each token once, until the text is longer than
+its window. Any other Keras model, and a text that is longer, costs a whole window for
+each token.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.generate import cached
 from towers.predict.trained import Trained
 
 # Tokens that are read at once, where the model takes any number.
 _WINDOW = 256
 # Logits that are divided by less are no numbers any more.
 _COLD = 1e-30
+_SEEDS = 2**32
 
 
 def generate(
@@ -43,6 +47,47 @@ def generate(
     Raises:
         ValueError: It is no language model.
     """
+    (text,) = generate_samples(
+        trained,
+        prompt,
+        seeds=[seed],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+    )
+    return text
+
+
+def seeds_of(seed: int, num_samples: int) -> list[int]:
+    """Returns a seed for each sample: `seed`, and those that follow."""
+    return [(seed + number) % _SEEDS for number in range(num_samples)]
+
+
+def generate_samples(
+    trained: Trained,
+    prompt: str = "",
+    *,
+    seeds: Sequence[int],
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+) -> list[str]:
+    """Writes several texts from one prompt, as one batch.
+
+    Args:
+        trained: As for `generate`.
+        prompt: As for `generate`.
+        seeds: One for each text, which is the one that `generate` writes with it.
+        max_tokens: As for `generate`.
+        temperature: As for `generate`.
+        top_k: As for `generate`.
+
+    Returns:
+        The prompt, and what follows, for each seed.
+
+    Raises:
+        ValueError: It is no language model.
+    """
     known, tokenizer = trained.preprocessing, trained.tokenizer
     if known.task != "language_model" or tokenizer is None:
         raise ValueError(
@@ -54,22 +99,29 @@ def generate(
     if fault := tokenizer.fault(given):
         raise ValueError(f"The prompt {fault}.")
     begun = tokenizer.encode(tf.constant([given]))[0].numpy().tolist()
-    length = known.shape[0] or _WINDOW
-    ids = tokens(
+    drawn = tokens(
         trained.model,
         # A document follows on the end of another.
         begun or [tokenizer.end],
-        length,
+        known.shape[0] or _WINDOW,
+        seeds=seeds,
         temperature=temperature,
         top_k=top_k,
-        seed=seed,
         from_logits=known.from_logits,
+        has_padding=tokenizer.has_padding,
     )
-    for _, token in zip(range(max_tokens), ids, strict=False):
-        if token == tokenizer.end:
+    columns, has_ended = [], np.zeros(len(seeds), bool)
+    for column in itertools.islice(drawn, max_tokens):
+        columns.append(column)
+        has_ended |= column == tokenizer.end
+        if has_ended.all():
             break
-        begun.append(token)
-    return tokenizer.decode(begun)
+    return [
+        tokenizer.decode(
+            [*begun, *itertools.takewhile(lambda token: token != tokenizer.end, row)]
+        )
+        for row in np.stack(columns, axis=1).tolist()
+    ]
 
 
 def tokens(
@@ -77,51 +129,87 @@ def tokens(
     begun: Sequence[int],
     length: int,
     *,
+    seeds: Sequence[int],
     temperature: float,
     top_k: int | None = None,
-    seed: int = 0,
     from_logits: bool = True,
-) -> Iterator[int]:
-    """Yields tokens for ever, each drawn by the model's probabilities.
+    has_padding: bool = True,
+) -> Iterator[np.ndarray]:
+    """Yields the next token of each text for ever, drawn by the model's probabilities.
 
     Args:
-        model: From tokens [1, length] to logits [1, length, vocabulary].
-        begun: The tokens to go on from, at least one; as many of the last ones as the
-            model takes are read.
+        model: From tokens [texts, length] to logits [texts, length, vocabulary].
+        begun: The tokens that all texts go on from, at least one; as many of the last
+            ones as the model takes are read.
         length: How many that is.
+        seeds: One for each text.
         temperature: What logits are divided by; 0 takes the likeliest token.
         top_k: From how many of the likeliest tokens to draw; None for all.
-        seed: Of what is drawn.
         from_logits: Whether the model returns logits, or probabilities.
+        has_padding: Whether id 0 is padding, which is never drawn.
     """
+    rows, reader = len(seeds), None
+    # Until it is full, a window begins where it did: what was computed stays.
+    if len(begun) < length:
+        start = tf.Variable(0, trainable=False)
+        reader = cached.build(model, rows, length, start)
 
-    @tf.function(
-        input_signature=[
-            tf.TensorSpec([1, length], tf.int32),
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([2], tf.int32),
-        ],
-        autograph=False,
-    )
-    def draw(window, last, at):
-        # Behind the last token is padding, which a token that looks back does not see.
-        logits = tf.cast(model(window, training=False), tf.float32)[:, last]
+    def draw(logits, at):
+        logits = tf.cast(logits, tf.float32)
         if not from_logits:
             logits = tf.math.log(logits)
-        # Padding is no token.
-        logits = tf.concat([tf.fill([1, 1], -np.inf), logits[:, 1:]], axis=1)
+        if has_padding:
+            logits = tf.concat([tf.fill([rows, 1], -np.inf), logits[:, 1:]], axis=1)
         if temperature < _COLD:
-            return tf.argmax(logits, axis=-1)[0]
+            return tf.argmax(logits, axis=-1)
         if top_k is not None:
             best, _ = tf.math.top_k(logits, min(top_k, logits.shape[-1]))
             logits = tf.where(logits < best[:, -1:], -np.inf, logits)
-        return tf.random.stateless_categorical(logits / temperature, 1, at)[0, 0]
+        # One by one: what a text draws does not depend on the others.
+        return tf.map_fn(
+            lambda one: tf.random.stateless_categorical(one[0][None], 1, one[1])[0, 0],
+            (logits / temperature, at),
+            fn_output_signature=tf.int64,
+        )
 
-    read = [*begun][-length:]
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([rows, length], tf.int32),
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([rows, 2], tf.int32),
+        ],
+        autograph=False,
+    )
+    def draw_after_window(window, last, at):
+        # Behind the last token is padding, which a token that looks back does not see.
+        return draw(model(window, training=False)[:, last], at)
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([rows, None], tf.int32),
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([rows, 2], tf.int32),
+        ],
+        autograph=False,
+    )
+    def draw_after_new(new, first, at):
+        start.assign(first)
+        return draw(reader(new, training=False)[:, -1], at)
+
+    read, cached_count = np.tile(np.array(begun[-length:], np.int32), (rows, 1)), 0
     # Seeds are int32; these are as many as --seed may be.
-    number, step = np.uint32(seed).astype(np.int32), 0
-    while True:
-        window = [*read, *[0] * (length - len(read))]
-        token = int(draw([window], len(read) - 1, [number, step]))
-        yield token
-        read, step = [*read, token][-length:], step + 1
+    numbers = np.array(seeds, np.uint32).astype(np.int32)
+    for step in itertools.count():
+        at = np.stack([numbers, np.full(rows, step, np.int32)], axis=1)
+        count = read.shape[1]
+        if reader is not None:
+            drawn = draw_after_new(read[:, cached_count:], cached_count, at).numpy()
+            cached_count = count
+        else:
+            window = np.pad(read, ((0, 0), (0, length - count)))
+            drawn = draw_after_window(window, count - 1, at).numpy()
+        yield drawn
+        read = np.concatenate([read, drawn[:, None].astype(np.int32)], axis=1)
+        if count == length:
+            # The first token leaves, and with it what others have read of it.
+            read, reader = read[:, 1:], None

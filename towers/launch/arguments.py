@@ -1,15 +1,14 @@
 """The arguments of towers.launch, and the command that they make of what follows --."""
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
-import math
 import os
 import re
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from towers.cluster import environment
 from towers.cluster.addresses import is_address
@@ -17,7 +16,8 @@ from towers.hosts.group import JOIN_SECONDS
 from towers.machine import limits
 from towers.program import voice, words
 from towers.program.extras import install_command
-from towers.program.flags.arguments import Parser
+from towers.program.flags import command_line, table
+from towers.program.flags.table import flag
 from towers.train import checks, flags, settings, tower_flags
 
 _EXAMPLE = "towers launch --hosts=2 -- --model=resnet20"
@@ -64,83 +64,96 @@ class LaunchOptions:
     placement_strategy: str = "PACK"
 
 
-def _rank(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
 # With a range of hosts, a run is meant to outlive nodes, so it restarts by default.
 _RANGE_RESTARTS = 3
-# Each flag's value, as the help names it, its type, and what it is for.
-_FLAGS = {
-    "hosts": (
-        *("N", str),
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchFlags:
+    """The flags of towers.launch; defaults are torchrun's, where it has them."""
+
+    hosts: str | None = flag(
+        None,
+        "Flags",
         "Number of hosts. With --launcher=ray, 2:4 for as many as Ray has places for: "
         "it starts all again with another number as nodes come and go.",
-    ),
-    "num_gpus": (
-        *("N", int),
+    )
+    num_gpus: int | None = flag(
+        None,
+        "Flags",
         "Number of GPUs of each host, or of logical CPUs without a GPU. Default: the "
         "GPUs of this machine in equal parts.",
-    ),
-    "host_rank": (
-        *("N|auto", _rank),
+        at_least=1,
+    )
+    host_rank: int | Literal["auto"] | None = flag(
+        None,
+        "Flags",
         "Start only this host here, from 0, and the others on other machines. auto: "
         "the number of this task of Slurm's srun, or of this pod of an indexed Job or "
         "a StatefulSet of Kubernetes. Default: start all here.",
-    ),
-    "coordinator": (
-        *("HOST:PORT", str),
-        "With --host_rank: where the first host waits for the others. Default for "
-        "--host_rank=auto under Slurm: the first node, at a port by the job's number.",
-    ),
-    "interface": (
-        *("NAME", str),
+    )
+    coordinator: str | None = flag(
+        None,
+        "Flags",
+        "HOST:PORT, with --host_rank: where the first host waits for the others. "
+        "Default for --host_rank=auto under Slurm: the first node, at a port by the "
+        "job's number.",
+    )
+    interface: str | None = flag(
+        None,
+        "Flags",
         "With --host_rank: network interface, or its address, by which the other hosts "
         "reach this one. Default: the one by which it reaches --coordinator.",
-    ),
-    "join_seconds": (
-        *("S", float),
+    )
+    join_seconds: float = flag(
+        JOIN_SECONDS,
+        "Flags",
         "Number of seconds for which hosts wait for one another at the start.",
-    ),
-    "fail_seconds": (
-        *("S", float),
+        above=0,
+    )
+    fail_seconds: float = flag(
+        30.0,
+        "Flags",
         "Number of seconds in which hosts may end by themselves when one has failed; "
         "then the launcher ends them.",
-    ),
-    "max_restarts": (
-        *("N", int),
+        above=0,
+    )
+    max_restarts: int | None = flag(
+        None,
+        "Flags",
         "How often all hosts start again when one has failed. Default: 0, and "
         f"{_RANGE_RESTARTS} with --hosts=2:4.",
-    ),
-    "log_dir": (
-        *("DIR", str),
+        at_least=0,
+    )
+    log_dir: str | None = flag(
+        None,
+        "Flags",
         "Folder for host1.log and so on, the output of hosts other than the first. "
         "Default: the --model_dir after --, else a temporary folder.",
-    ),
-    "launcher": (
-        *("local|ray", str),
+    )
+    launcher: Literal["local", "ray"] = flag(
+        "local",
+        "Flags",
         "local: start processes here. ray: have Ray Train start them, on its cluster "
         "or on one started here.",
-    ),
-    "num_cpus": (
-        *("N", int),
+    )
+    num_cpus: int = flag(
+        1,
+        "Flags",
         "With --launcher=ray: number of CPUs that Ray reserves for each host.",
-    ),
-    "placement_strategy": (
-        *("NAME", str),
-        "With --launcher=ray: how it spreads hosts over nodes: PACK, SPREAD, "
-        "STRICT_PACK or STRICT_SPREAD.",
-    ),
-}
-# torchrun's, where it has them.
-_DEFAULTS = {
-    **{"join_seconds": JOIN_SECONDS, "fail_seconds": 30.0},
-    **{"launcher": "local", "num_cpus": 1, "placement_strategy": "PACK"},
-}
+        at_least=1,
+    )
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
+        flag(
+            "PACK",
+            "Flags",
+            "With --launcher=ray: how it spreads hosts over nodes.",
+        )
+    )
+
+
 # Hosts on a machine, which are for tests unless it has many GPUs.
 _MOST_HERE = 32
-# Ray's words.
-_PLACEMENTS = "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
 
 
 def read(argv: Sequence[str], doc: str) -> LaunchOptions:
@@ -150,9 +163,8 @@ def read(argv: Sequence[str], doc: str) -> LaunchOptions:
         ValueError: One is unknown, missing, or has a bad value.
         SystemExit: The help was asked for.
     """
-    parser = _parser(doc)
     own, theirs = _parts(argv)
-    known = vars(parser.parse_args([]))
+    known = table.fields(LaunchFlags)
     for arg in own:
         name = arg.lstrip("-").partition("=")[0]
         if arg.startswith("--") and name == "host_file":
@@ -165,7 +177,8 @@ def read(argv: Sequence[str], doc: str) -> LaunchOptions:
                 f"Received --{name} before --; expected flags of towers train after "
                 f"it, such as {_EXAMPLE}."
             )
-    found = vars(parser.parse_args(own))
+    asked = command_line.read(LaunchFlags, ["towers.launch", *own], doc)
+    found = dataclasses.asdict(asked)
     if found["host_rank"] == "auto":
         _find_rank(found)
     hosts = found.pop("hosts")
@@ -178,8 +191,8 @@ def read(argv: Sequence[str], doc: str) -> LaunchOptions:
     _check(found, most)
     if found["max_restarts"] is None:
         found["max_restarts"] = _RANGE_RESTARTS if least < most else 0
-    command, asked = _command(theirs, found)
-    return LaunchOptions(least, most, command, **(found | asked))
+    command, more = _command(theirs, found)
+    return LaunchOptions(least, most, command, **(found | more))
 
 
 def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -190,18 +203,6 @@ def _parts(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not arg.startswith("-") and not re.fullmatch(r"--\w+", before):
             return [*argv[:k]], [*argv[k:]]
     return [*argv], []
-
-
-def _parser(doc: str) -> argparse.ArgumentParser:
-    parser = Parser("towers.launch", doc)
-    for name, (value, kind, text) in _FLAGS.items():
-        default = _DEFAULTS.get(name)
-        shown = f"{default:g}" if isinstance(default, float) else default
-        said = f"{text} Default: {shown}." if default is not None else text
-        parser.add_argument(
-            f"--{name}", metavar=value, type=kind, default=default, help=said
-        )
-    return parser
 
 
 def _find_rank(found: dict) -> None:
@@ -227,24 +228,10 @@ def _hosts(text: str | None) -> tuple[int, int]:
 
 
 def _check(found: dict, most: int) -> None:
-    for name, bound in (("num_gpus", 1), ("num_cpus", 1), ("max_restarts", 0)):
-        if found[name] is not None and found[name] < bound:
-            raise ValueError(
-                f"Received --{name}={found[name]}; expected at least {bound}."
-            )
-    for name in ("join_seconds", "fail_seconds"):
-        if not 0 < found[name] < math.inf:
-            raise ValueError(
-                f"Received --{name}={found[name]:g}; expected a number of seconds."
-            )
     if found["launcher"] == "ray":
         return _check_ray(found)
-    if found["launcher"] != "local":
-        raise ValueError(
-            f"Received --launcher={found['launcher']}; expected local or ray."
-        )
     for name in ("num_cpus", "placement_strategy"):
-        if found[name] != _DEFAULTS[name]:
+        if found[name] != getattr(LaunchFlags(), name):
             raise ValueError(
                 f"Received --{name}={found[name]} without --launcher=ray; expected "
                 "both or neither."
@@ -287,11 +274,6 @@ def _check_ray(found: dict) -> None:
                 f"Received --{name} with --launcher=ray; expected neither, as Ray "
                 "chooses the nodes, and keeps what hosts write."
             )
-    if found["placement_strategy"] not in _PLACEMENTS:
-        raise ValueError(
-            f"Received --placement_strategy={found['placement_strategy']}; expected "
-            f"{', '.join(_PLACEMENTS[:-1])} or {_PLACEMENTS[-1]}."
-        )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             "Received --launcher=ray, but Ray is not installed; run: "

@@ -1,4 +1,4 @@
-"""Asks NVIDIA's driver about whole GPUs, whoever uses them, as nvidia-smi does.
+"""Asks NVIDIA's driver about GPUs, whoever uses them, by NVML (nvidia-ml-py).
 
 It may be absent. It is asked only for what TensorFlow cannot tell, or not without
 initialising.
@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 _LIMIT_S = 20.0
 # Set when it has not answered: then it is not asked again.
 _hangs = threading.Event()
+_MB = 2**20
 # Of what processes computed, the last seconds count.
 _RECENT_S = 2.0
 _VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
@@ -29,7 +30,7 @@ _VENDOR, _DISPLAY = "0x10de", "0x03"  # of the PCI bus
 _WAYS = {
     # The second version counts as nvidia-smi does: without what is reserved.
     "used_mb": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used / 2**20
+        nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used / _MB
     ),
     "utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(
@@ -39,25 +40,73 @@ _WAYS = {
 }
 
 
+RESTART = "start the machine anew"
+"""What helps if the driver does not answer."""
+
 UNSEEN_MB = 100
 """More than an idle GPU shows as held, and less than a process that computes holds."""
 
-COMPUTING = "Compute", "MPSCompute"
-"""Kinds of processes that compute; those of the second share a GPU by MPS."""
+# Kinds of processes; those of the second share a GPU by MPS.
+_DRAWING = "Graphics"
+_KINDS = "Compute", "MPSCompute", _DRAWING
+
+
+class Holder(NamedTuple):
+    """A process that holds memory of a GPU.
+
+    Attributes:
+        pid: Its number.
+        memory_mb: What it holds; `None` if the driver does not tell.
+        computes: Whether it computes; else it only draws, as a desktop's does.
+        name: The driver's name of it, or empty.
+    """
+
+    pid: int
+    memory_mb: int | None
+    computes: bool = True
+    name: str = ""
 
 
 class Gpu(NamedTuple):
-    """A GPU of this machine.
+    """A GPU of this machine, or a slice of one, as the driver shows it.
 
     Attributes:
         index: Its number, as nvidia-smi counts.
-        uuid: Its UUID, such as "GPU-5b8c...".
-        memory_mb: All memory that it has.
+        uuid: Its UUID, such as "GPU-5b8c..."; empty if the driver does not tell.
+        memory_mb: All memory that it has; `None` if the driver does not tell.
+        used_mb: The memory that all processes hold; likewise.
+        free_mb: The memory that is free; likewise.
+        name: Its model, or the kind of slice.
+        capability: Its compute capability, such as "9.0"; empty if unknown.
+        utilization: The part of the last moments in which it computed, 0 to 1.
+        holders: The processes that hold memory of it.
+        cut_up: Whether it is cut up into slices (MIG).
+        slices: Those slices.
+        notes: What else the doctor says of it.
+        fault: Why the driver tells nothing of it, if so.
     """
 
     index: int
-    uuid: str
-    memory_mb: int
+    uuid: str = ""
+    memory_mb: int | None = None
+    used_mb: int | None = None
+    free_mb: int | None = None
+    name: str = "a GPU"
+    capability: str = ""
+    utilization: float | None = None
+    holders: tuple[Holder, ...] = ()
+    cut_up: bool = False
+    slices: "tuple[Gpu, ...]" = ()
+    notes: tuple[str, ...] = ()
+    fault: str = ""
+
+    @property
+    def unseen_mb(self) -> int:
+        """Memory that is held, but by no process of `holders`, as by a container's."""
+        held = [holder.memory_mb for holder in self.holders]
+        if self.used_mb is None or None in held:
+            return 0
+        return max(0, self.used_mb - sum(held))
 
 
 class Use(NamedTuple):
@@ -75,19 +124,6 @@ class Use(NamedTuple):
     compute_of: dict[int, float]
 
 
-class Holders(NamedTuple):
-    """Who holds memory of a GPU.
-
-    Attributes:
-        pids: Processes that compute, by their numbers.
-        unseen_mb: Memory that is held, but by none of the processes that are listed,
-            as those of a container are not.
-    """
-
-    pids: tuple[int, ...]
-    unseen_mb: int
-
-
 class Driver:
     """NVIDIA's management library, by nvidia-ml-py.
 
@@ -95,7 +131,6 @@ class Driver:
 
     Attributes:
         faults: Why a value was left out, by name.
-        absent: Whether this machine has no driver of NVIDIA: its library is not there.
     """
 
     def __init__(self, nvml: Any = None):
@@ -105,12 +140,11 @@ class Driver:
             nvml: What stands in for the module `pynvml` of nvidia-ml-py.
         """
         self.faults: dict[str, str] = {}
-        self.absent = False
         self._refuses = None
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
         except ImportError:
-            self._refuses = "nvidia-ml-py is not installed"
+            self._refuses = "nvidia-ml-py is not installed; pip install nvidia-ml-py"
             return
         _ask(self._begin, None)
 
@@ -118,15 +152,19 @@ class Driver:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
-            self._refuses = str(error)
             missing = getattr(self._nvml, "NVMLError_LibraryNotFound", ())
-            self.absent = isinstance(error, missing)
+            self._refuses = (
+                "no NVIDIA driver is found on this machine; install it if there is a "
+                "GPU"
+                if isinstance(error, missing)
+                else f"NVIDIA's driver says {error}; {RESTART}"
+            )
 
     @property
     def refuses(self) -> str | None:
-        """Why it tells nothing; `None` if it answers."""
+        """Why it tells nothing, and what to do; `None` if it answers."""
         if self._refuses is None and _hangs.is_set():
-            return f"it has not answered within {_LIMIT_S:g} s"
+            return f"NVIDIA's driver gives nothing within {_LIMIT_S:g} s; {RESTART}"
         return self._refuses
 
     def ask(self, question: Callable[[Any], T], unknown: T) -> T:
@@ -148,76 +186,96 @@ class Driver:
 
         return unknown if self._refuses else _ask(answer, unknown)
 
-    def memory(self, handle: Any) -> Any | None:
-        """Returns the memory of a GPU: its `total`, `used` and `free` bytes.
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Lists the GPUs of this machine, whoever uses them, as they are now.
+
+        What the driver does not tell of one is left out.
+        """
+        count = self.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
+        return tuple(self._gpu(index) for index in range(count))
+
+    def _gpu(self, index):
+        handle, fault = self.ask(lambda nvml: _handle(nvml, index), (None, ""))
+        if handle is None:
+            return Gpu(index, fault=fault)
+        major, minor = self.ask(
+            lambda nvml: nvml.nvmlDeviceGetCudaComputeCapability(handle), (0, 0)
+        )
+        busy = self.ask(
+            lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, None
+        )
+        gpu = self._part(index, handle)
+        return gpu._replace(
+            capability=f"{major}.{minor}" if major else "",
+            utilization=None if busy is None else busy / 100,
+            cut_up=self.ask(lambda nvml: _is_cut_up(nvml, handle), False),
+            slices=tuple(self._slices(handle)),
+        )
+
+    def _part(self, index, handle):
+        """Returns what the driver tells of a GPU, and of a slice alike."""
+        memory = self._memory(handle)
+        sizes = () if memory is None else (memory.total, memory.used, memory.free)
+        gpu = Gpu(
+            index,
+            _text(self.ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), "")),
+            *(size // _MB for size in sizes),
+            holders=tuple(self._holders(handle)),
+        )
+        name = self.ask(lambda nvml: nvml.nvmlDeviceGetName(handle), gpu.name)
+        return gpu._replace(name=_text(name))
+
+    def _memory(self, handle):
+        """Asks for the memory of a GPU: its `total`, `used` and `free` bytes.
 
         What the driver keeps for itself is not `used`, unless it is older than 510.
-
-        Args:
-            handle: NVML's handle of the GPU, or of a slice.
         """
-        found = self.ask(
+        memory = self.ask(
             lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), None
         )
-        if found is None:
-            found = self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle), None)
-        return found
-
-    def processes(
-        self, handle: Any, kinds: Sequence[str] = (*COMPUTING, "Graphics")
-    ) -> dict[int, int | None]:
-        """Returns the processes that hold memory of a GPU, and how many bytes each.
-
-        A size is `None` if the driver does not tell.
-
-        Args:
-            handle: NVML's handle of the GPU, or of a slice.
-            kinds: Which processes; a desktop's are of kind "Graphics".
-        """
-        held: dict[int, int | None] = {}
-        for kind in kinds:
-            name = f"nvmlDeviceGet{kind}RunningProcesses"
-            found = self.ask(lambda nvml, name=name: getattr(nvml, name)(handle), None)
-            if found is None:  # as of a driver before 510
-                found = self.ask(
-                    lambda nvml, name=f"{name}_v2": (
-                        # Not all versions of nvidia-ml-py have it.
-                        getattr(nvml, name)(handle) if hasattr(nvml, name) else []
-                    ),
-                    [],
-                )
-            # A process may be of two kinds, with the same memory.
-            held |= {each.pid: each.usedGpuMemory for each in found}
-        return held
-
-    def holders(self, uuid: str) -> Holders | None:
-        """Tells who holds memory of a GPU; `None` if the driver does not tell.
-
-        Args:
-            uuid: Its UUID.
-        """
-        handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid), None)
-        memory = None if handle is None else self.memory(handle)
         if memory is None:
-            return None
-        pids = self.processes(handle, COMPUTING)
-        listed = self.processes(handle).values()
-        if None in listed:
-            listed = [memory.used]  # whatever they hold
-        return Holders(tuple(pids), max(0, memory.used - sum(listed)) // 2**20)
+            memory = self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+        return memory
 
-    def has_slices(self) -> bool:
-        """Tells whether a GPU of this machine is cut up (MIG)."""
-        count = self.ask(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
-        return any(
-            self.ask(
-                lambda nvml, index=index: self._is_cut_up(
-                    nvml.nvmlDeviceGetHandleByIndex(index)
+    def _holders(self, handle):
+        holders: dict[int, Holder] = {}
+        for kind in _KINDS:
+            for process in self._processes(handle, kind):
+                pid, used = process.pid, process.usedGpuMemory
+                name = self.ask(
+                    lambda nvml, pid=pid: nvml.nvmlSystemGetProcessName(pid), ""
+                )
+                used_mb = None if used is None else used // _MB
+                # A process may be of two kinds, with the same memory.
+                holder = Holder(pid, used_mb, kind != _DRAWING, _text(name))
+                holders.setdefault(pid, holder)
+        return holders.values()
+
+    def _processes(self, handle, kind):
+        name = f"nvmlDeviceGet{kind}RunningProcesses"
+        processes = self.ask(lambda nvml: getattr(nvml, name)(handle), None)
+        if processes is None:  # as of a driver before 510
+            older = f"{name}_v2"
+            processes = self.ask(
+                # Not all versions of nvidia-ml-py have it.
+                lambda nvml: (
+                    getattr(nvml, older)(handle) if hasattr(nvml, older) else ()
                 ),
-                False,
+                (),
             )
-            for index in range(count)
-        )
+        return processes
+
+    def _slices(self, handle):
+        most = self.ask(lambda nvml: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0)
+        for index in range(most):
+            part = self.ask(
+                lambda nvml, index=index: nvml.nvmlDeviceGetMigDeviceHandleByIndex(
+                    handle, index
+                ),
+                None,
+            )
+            if part is not None:  # else this place is empty
+                yield self._part(index, part)
 
     def read(self, uuid: str | None) -> dict[str, float]:
         """Reads what a GPU does now.
@@ -274,27 +332,22 @@ class Driver:
         recent.sort(key=lambda each: each.timeStamp)
         return {each.pid: each.smUtil / 100 for each in recent}
 
-    def gpus(self) -> tuple[Gpu, ...]:
-        """Lists the GPUs; none if the driver does not tell, or one is cut up (MIG)."""
-        return self.ask(self._gpus, ())
 
-    def _gpus(self, nvml):
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            if self._is_cut_up(gpu):
-                # CUDA then sees instances: other memory, another order.
-                return ()
-            memory_mb = nvml.nvmlDeviceGetMemoryInfo(gpu).total // 2**20
-            found.append(Gpu(index, nvml.nvmlDeviceGetUUID(gpu), memory_mb))
-        return tuple(found)
+def _handle(nvml: Any, index: int) -> tuple[Any | None, str]:
+    """Returns NVML's handle of a GPU, or why there is none, as of one that is lost."""
+    try:
+        return nvml.nvmlDeviceGetHandleByIndex(index), ""
+    except nvml.NVMLError as error:
+        return None, str(error)
 
-    def _is_cut_up(self, gpu):
-        try:
-            current, _ = self._nvml.nvmlDeviceGetMigMode(gpu)
-        except self._nvml.NVMLError:
-            return False  # a kind of GPU that cannot be
-        return current == self._nvml.NVML_DEVICE_MIG_ENABLE
+
+def _is_cut_up(nvml: Any, handle: Any) -> bool:
+    current, _ = nvml.nvmlDeviceGetMigMode(handle)
+    return current == nvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
@@ -328,8 +381,14 @@ def _ask(question: Callable[[], T], unknown: T) -> T:
 
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
-    """Lists the GPUs of this machine; see `Driver.gpus`."""
-    return Driver().gpus()
+    """Lists the GPUs of this machine, as they are when it is first asked.
+
+    There are none if the driver does not tell all of them apart, or if one is cut up
+    (MIG): CUDA then sees slices, with other memory, in another order.
+    """
+    listed = Driver().gpus()
+    are_whole = all(gpu.uuid and gpu.memory_mb and not gpu.cut_up for gpu in listed)
+    return listed if are_whole else ()
 
 
 def gpu(index: int, environ: Mapping[str, str] = os.environ) -> Gpu | None:

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     from towers.parity import check_flags
     from towers.program import startup
 
-    _settings = startup.begin(
+    _asked = startup.begin(
         "towers.parity", lambda argv: check_flags.read(argv, __doc__)
     )
 
@@ -28,6 +28,7 @@ from towers.devices.listing import rows, table
 from towers.hosts import group
 from towers.hosts.group import HostFailedError
 from towers.parity import check_parity
+from towers.parity.check_flags import Check
 from towers.program import ending, startup
 from towers.program.commands import fail
 from towers.train.parts import fine_tune, my_model
@@ -46,8 +47,12 @@ from towers.train.parts.setup import Setup
 from towers.train.settings import Settings
 
 
-def check(settings: Settings) -> int:
-    """Checks the model that settings describe, and says what was found.
+def check(settings: Settings, steps: int = 3) -> int:
+    """Checks the model that settings describe, and prints the result.
+
+    Args:
+        settings: What to compare.
+        steps: Number of steps to compare.
 
     Returns:
         The exit code: 0 if towers equal one device, else 2.
@@ -75,12 +80,12 @@ def check(settings: Settings) -> int:
     told = hosts.exchange(rows(devices, local, settings.stages))
     several = dict(zip(hosts.names, told, strict=True)) if len(told) > 1 else None
     print(table(devices, local, several, settings.stages), flush=True)
-    if settings.variable_update == "auto":
+    if settings.update == "auto":
         # To choose, it would have to train.
         settings = settings.but(variable_update="parameter_server")
     parity = check_parity(
         model,
-        read_batches(setup, data, sum(map(len, every))),
+        read_batches(setup, data, sum(map(len, every)), steps),
         devices.towers,
         variable_update=variable_update(settings),
         shard_embeddings=settings.shard_embeddings,
@@ -88,7 +93,7 @@ def check(settings: Settings) -> int:
         loss_placement=settings.loss_placement,
         strict=settings.strict,
         stages=stages(settings),
-        micro_batches=settings.micro_batches,
+        micro_batches=settings.micro_batch_count,
         recompute=settings.recompute,
     )
     what = f"Model {settings.model}, data {setup.facts.name}"
@@ -96,8 +101,10 @@ def check(settings: Settings) -> int:
     return 0 if parity.equal else 2
 
 
-def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
-    """Reads as many batches of training data as --parity_steps says.
+def read_batches(
+    setup: Setup, data: Data | OwnData, towers: int, count: int
+) -> list[Any]:
+    """Reads batches of training data.
 
     They are what the model gets: `preprocess` has been applied. The last one is short,
     and does not divide evenly among the towers.
@@ -107,8 +114,7 @@ def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
     """
     preprocess = make_preprocess(setup)
     batches = [
-        (*preprocess(x, y, False), *weights)
-        for x, y, *weights in data.batches(setup.settings.parity_steps)
+        (*preprocess(x, y, False), *weights) for x, y, *weights in data.batches(count)
     ]
     if len(batches) > 1:
         size = int(batch.batch_size(batches[-1]))
@@ -118,15 +124,15 @@ def read_batches(setup: Setup, data: Data | OwnData, towers: int) -> list[Any]:
     return batches
 
 
-def main(settings: Settings) -> int:
+def main(asked: Check) -> int:
     """Checks, on all hosts together if there are several; returns the exit code."""
     try:
         with group.together():
-            return check(settings)
+            return check(asked, asked.parity_steps)
     except HostFailedError as error:
         fail(error, "towers.parity")
         return ending.ANOTHER_FAILED
 
 
 if __name__ == "__main__":
-    startup.leave(ending.run("towers.parity", lambda: main(_settings)))
+    startup.leave(ending.run("towers.parity", lambda: main(_asked)))

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from towers.program import commands
 from towers.program.flags import command_line
+from towers.program.flags.command_line import HostsFlag
+from towers.program.flags.table import About, flag
 from towers.train import checks, tower_flags
-from towers.train import flags as train_flags
 from towers.train.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Check(Settings):
+class Check(HostsFlag, Settings):
     """What to compare with one device."""
 
-    hosts: int | None = None
-
-
-command_line.define_hosts()
+    parity_steps: int = flag(
+        3, "Comparison", "Number of steps to compare.", about=About.MAIN, at_least=1
+    )
 
 
 def read(
@@ -28,12 +28,10 @@ def read(
 
     Their program is this one, whose process becomes the launcher.
     """
-    ours = command_line.below([command_line.HOSTS])
-    train_flags.read_with(ours, argv, doc)
-    found = checks.check_not_mixed(checks.check(command_line.settings(Check)))
-    tower_flags.check_fixed(found, "towers.parity", finds_free=True)
-    if (found.hosts or 1) > 1 and "TOWERS_HOST_RANK" not in environ:
-        start = commands.on_hosts(found.hosts, found.num_gpus)
+    check = checks.check_not_mixed(checks.check(command_line.read(Check, argv, doc)))
+    tower_flags.check_fixed(check, "towers.parity", finds_free=True)
+    if (check.hosts or 1) > 1 and "TOWERS_HOST_RANK" not in environ:
+        start = commands.on_hosts(check.hosts, check.num_gpus)
         command = [*start, "-m", "towers.parity", *argv[1:]]
         os.execv(command[0], command)
-    return found
+    return check

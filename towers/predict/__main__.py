@@ -17,15 +17,15 @@ if __name__ == "__main__":
     from towers.program import startup
 
     _options = startup.begin(
-        "towers.predict", lambda argv: arguments.read(argv[1:], __doc__)
+        "towers.predict", lambda argv: arguments.read(argv, __doc__)
     )
 
-import argparse
 import contextlib
 import sys
 
 from towers.model.api import multi_gpu_model
 from towers.predict import inputs, output
+from towers.predict.arguments import PredictOptions
 from towers.predict.trained import load_model
 from towers.program import ending, progress, startup, words
 from towers.program.progress import Progress
@@ -34,7 +34,7 @@ from towers.train.parts.devices import configure_devices
 _PROGRAM = "towers.predict"
 
 
-def predict(options: argparse.Namespace) -> int:
+def predict(options: PredictOptions) -> int:
     """Predicts for the files; returns the exit code.
 
     Raises:
@@ -42,7 +42,7 @@ def predict(options: argparse.Namespace) -> int:
     """
     devices = configure_devices(options.settings)
     with Progress(f"Loading the model of {options.model_dir}"):
-        trained = load_model(options.model_dir, options.checkpoint, options.model)
+        trained = load_model(options.local_dir, options.checkpoint, options.model)
     bad = []
 
     def say_bad(line):
@@ -50,7 +50,7 @@ def predict(options: argparse.Namespace) -> int:
         print(f"{_PROGRAM}: {line}", file=sys.stderr)
 
     towers = multi_gpu_model(trained.model, gpus=devices.towers)
-    path, size, kept = options.output, options.batch_size, options.keep_columns
+    path, size, kept = options.output, options.batch_size, options.kept_columns
     batches = inputs.batches(trained, options.files, size, say_bad, kept)
     with output.opened(path) if path else contextlib.nullcontext(sys.stdout) as file:
         masks = path and output.masks_of(path)

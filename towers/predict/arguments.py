@@ -1,112 +1,124 @@
 """The arguments of towers.predict: files, and devices as of towers.train."""
 
-import argparse
 import csv
 import dataclasses
+import functools
 import os
-import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from towers.models import spec
-from towers.program import small_file
+from towers.program import object_store, small_file
 from towers.program.commands import check_folder
-from towers.program.flags.arguments import Parser
-from towers.train import checks, flags
+from towers.program.features import feature
+from towers.program.flags import command_line, table
+from towers.program.flags.table import argument, flag
+from towers.train import checks, tower_flags
 from towers.train.settings import ARCHITECTURE, PREPROCESSING, Settings
 
-# These are of towers that come and go while a run trains.
-_OF_TRAINING = "max_gpus", "share_gpus", "join_seconds"
 # Files that a run writes, without which there is nothing to predict with.
 FILES = {"last": "model.keras", "best": "best.keras"}
+# Of the devices of towers.train, those that do not come and go.
+_DEVICES = ("num_gpus", "gpu_indices", "gpu_split", "gpu_memory")
+_DEVICES += ("soft_placement", "log_device_placement")
 
 
-def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
-    """Reads the arguments, without the program's name; `settings` has the devices.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model of which run to use."""
 
-    Raises:
-        ValueError: If one is missing, unknown or bad.
-    """
-    parser = Parser("towers.predict", doc)
-    add_model(parser)
-    parser.add_argument(
-        "files",
-        nargs="+",
-        help="Pictures, folders of pictures, tables, texts or arrays to predict for.",
+    model_dir: str = argument("Folder of a run of towers train.")
+    checkpoint: Literal[*FILES] = flag(
+        "last",
+        "Flags",
+        "Which model of the run: last is model.keras, or the newest checkpoint of a "
+        "run that has not ended; best is best.keras.",
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="CSV file to write to. Default: standard output.",
+    model: str | None = flag(
+        None,
+        "Flags",
+        "The Python file of the run's --model, as FILE.py or FILE.py:FUNCTION. It is "
+        "needed if it defines preprocess, or classes of the model. A run folder names "
+        "it, but never has it run.",
     )
-    parser.add_argument(
-        "--probabilities",
-        action="store_true",
-        help="Write a column for each class with its probability. Default: that of the "
+
+    @functools.cached_property
+    def local_dir(self) -> str:
+        """The folder of the run; of an address, a copy that is fetched now."""
+        if object_store.scheme(self.model_dir):
+            return feature("lifecycle.remote_run").fetched(self.model_dir)
+        return self.model_dir
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions(ModelOptions, table.part_of(Settings, _DEVICES)):
+    """What to predict, with which model, and on which devices."""
+
+    model_dir: str = argument("Folder of a run of towers train.")
+    files: tuple[str, ...] = argument(
+        "Pictures, folders of pictures, tables, texts or arrays to predict for."
+    )
+    output: str | None = flag(
+        None, "Flags", "CSV file to write to. Default: standard output."
+    )
+    probabilities: bool = flag(
+        False,
+        "Flags",
+        "Write a column for each class with its probability. Default: that of the "
         "second of two classes, else that of the predicted class.",
     )
-    parser.add_argument(
-        "--keep_columns",
-        type=_names,
-        default=(),
-        metavar="NAME,NAME",
-        help="Columns of the tables to copy into the output, such as id.",
+    keep_columns: str = flag(
+        "",
+        "Flags",
+        "Columns of the tables to copy into the output, such as id,name.",
     )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=64,
-        help="Number of examples in a batch, for all towers. Default: 64.",
+    batch_size: int = flag(
+        64, "Flags", "Number of examples in a batch, for all towers.", at_least=1
     )
-    devices = parser.add_argument_group("Devices")
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
-    names = [name for name in flags.HELPS["Devices"] if name not in _OF_TRAINING]
-    for name in names:
-        devices.add_argument(
-            f"--{name}",
-            help=flags.HELPS["Devices"][name],
-            default=fields[name].default,
-            **_kind(fields[name].type, name),
-        )
-    options = parser.parse_args(argv)
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        """The names in --keep_columns; quotes are as in CSV."""
+        row = next(csv.reader([self.keep_columns]), [])
+        return tuple(name.strip() for name in row)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of a run on the devices."""
+        given = {name: getattr(self, name) for name in (*_DEVICES, "batch_size")}
+        return Settings(**given, dataset="digits")
+
+
+def read(argv: Sequence[str], doc: str) -> PredictOptions:
+    """Reads the arguments.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: Description of the program.
+
+    Raises:
+        ValueError: An argument is missing, unknown or bad.
+    """
+    options = command_line.read(PredictOptions, argv, doc)
     check_model(options)
     _check_files(options.files)
     if (
         options.output is None
-        and preprocessing_of(options.model_dir).get("task") == "segmentation"
+        and preprocessing_of(options.local_dir).get("task") == "segmentation"
     ):
         raise ValueError(
             "This run's model makes masks, which are files; expected --output, such as "
             "--output=masks.csv, which names them and the folder masks."
         )
-    _check_kept(options.keep_columns)
+    _check_kept(options.kept_columns)
     if options.output:
         _check_output(options.output, options.files)
-    given = {name: getattr(options, name) for name in (*names, "batch_size")}
-    options.settings = checks.check(Settings(**given, dataset="digits"))
+    tower_flags.check_fixed(options.settings, "towers.predict", finds_free=True)
+    checks.check(options.settings)
     return options
 
 
-def add_model(parser: Parser) -> None:
-    """Adds the arguments that name a model."""
-    parser.add_argument("model_dir", help="Folder of a run of towers train.")
-    parser.add_argument(
-        "--checkpoint",
-        choices=FILES,
-        default="last",
-        help="Which model of the run: last is model.keras, or the newest checkpoint of "
-        "a run that has not ended; best is best.keras. Default: last.",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FILE",
-        help="The Python file of the run's --model, as FILE.py or FILE.py:FUNCTION. It "
-        "is needed if it defines preprocess, or classes of the model. A run folder "
-        "names it, but never has it run.",
-    )
-
-
-def check_model(options: argparse.Namespace) -> None:
+def check_model(options: ModelOptions) -> None:
     """Checks that the model is there, and the file that --model names.
 
     Raises:
@@ -122,27 +134,12 @@ def check_model(options: argparse.Namespace) -> None:
     names = [FILES[options.checkpoint]]
     if options.checkpoint == "last":
         names.append(ARCHITECTURE)
-    if not any(os.path.isfile(os.path.join(options.model_dir, name)) for name in names):
+    if not any(os.path.isfile(os.path.join(options.local_dir, name)) for name in names):
         ended = "that has ended" if options.checkpoint == "best" else "that has begun"
         raise ValueError(
             f"Received {options.model_dir}, which has no {names[0]}; expected the "
             f"model_dir of a run of towers train {ended}."
         )
-
-
-def _names(text):
-    """Names of columns, with commas between; quotes are as in CSV."""
-    return tuple(name.strip() for name in next(csv.reader([text]), []))
-
-
-def _kind(annotation, name):
-    """How argparse is to read a flag of some type."""
-    kinds = typing.get_args(annotation) or (annotation,)  # or None
-    if kinds[0] is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kinds[0]) is tuple:
-        return {"type": lambda text: tuple(text.split(",")), "metavar": "N,N"}
-    return {"type": kinds[0], "metavar": {int: "N", float: "X"}[kinds[0]]}
 
 
 def preprocessing_of(model_dir: str) -> dict[str, Any]:
@@ -173,6 +170,8 @@ def _check_files(files):
 
 
 def _check_output(path, files):
+    if object_store.scheme(path):
+        return
     if os.path.isdir(path):
         raise ValueError(
             f"Received --output={path}, which is a folder; expected a file, such as "

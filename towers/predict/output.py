@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image
 
-from towers.program import whole_file
+from towers.program import object_store, whole_file
 
 
 class PredictionRows:
@@ -132,7 +132,8 @@ def opened(path: str) -> Iterator[IO]:
     is_file = is_named and (not os.path.exists(path) or os.path.isfile(path))
     options = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if not object_store.scheme(path):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with (
             whole_file.opened(path, follows_link=True, **options)
             if is_file
@@ -140,7 +141,7 @@ def opened(path: str) -> Iterator[IO]:
         ) as file:
             yield file
     except OSError as error:
+        place = path if object_store.scheme(path) else os.path.realpath(path)
         raise ValueError(
-            f"Cannot write {os.path.realpath(path)}: {error.strerror}; choose another "
-            "--output."
+            f"Cannot write {place}: {error.strerror}; choose another --output."
         ) from error

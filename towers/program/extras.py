@@ -1,7 +1,9 @@
-"""Names the command that installs an optional part of Towers."""
+"""Optional parts of Towers: the command that installs one, and its import."""
 
+import importlib
 import importlib.metadata
 import shlex
+from types import ModuleType
 
 
 def install_command(extra: str) -> str:
@@ -27,3 +29,18 @@ def install_command(extra: str) -> str:
         if f'extra == "{extra}"' in marker.replace("-", "_")
     ]
     return f"pip install {shlex.join(packages)}"
+
+
+def import_extra(package: str, extra: str) -> ModuleType:
+    """Imports a package of an extra of setup.py.
+
+    Raises:
+        ValueError: It is not installed, or one that it needs is not.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{package} cannot be imported ({reason}); run: {install_command(extra)}"
+        ) from error

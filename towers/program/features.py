@@ -21,6 +21,7 @@ FEATURES = {
     "elastic.balance": "--split_ratios=auto",
     "elastic.preemption": "--preemption_notice, as a run trains",
     "elastic.shares": "--share_gpus",
+    "lifecycle.remote_run": "a model_dir at an address",
     "loop.agreement": "several hosts: what they agree on with each batch",
     "loop.host_times": "several hosts: which of them holds up the others",
     "model.remembered": "choice_file=, and what towers train measures",

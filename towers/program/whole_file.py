@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
-from towers.program import small_file
+from towers.program import object_store, small_file
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def opened(
     unfinished = unfinished_name(path)
     try:
         with (
-            _gfile().GFile(unfinished, mode)
+            _opened_far(unfinished, mode)
             if remote
             else _open_new(unfinished, mode, **options) as file
         ):
@@ -129,7 +129,8 @@ def rename(unfinished: str, path: str) -> None:
     """
     if _is_remote(path):
         # Remote file systems store files as they are closed.
-        _gfile().rename(unfinished, path, overwrite=True)
+        with _as_os_errors():
+            _gfile(path).rename(unfinished, path, overwrite=True)
         return
     flush(unfinished)
     os.replace(unfinished, path)
@@ -194,8 +195,26 @@ def _is_remote(path: str) -> bool:
     return "://" in path
 
 
-def _gfile() -> Any:
+@contextlib.contextmanager
+def _opened_far(path: str, mode: str) -> Iterator[IO]:
+    with _as_os_errors(), _gfile(path).GFile(path, mode) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Makes an `OSError` of an error of TensorFlow's."""
+    import tensorflow as tf
+
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise OSError(errno.EIO, error.message) from error
+
+
+def _gfile(path: str) -> Any:
     # Imported late: programs read their flags before they import TensorFlow.
     import tensorflow as tf
 
+    object_store.prepare(path)
     return tf.io.gfile

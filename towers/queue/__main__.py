@@ -6,24 +6,33 @@
 A file has flags of towers.train, such as the flags.txt of a run. Flags of towers.train
 that are given here are for all runs. A run that fails does not stop the others. Ctrl-C
 has all save. Started again with the same command, the queue goes on: runs that have
-ended are left alone, others continue from their checkpoints.
+ended are left alone, others continue from their checkpoints. Where Ray is installed,
+Ray Tune starts the runs; otherwise, each device trains one after another.
 Exit codes: 0 all runs have ended well; 1 one has failed, or a flag is wrong; 130
 stopped by Ctrl-C; 143 by SIGTERM.
 """
 
+import dataclasses
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
 
-from towers.machine import limits
 from towers.processes import signals
 from towers.processes.strays import Strays
 from towers.program import startup, voice, words
 from towers.program.commands import fail
 from towers.queue import entry as states
-from towers.queue import queue_flags, record, runs, schedule, slots, table
+from towers.queue import (
+    queue_flags,
+    record,
+    runs,
+    schedule,
+    sequential,
+    slots,
+    table,
+)
 from towers.queue.entry import Entry
 from towers.queue.queue_flags import QueueOptions
 from towers.train.settings import DIFFERING
@@ -50,31 +59,31 @@ def _run(options: QueueOptions) -> int:
     strays = Strays(name=record.MARK)
     noted = record.Record(options.queue_dir)
     noted.begin(strays)
-    entries = schedule.entries(options.runs, noted)
-    environ = schedule.environ(strays, runs.differing(options.runs), DIFFERING)
+    entries = schedule.entries(options.runs, noted, options.scheduler)
+    environ = {**strays.mark, DIFFERING: ",".join(runs.differing(options.runs))}
+    if all(entry.state != states.WAITING for entry in entries):
+        options = dataclasses.replace(options, ray_tune=False)
     if options.ray_tune:
         from towers.queue.on_ray import driver  # imports Ray
 
-        queue = driver.RayQueue(entries, options, noted, environ)
-        share = queue.slots
+        share = driver.connect(options)
+        queue = driver.RayQueue(entries, share, noted, environ, options, strays)
     else:
-        share = _slots(options)
-        queue = schedule.Queue(entries, share, noted, {**os.environ, **environ})
+        share = slots.of_this_machine(options.devices, options.runs_per_gpu)
+        environ = {**os.environ, **environ}
+        queue = sequential.Sequential(entries, share, noted, environ)
     share.check(options.runs)
     voice.say(_begin(entries, share, options))
     shown = table.to(sys.stderr)
     schedule.run(queue, strays, signals.listen, shown)
     shown.end()
     print("\n".join(table.final(entries)))
-    return _end(entries, queue.stopped)
-
-
-def _slots(options: QueueOptions) -> slots.Slots:
-    """Finds the devices of this machine; says which are left out."""
-    devices, notes = slots.find(options.devices)
-    for note in notes:
-        voice.say(note)
-    return slots.Slots(devices, options.runs_per_gpu, limits.cpu_count())
+    code = _end(entries, queue.stopped)
+    if queue.is_cut_off:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _begin(entries: Sequence[Entry], share: slots.Slots, options: QueueOptions) -> str:

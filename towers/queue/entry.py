@@ -11,7 +11,7 @@ from towers.queue.runs import Run
 from towers.queue.slots import Device
 
 WAITING, RUNNING, STOPPED = "waiting", "running", "stopped"
-FINISHED, FAILED = "finished", "failed"
+FINISHED, FAILED, PRUNED = "finished", "failed", "pruned"
 # How runs end that are asked to: saved, before there was anything to save, or killed.
 _ASKED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
 
@@ -24,7 +24,8 @@ class Entry:
         run: What it is.
         state: How far it is: one of the names above.
         devices: Where it runs, or has run.
-        progress: What it has told last: its step, loss, metrics and speed.
+        progress: Its last report: its step, loss, metrics and speed.
+        metrics: What it has reported at the end of its last epoch.
         reason: Why it has failed.
     """
 
@@ -32,7 +33,13 @@ class Entry:
     state: str = WAITING
     devices: Sequence[Device | str] = ()
     progress: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reason: str = ""
+
+    def hear(self, report: Mapping[str, Any]) -> None:
+        """Notes what the run reports while it trains."""
+        self.progress = report.get("progress", self.progress)
+        self.metrics = report.get("metrics", self.metrics)
 
     def end(self, code: int, reason: str, is_stopping: bool) -> None:
         """Notes how the run has ended.

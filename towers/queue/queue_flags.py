@@ -1,74 +1,97 @@
 """The flags of towers.queue: its own, and those of towers.train."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-
-from absl import flags
+from collections.abc import Sequence
 
 from towers.program.commands import check_folder
 from towers.program.extras import install_command
-from towers.program.flags import command_line
-from towers.queue import runs
+from towers.program.flags import command_line, old_flags, table
+from towers.program.flags.table import About, argument, flag
+from towers.queue import runs, search
 from towers.queue.runs import Run
 from towers.train import checks
-from towers.train import flags as train_flags
 from towers.train.settings import NAMES, Settings
-
-_QUEUE = {"module_name": "Queue"}
 
 
 @dataclasses.dataclass(frozen=True)
 class QueueOptions:
-    """What a queue is asked to do; flags say what each means.
+    """What a queue is asked to do; `QueueFlags` say what each means.
 
     Attributes:
+        ray_tune: Whether Ray Tune starts the runs.
         runs: What to run, each checked.
     """
 
     queue_dir: str
-    devices: int | None
-    runs_per_gpu: int
-    ray_tune: bool
+    devices: int | None = None
+    runs_per_gpu: int = 1
+    ray_tune: bool = False
+    scheduler: str | None = None
     runs: Sequence[Run] = ()
 
 
-flags.DEFINE_multi_string(
-    "sweep",
-    None,
-    "A flag of training and its values, such as learning_rate=1e-3,1e-2. Where this is "
-    "given more than once, each combination of the values is a run.",
-    **_QUEUE,
-)
-flags.DEFINE_string(
-    "queue_dir",
-    "runs/queue",
-    "Folder for runs without a --model_dir, and for the record of what is finished.",
-    **_QUEUE,
-)
-flags.DEFINE_integer(
-    "devices",
-    None,
-    "Number of devices to use: the first of the GPUs or, without a GPU, logical CPUs. "
-    "Default: all GPUs that are free; without a GPU, one for each core.",
-    lower_bound=1,
-    **_QUEUE,
-)
-flags.DEFINE_integer(
-    "runs_per_gpu",
-    1,
-    "Number of runs to train at once on each device. The runs share a GPU's memory.",
-    lower_bound=1,
-    **_QUEUE,
-)
-flags.DEFINE_bool(
-    "ray_tune",
-    False,
-    "Have Ray Tune start the runs, on its cluster or on one started here.",
-    **_QUEUE,
-)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueueFlags(Settings):
+    """The flags of a queue, and those of all its runs."""
+
+    files: tuple[str, ...] = argument(
+        "Files of flags of towers train, such as the flags.txt of a run.", ()
+    )
+    sweep: tuple[str, ...] | None = flag(
+        None,
+        "Queue",
+        "A flag of training and its values, such as learning_rate=1e-3,1e-2. Where "
+        "this is given more than once, each combination of the values is a run.",
+        about=About.MAIN,
+        repeated=True,
+    )
+    queue_dir: str = flag(
+        "runs/queue",
+        "Queue",
+        "Folder for runs without a --model_dir, and for the record of what is "
+        "finished.",
+        about=About.MAIN,
+    )
+    devices: int | None = flag(
+        None,
+        "Queue",
+        "Number of devices to use: the first of the GPUs or, without a GPU, logical "
+        "CPUs. Default: all GPUs that are free; without a GPU, one for each core.",
+        about=About.MAIN,
+        at_least=1,
+    )
+    runs_per_gpu: int = flag(
+        1,
+        "Queue",
+        "Number of runs to train at once on each device. The runs share a GPU's "
+        "memory.",
+        about=About.MAIN,
+        at_least=1,
+    )
+    ray_tune: bool | None = flag(
+        None,
+        "Queue",
+        "Have Ray Tune start the runs, on its cluster or on one started here. Default: "
+        "where Ray is installed.",
+        about=About.MAIN,
+    )
+    scheduler: str | None = flag(
+        None,
+        "Queue",
+        "asha:METRIC, such as asha:val_loss or asha:max:val_f1: Ray Tune stops runs "
+        "early whose metric, at the ends of epochs, is worse than that of most others.",
+        about=About.MAIN,
+    )
+    search: str = flag(
+        "grid",
+        "Queue",
+        "grid: train each combination of the sweeps' values. random:20: train 20 that "
+        "Ray Tune draws; a sweep may then be a distribution, such as "
+        "learning_rate=loguniform:1e-5:1e-1.",
+        about=About.MAIN,
+    )
 
 
 def read(argv: Sequence[str], doc: str) -> QueueOptions:
@@ -82,47 +105,58 @@ def read(argv: Sequence[str], doc: str) -> QueueOptions:
         ValueError: A flag is wrong, of this program or of a run.
         SystemExit: The help was asked for.
     """
-    own = command_line.below([_QUEUE["module_name"]])
-    shown, every = (
-        {**own, **train_flags.groups(names)} for names in (train_flags.MAIN, None)
+    asked, given = command_line.read_given(QueueFlags, argv, doc)
+    samples = search.samples(asked.search)
+    options = QueueOptions(
+        queue_dir=os.path.abspath(os.path.expanduser(asked.queue_dir)),
+        devices=asked.devices,
+        runs_per_gpu=asked.runs_per_gpu,
+        ray_tune=_is_on_ray(asked, samples),
+        scheduler=asked.scheduler,
     )
-    with _flags_anywhere():
-        _, *files = command_line.read(argv, doc, shown, every)
-    names = [field.name for field in dataclasses.fields(QueueOptions)][:-1]
-    found = {name: flags.FLAGS[name].value for name in names}
-    found["queue_dir"] = os.path.abspath(os.path.expanduser(found["queue_dir"]))
-    options = QueueOptions(**found)
-    _check_ray(options)
+    if options.scheduler is not None:
+        search.metric(options.scheduler)
     check_folder("queue_dir", options.queue_dir, "--queue_dir")
-    common = [
-        flag.serialize() for flag in map(flags.FLAGS.__getitem__, NAMES) if flag.present
-    ]
-    sweeps = flags.FLAGS["sweep"].value or ()
-    asked = [
+    of_runs = {*NAMES, *old_flags.NAMES}
+    common = [text for name, text in given.items() if name in of_runs]
+    wanted = [
         _run(source, options.queue_dir)
-        for source in runs.sources(files, common, sweeps)
+        for source in runs.sources(asked.files, common, asked.sweep or (), samples)
     ]
-    runs.check_different(asked)
-    return dataclasses.replace(options, runs=asked)
+    runs.check_different(wanted)
+    return dataclasses.replace(options, runs=wanted)
 
 
-@contextlib.contextmanager
-def _flags_anywhere() -> Iterator[None]:
-    """Inside, flags may stand behind files."""
-    before = flags.FLAGS.is_gnu_getopt()
-    flags.FLAGS.set_gnu_getopt(True)
-    try:
-        yield
-    finally:
-        flags.FLAGS.set_gnu_getopt(before)
+def _is_on_ray(asked: QueueFlags, samples: int | None) -> bool:
+    """Tells whether Ray Tune starts the runs.
 
+    Args:
+        asked: The flags.
+        samples: How many combinations Ray Tune draws; `None` for all.
 
-def _check_ray(options: QueueOptions) -> None:
-    if options.ray_tune and importlib.util.find_spec("ray") is None:
-        raise ValueError(
-            "Received --ray_tune, but Ray is not installed; run: "
-            f"{install_command('ray')}"
-        )
+    Raises:
+        ValueError: A flag needs Ray, which is not installed, or not wanted.
+    """
+    # Tune needs pandas, which Ray alone does not bring.
+    is_here = all(map(importlib.util.find_spec, ("ray", "pandas")))
+    needed = {
+        "ray_tune": asked.ray_tune,
+        "scheduler": asked.scheduler is not None,
+        "search": samples is not None,
+    }
+    for name in [name for name, needs in needed.items() if needs]:
+        given = asked.as_flag(name)
+        if not is_here:
+            raise ValueError(
+                f"Received {given}, but Ray is not installed; run: "
+                f"{install_command('ray')}"
+            )
+        if asked.ray_tune is False:
+            raise ValueError(
+                f"Received {given} with --noray_tune; expected one of them, as Ray "
+                "Tune does that."
+            )
+    return is_here if asked.ray_tune is None else asked.ray_tune
 
 
 def _run(source: runs.RunSource, queue_dir: str) -> Run:
@@ -138,13 +172,11 @@ def _run(source: runs.RunSource, queue_dir: str) -> Run:
 
 def _read_again(argv: Sequence[str]) -> Settings:
     """Reads flags of training, as if there had been no others."""
-    for name in flags.FLAGS:
-        flags.FLAGS[name].unparse()
-    settings = train_flags.read(["towers.train", *argv], "")
-    for flag in command_line.below([_QUEUE["module_name"]])[_QUEUE["module_name"]]:
-        if flag.present:
+    asked, given = command_line.read_given(QueueFlags, ["towers.train", *argv])
+    for name in table.fields(QueueFlags):
+        if name not in NAMES and name in given:
             raise ValueError(
-                f"Received --{flag.name} in a file; expected flags of towers train "
-                "there, so give it to the queue."
+                f"Received --{name} in a file; expected flags of towers train there, "
+                "so give it to the queue."
             )
-    return settings
+    return checks.check(Settings(**{name: getattr(asked, name) for name in NAMES}))

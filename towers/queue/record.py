@@ -30,11 +30,13 @@ class Record:
         """Reads what an earlier queue has left."""
         self._path = os.path.join(queue_dir, FILE)
         self._finished: dict[str, str] = {}
+        self._pruned: dict[str, list[str]] = {}
         self._mark: str | None = None
         try:
             found = small_file.read_json(self._path, dict)
             self._finished = {**found["finished"]}
             self._mark = found["mark"]
+            self._pruned = {**found.get("pruned", {})}
         except FileNotFoundError:
             pass
         except (ValueError, LookupError, TypeError) as error:
@@ -48,9 +50,21 @@ class Record:
         there = os.path.exists(os.path.join(run.model_dir, "summary.json"))
         return there and self._finished.get(run.model_dir) == run.settings.as_text()
 
+    def is_pruned(self, run: Run, scheduler: str | None) -> bool:
+        """Tells whether this scheduler has stopped a run with the flags it has now."""
+        return self._pruned.get(run.model_dir) == [run.settings.as_text(), scheduler]
+
     def finish(self, run: Run) -> None:
         """Notes that a run has ended well; says so if that cannot be written."""
         self._finished[run.model_dir] = run.settings.as_text()
+        self._note(run)
+
+    def prune(self, run: Run, scheduler: str) -> None:
+        """Notes that a scheduler has stopped a run."""
+        self._pruned[run.model_dir] = [run.settings.as_text(), scheduler]
+        self._note(run)
+
+    def _note(self, run):
         try:
             self._write()
         except OSError as error:
@@ -78,7 +92,11 @@ class Record:
         self._write()
 
     def _write(self):
-        content = {"mark": self._mark, "finished": self._finished}
+        content = {
+            "mark": self._mark,
+            "finished": self._finished,
+            "pruned": self._pruned,
+        }
         whole_file.write_json(self._path, content)
 
 

@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from towers.program.flags.arguments import unknown_flag
+from towers.program.flags import old_flags
+from towers.program.flags.suggestions import unknown_flag
+from towers.queue import search
 from towers.train import tower_flags
 from towers.train.settings import NAMES, Settings, is_given
 
@@ -64,7 +66,10 @@ class RunSource:
 
 
 def sources(
-    files: Sequence[str], flags: Sequence[str], sweeps: Sequence[str]
+    files: Sequence[str],
+    flags: Sequence[str],
+    sweeps: Sequence[str],
+    samples: int | None = None,
 ) -> Iterator[RunSource]:
     """Yields the runs of each file, for each combination of the values of a sweep.
 
@@ -72,6 +77,7 @@ def sources(
         files: Files of flags.
         flags: Flags of all runs, which count more than those of the files.
         sweeps: Each a flag and its values, such as "learning_rate=1e-3,1e-2".
+        samples: How many combinations to draw; `None` for all of them.
 
     Raises:
         ValueError: There is nothing to run, or a sweep is not understood.
@@ -89,8 +95,15 @@ def sources(
                 f"Received --sweep {name}= {names.count(name)} times; expected all of "
                 f"its values in one, such as --sweep {name}=A,B."
             )
-    every = [[f"{name}={value}" for value in values] for name, values in read]
-    for file, chosen in itertools.product(files or [None], itertools.product(*every)):
+    if samples is not None:
+        from towers.queue.on_ray import draws  # imports Ray
+
+        combinations = draws.draw([values for _, values in read], samples)
+    else:
+        _check_no_distribution(read)
+        combinations = [*itertools.product(*(values for _, values in read))]
+    for file, values in itertools.product(files or [None], combinations):
+        chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         parts = [_name(file)] if file else []
         yield RunSource(
             as_path(",".join([*parts, *chosen])),
@@ -163,6 +176,15 @@ def as_path(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-.,=_" else "_" for c in text)
 
 
+def _check_no_distribution(sweeps):
+    for name, values in sweeps:
+        if search.bounds(values) is not None:
+            raise ValueError(
+                f"Received --sweep {name}={values[0]}, a distribution; expected "
+                "--search=random:20 as well, for 20 runs, or values."
+            )
+
+
 def _name(file: str) -> str:
     path = Path(os.path.abspath(file))
     # That is what towers.train calls it, in the model_dir of each run.
@@ -172,7 +194,7 @@ def _name(file: str) -> str:
 def _read(text: str) -> tuple[str, list[str]]:
     """Reads a flag and its values; one with commas stands in quotes."""
     name, _, values = text.removeprefix("--").partition("=")
-    if name and name not in NAMES:
+    if name and name not in (*NAMES, *old_flags.NAMES):
         raise ValueError(unknown_flag(name, NAMES))
     if name == "model_dir" or name in _OF_THE_QUEUE:
         why = _OF_THE_QUEUE.get(name, "each run has one of its own")

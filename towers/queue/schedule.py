@@ -1,131 +1,79 @@
-"""Starts runs where there is room, in order, until all have ended.
+"""A queue of runs: its events, whoever starts the runs, and what ends them."""
 
-No small run overtakes one that waits for several devices, which might wait for ever.
-"""
-
-import functools
 import queue
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from towers.processes.strays import Strays
 from towers.queue import entry as states
 from towers.queue.entry import Entry
-from towers.queue.process import Process
 from towers.queue.record import SAVE_S, Record
-from towers.queue.slots import Slots
 
 # What asks for the end. Runs get SIGTERM for all of them: whoever starts a queue in the
 # background has its processes ignore Ctrl-C.
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # For what a run has started to end after it.
-_LAST_WORDS_S = 1.0
+LAST_WORDS_S = 1.0
 
-STOPPING = "Stopping: the runs save. Another Ctrl-C or SIGTERM ends them at once."
+_STOPPING = "Stopping: the runs save. Another Ctrl-C or SIGTERM ends them at once."
 
 # Is called with the entries, and a line for the user, whenever something has changed.
 Show = Callable[[Sequence[Entry], str], None]
-# Starts a run's process: its flags, log and environment, and whom it tells what.
-Starter = Callable[..., Process]
 
 
 class Queue:
-    """Runs, on devices that they share.
+    """Runs that are trained until all have ended.
+
+    Subclasses start them: `_begin` those for which there is room, `_is_running` tells
+    whether there are events to wait for, `_signal` sends each run a signal.
 
     Attributes:
-        events: Where the numbers of signals are put.
+        events: Functions to call in the main thread, and the numbers of signals.
         entries: The runs.
         stopped: The signal that has asked for the end, if there was one.
+        is_cut_off: Whether what starts the runs has gone, and would be waited for.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        slots: Slots,
-        record: Record,
-        environ: Mapping[str, str],
-        start: Starter = Process,
-    ):
+    is_cut_off = False
+
+    def __init__(self, entries: Sequence[Entry], record: Record):
         """Takes over what there is to run.
 
         Args:
             entries: The runs; those that have ended stay as they are.
-            slots: The devices.
             record: Where runs are noted that have ended well.
-            environ: The environment of the runs, but for what they get of the machine.
-            start: Starts the process of a run.
         """
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.entries, self.stopped = entries, None
-        self._slots, self._record = slots, record
-        self._environ, self._starter = environ, start
-        self._running: dict[Process, Entry] = {}
-        self._asked = 0
+        self._record, self._asked = record, 0
 
     def run(self, show: Show) -> None:
         """Runs all, until the last one has ended."""
-        self._start_those_with_room()
+        self._begin()
         show(self.entries, "")
-        while self._running:
+        while self._is_running():
             event = self.events.get()
             if callable(event):
                 event()
             else:
                 self._hear(event)
-            self._start_those_with_room()
-            show(self.entries, STOPPING if self.stopped else "")
-
-    def _start_those_with_room(self):
-        """Starts runs in order; one that needs more room is not overtaken."""
-        for entry in self.entries:
-            if entry.state != states.WAITING:
-                continue
-            taken = None if self.stopped else self._slots.take(entry.run)
-            if taken is None:
-                return
-            entry.devices = taken
-            try:
-                process = self._start(entry)
-            except OSError as error:
-                self._slots.give_back(taken)
-                entry.state, entry.reason = states.FAILED, f"Cannot start it: {error}"
-                continue
-            entry.state = states.RUNNING
-            self._running[process] = entry
-
-    def _start(self, entry):
-        put = self.events.put
-        return self._starter(
-            self._slots.flags(entry.run, entry.devices),
-            entry.run.log,
-            self._slots.environ(entry.devices, self._environ),
-            told=lambda process, told: put(functools.partial(self._told, entry, told)),
-            ended=lambda process: put(functools.partial(self._ended, process)),
-        )
-
-    def _told(self, entry, told):
-        entry.progress = told.get("progress", entry.progress)
-
-    def _ended(self, process):
-        entry = self._running.pop(process)
-        self._slots.give_back(entry.devices)
-        reason = process.reason if process.code else ""
-        entry.end(process.exit_code, reason, bool(self.stopped))
-        if process.code == 0:
-            self._record.finish(entry.run)
+            show(self.entries, _STOPPING if self.stopped else "")
 
     def _hear(self, number):
         """Passes a signal on to the runs; one that insists kills them."""
         if number not in STOPS:
-            for process in self._running:
-                process.signal(number)
-            return
+            return self._signal(number)
         self.stopped = self.stopped or number
         self._asked += 1
-        for process in self._running:
-            process.signal(signal.SIGTERM if self._asked < 3 else signal.SIGKILL)
-            # One that stands still, as by SIGSTOP, would never hear of it.
-            process.signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM if self._asked < 3 else signal.SIGKILL)
+        # One that stands still, as by SIGSTOP, would never hear of it.
+        self._signal(signal.SIGCONT)
+
+    def _end(self, entry, code, reason):
+        """Notes how a run has ended."""
+        entry.end(code, reason, bool(self.stopped))
+        if entry.state == states.FINISHED:
+            self._record.finish(entry.run)
 
 
 def run(
@@ -151,23 +99,23 @@ def run(
         strays.signal(signal.SIGTERM)
         strays.end(SAVE_S)
         raise
-    strays.end(_LAST_WORDS_S)
+    strays.end(LAST_WORDS_S)
 
 
-def entries(runs: Sequence, record: Record) -> list[Entry]:
-    """Makes entries of runs; those stay as they are that have ended well before."""
-    return [
-        Entry(run, states.FINISHED if record.is_finished(run) else states.WAITING)
-        for run in runs
-    ]
-
-
-def environ(strays: Strays, differing: Sequence[str], name: str) -> dict[str, str]:
-    """Returns what is added to the environment of all runs.
+def entries(
+    runs: Sequence, record: Record, scheduler: str | None = None
+) -> list[Entry]:
+    """Makes entries of runs; those stay as they are that have ended well before.
 
     Args:
-        strays: What they start.
-        differing: The flags by which they differ.
-        name: The variable that says so.
+        runs: The runs.
+        record: What earlier queues have noted.
+        scheduler: The --scheduler, which does not want runs again that it has stopped.
     """
-    return {**strays.mark, name: ",".join(differing)}
+    return [Entry(run, _state(run, record, scheduler)) for run in runs]
+
+
+def _state(run, record, scheduler):
+    if record.is_finished(run):
+        return states.FINISHED
+    return states.PRUNED if record.is_pruned(run, scheduler) else states.WAITING

@@ -1,4 +1,4 @@
-"""The devices that runs share, and what of the machine each of them gets."""
+"""The devices that runs share, and what of the machine each run gets."""
 
 import dataclasses
 import os
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from towers.doctor.gpus import checks as nvidia
 from towers.launch import gpus
+from towers.launch.gpus import VISIBLE
 from towers.machine.limits import MEMORY_SHARE, cpu_count
-from towers.program import words
+from towers.program import voice, words
 from towers.queue.runs import Run
 
 # Of a GPU's memory, what a process takes beside the limit that TensorFlow keeps to:
@@ -40,6 +41,7 @@ class Slots:
 
     Attributes:
         devices: All of them.
+        cores: How many cores all runs divide.
     """
 
     def __init__(self, devices: Sequence[Device], runs_per_gpu: int, cores: int):
@@ -48,8 +50,7 @@ class Slots:
         Raises:
             ValueError: A GPU is too small for so many runs.
         """
-        self.devices, self._each, self._cores = tuple(devices), runs_per_gpu, cores
-        self._free = dict.fromkeys(self.devices, runs_per_gpu)
+        self.devices, self._each, self.cores = tuple(devices), runs_per_gpu, cores
         for device in self.devices:
             if self._limit_mb(device) == 0:
                 raise ValueError(
@@ -89,13 +90,13 @@ class Slots:
             if self._each > 1 and gpu and asked is None:
                 raise ValueError(
                     f"{run.name}: Received --runs_per_gpu={self._each} for GPUs whose "
-                    "memory nvidia-smi does not tell; expected --gpu_memory_limit_mb "
-                    "as well."
+                    "memory NVIDIA's driver does not tell; expected --gpu_memory as "
+                    "well, in MB."
                 )
             return
         if settings.allow_growth:
             raise ValueError(
-                f"{run.name}: Received --allow_growth with --runs_per_gpu="
+                f"{run.name}: Received --gpu_memory=growth with --runs_per_gpu="
                 f"{self._each}, which limits the memory of each run; expected one of "
                 "them."
             )
@@ -106,25 +107,11 @@ class Slots:
                 f"--runs_per_gpu={self._each}; expected at most {most}, or none."
             )
 
-    def take(self, run: Run) -> tuple[Device, ...] | None:
-        """Takes devices for a run, those with the fewest runs first.
-
-        Returns:
-            Its devices; `None` if too few are free now.
-        """
-        free = [device for device in self.devices if self._free[device]]
-        if len(free) < run.devices:
-            return None
-        free.sort(key=self._free.__getitem__, reverse=True)
-        taken = tuple(free[: run.devices])
-        for device in taken:
-            self._free[device] -= 1
-        return taken
-
-    def give_back(self, taken: Sequence[Device]) -> None:
-        """Leaves devices to other runs."""
-        for device in taken:
-            self._free[device] += 1
+    def groups(self, size: int) -> list[tuple[Device, ...]]:
+        """Returns groups of this many devices, each as often as it takes runs."""
+        whole = len(self.devices) // size * size
+        groups = [self.devices[k : k + size] for k in range(0, whole, size)]
+        return groups * self._each
 
     def flags(self, run: Run, taken: Sequence[Device]) -> list[str]:
         """Returns the flags of a run on its devices."""
@@ -132,7 +119,7 @@ class Slots:
         limits = [self._limit_mb(device) for device in taken]
         if settings.gpu_memory_limit_mb is None and None not in limits:
             each = min(limits) // settings.gpu_split
-            settings = settings.but(gpu_memory_limit_mb=each)
+            settings = settings.but(gpu_memory=f"{each}")
         return settings.as_lines()
 
     def environ(
@@ -145,13 +132,13 @@ class Slots:
             environ: That of the queue.
         """
         share = len(taken) / self.count
-        threads = self._cores // self.count
+        threads = self.cores // self.count
         found = {MEMORY_SHARE: f"{share:.6g}"}
         if taken[0].is_gpu:
             # One CPU device serves all GPUs of a run. Each logical CPU has its own
             # threads.
-            threads = self._cores * len(taken) // self.count
-            found[gpus.VISIBLE] = ",".join(device.name for device in taken)
+            threads = self.cores * len(taken) // self.count
+            found[VISIBLE] = ",".join(device.name for device in taken)
         number = str(max(1, threads))
         return {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -168,48 +155,44 @@ class Slots:
         return max(0, device.memory_mb // self._each - _CONTEXT_MB)
 
 
-def find(
-    asked: int | None, environ: Mapping[str, str] = os.environ
-) -> tuple[list[Device], list[str]]:
-    """Finds the devices of this machine.
+def of_this_machine(
+    asked: int | None, runs_per_gpu: int, environ: Mapping[str, str] = os.environ
+) -> Slots:
+    """Finds the devices of this machine, and says which are left out.
 
     Args:
         asked: How many; `None` for all GPUs that are free, or all cores.
+        runs_per_gpu: How many runs each takes at once.
         environ: The environment. Where CUDA_VISIBLE_DEVICES names GPUs, all of these
             count as free.
-
-    Returns:
-        The devices, and a sentence about each that is left out.
 
     Raises:
         ValueError: There are fewer, or others hold all of them.
     """
     names = gpus.visible_in(environ)
-    if not names:
-        count = asked or cpu_count()
-        return [Device(str(number)) for number in range(count)], []
-    found, notes = [], []
-    known = {
+    cards = {
         name: card
-        for card in nvidia.look(environ=environ).cards
+        for card in (nvidia.look(environ=environ).cards if names else ())
         for name in (str(card.index), card.uuid)
     }
+    devices = []
     for name in names:
-        card = known.get(name)
-        found.append(Device(name, True, card and card.free_mb))
-        free = card is None or card.free_mb >= _FREE * card.memory_mb
-        if not free and gpus.VISIBLE not in environ:
-            found.pop()
-            notes.append(
+        card = cards.get(name)
+        if card and card.free_mb < _FREE * card.memory_mb and VISIBLE not in environ:
+            voice.say(
                 f"GPU {name} is left out, as others hold "
                 f"{card.memory_mb - card.free_mb:,} of its {card.memory_mb:,} MB; name "
-                f"it in {gpus.VISIBLE} to use it."
+                f"it in {VISIBLE} to use it."
             )
-    if len(found) < (asked or 1):
+        else:
+            devices.append(Device(name, True, card and card.free_mb))
+    if names and len(devices) < (asked or 1):
         wanted = f"--devices={asked}" if asked else "no --devices"
         raise ValueError(
-            f"Received {wanted}, but {words.count(len(found), 'GPU')} of {len(names)} "
-            f"can be used; expected fewer, or {gpus.VISIBLE} with GPUs to use although "
-            "others hold their memory."
+            f"Received {wanted}, but {words.count(len(devices), 'GPU')} of "
+            f"{len(names)} can be used; expected fewer, or {VISIBLE} with GPUs to use "
+            "although others hold their memory."
         )
-    return found[:asked], notes
+    if not names:
+        devices = [Device(str(number)) for number in range(asked or cpu_count())]
+    return Slots(devices[:asked], runs_per_gpu, cpu_count())

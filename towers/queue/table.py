@@ -15,11 +15,13 @@ from towers.queue.entry import Entry
 # Of what changes all the time, a terminal shows so much.
 _EVERY_S = 0.2
 _STATES = (
-    *(states.FINISHED, states.FAILED, states.STOPPED, states.RUNNING, states.WAITING),
+    *(states.FINISHED, states.PRUNED, states.FAILED, states.STOPPED),
+    *(states.RUNNING, states.WAITING),
 )
 # In a terminal that is too low, what happens now comes first.
 _FIRST = (
-    *(states.RUNNING, states.FAILED, states.STOPPED, states.WAITING, states.FINISHED),
+    *(states.RUNNING, states.FAILED, states.STOPPED, states.WAITING),
+    *(states.PRUNED, states.FINISHED),
 )
 
 
@@ -104,9 +106,7 @@ def counts(entries: Sequence[Entry]) -> str:
 
 def final(entries: Sequence[Entry]) -> list[str]:
     """Returns the table of what has come of the runs, with their evaluation."""
-    summaries = [
-        entry.summary() if entry.state == states.FINISHED else {} for entry in entries
-    ]
+    summaries = [_summary(entry) for entry in entries]
     metrics = dict.fromkeys(
         name
         for summary in summaries
@@ -127,6 +127,13 @@ def final(entries: Sequence[Entry]) -> list[str]:
     return _columns([head, *rows], left=(0, 1, len(head) - 1))
 
 
+def _summary(entry):
+    """What has come of a run; of one that is pruned, the metrics of its last epoch."""
+    if entry.state == states.FINISHED:
+        return entry.summary()
+    return entry.metrics if entry.state == states.PRUNED else {}
+
+
 def _live_row(entry):
     progress = entry.progress
     return (
@@ -143,16 +150,15 @@ def _described(entry):
         return f"running on {where}, log {shown_path(entry.run.log)}"
     if entry.state == states.FAILED:
         return f"failed: {_where(entry, entry.run.log)}"
-    if entry.state == states.FINISHED:
+    if entry.state in (states.FINISHED, states.PRUNED):
         if not entry.devices:
-            return "finished before"
-        summary = entry.summary()
+            return f"{entry.state} before"
         values = [
             f"{name} {value:.4f}"
-            for name, value in summary.items()
+            for name, value in _summary(entry).items()
             if name.startswith(("val_", "train_")) and isinstance(value, int | float)
         ]
-        return ", ".join(["finished", *values])
+        return ", ".join([entry.state, *values])
     return entry.state
 
 

@@ -12,13 +12,15 @@ if __name__ == "__main__":
     from towers.program import startup
     from towers.report import arguments
 
-    startup.begin("towers.report", lambda argv: arguments.read(argv[1:], __doc__))
+    startup.begin("towers.report", lambda argv: arguments.read(argv, __doc__))
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 
-from towers.program import ending, whole_file
+from towers.program import ending, object_store, whole_file
+from towers.program.features import feature
 from towers.report import arguments
 from towers.report.read import read
 
@@ -31,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     def body():
         options = arguments.read(argv, __doc__)
         path = write(options.model_dir, options.output)
-        print(f"{path}: {os.path.getsize(path) / 1000:,.0f} KB")
+        is_local = not object_store.scheme(path)
+        size = f": {os.path.getsize(path) / 1000:,.0f} KB" if is_local else ""
+        print(f"{path}{size}")
 
     return ending.run(_PROGRAM, body)
 
@@ -49,7 +53,15 @@ def write(model_dir: str, output: str | None = None) -> str:
     # Its libraries are no part of the core.
     from towers.report import page
 
-    text = page.render(read(model_dir))
+    if object_store.scheme(model_dir):
+        copy = feature("lifecycle.remote_run").fetched(model_dir)
+        try:
+            run = dataclasses.replace(read(copy), model_dir=model_dir)
+        except ValueError as error:
+            raise ValueError(str(error).replace(copy, model_dir)) from error
+    else:
+        run = read(model_dir)
+    text = page.render(run)
     is_named = output is not None
     output = output or os.path.join(model_dir, "report.html")
     try:
@@ -63,4 +75,4 @@ def write(model_dir: str, output: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

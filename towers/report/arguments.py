@@ -1,31 +1,40 @@
 """The arguments of towers.report."""
 
-import argparse
+import dataclasses
 import importlib.util
 from collections.abc import Sequence
 
 from towers.program.extras import install_command
-from towers.program.flags.arguments import Parser
+from towers.program.flags import command_line
+from towers.program.flags.table import argument, flag
 
 # What the page needs beyond what a run needs.
 _LIBRARIES = ("jinja2", "matplotlib")
 
 
-def read(argv: Sequence[str], doc: str) -> argparse.Namespace:
-    """Reads the arguments, without the program's name.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Which run to report on, and where."""
+
+    model_dir: str = argument("Folder of a run of towers train.")
+    output: str | None = flag(
+        None,
+        "Flags",
+        "File to write the page to. Default: report.html in model_dir.",
+    )
+
+
+def read(argv: Sequence[str], doc: str) -> ReportOptions:
+    """Reads the arguments.
+
+    Args:
+        argv: The program's name and its arguments.
+        doc: Description of the program.
 
     Raises:
-        ValueError: If one is missing or unknown, or a library is not installed.
+        ValueError: An argument is missing or unknown, or a library is not installed.
     """
-    # Not absl's flags: theirs do not know arguments without a name.
-    parser = Parser("towers.report", doc)
-    parser.add_argument("model_dir", help="Folder of a run of towers train.")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="File to write the page to. Default: report.html in model_dir.",
-    )
-    options = parser.parse_args(argv)
+    options = command_line.read(ReportOptions, argv, doc)
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(

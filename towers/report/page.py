@@ -14,7 +14,7 @@ import markupsafe
 import numpy as np
 from tensorboard import plugin_util
 
-from towers.program import words
+from towers.program import object_store, words
 from towers.report import figures
 from towers.report.read import Events, RunRecord
 
@@ -55,7 +55,7 @@ def render(run: RunRecord) -> str:
     scalars = run.train.scalars
     return template.render(
         title=_title(run),
-        model_dir=os.path.abspath(run.model_dir),
+        model_dir=_place(run),
         status=_status(run),
         made=f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         cards=list(_cards(run)),
@@ -78,7 +78,12 @@ def _title(run):
     flags = {name.removeprefix("--"): value for name, _, value in pairs}
     if {"model", "dataset"} <= flags.keys():
         return f"{flags['model']} on {flags['dataset']}"
-    return os.path.basename(os.path.abspath(run.model_dir))
+    return os.path.basename(_place(run))
+
+
+def _place(run):
+    is_address = object_store.scheme(run.model_dir)
+    return run.model_dir if is_address else os.path.abspath(run.model_dir)
 
 
 def _status(run):

@@ -7,11 +7,11 @@ GPUs as it began; see --max_gpus of towers train.
 Exit codes: 0 the run goes on with these GPUs; 1 it does not; 130 stopped by Ctrl-C.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 
 from towers.elastic import requests
+from towers.program import object_store
 from towers.program.commands import fail
 from towers.resize import arguments
 
@@ -21,14 +21,14 @@ _PROGRAM = "towers.resize"
 def main(argv: Sequence[str]) -> int:
     """Asks the run, and says what it answers; returns the exit code."""
     try:
-        options = arguments.read(argv, __doc__)
-        model_dir = os.path.abspath(os.path.expanduser(options.model_dir))
+        options, request = arguments.read(argv, __doc__)
+        model_dir = object_store.working_folder(options.model_dir)
         if not requests.is_running(model_dir):
             raise ValueError(
                 f"Received {options.model_dir}, where no run trains; expected the "
                 "model_dir of one that does."
             )
-        found = requests.ask(model_dir, options.request, options.wait_seconds)
+        found = requests.ask(model_dir, request, options.wait_seconds)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -38,4 +38,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

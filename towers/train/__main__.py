@@ -28,6 +28,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -40,6 +41,8 @@ from towers.numerics.errors import NotFinite
 from towers.processes.signals import Stopped
 from towers.program import ending, startup, voice
 from towers.program.commands import fail, quieten
+from towers.program.features import feature
+from towers.program.object_store import StoreError
 from towers.tower.errors import ModelError
 from towers.train import checks, continued
 from towers.train.callbacks import UnknownMonitorError
@@ -51,6 +54,7 @@ from towers.train.settings import Settings
 _PROGRAM = "towers.train"
 _IN_A_SENTENCE = (
     *(HostsDifferError, ModelError, ResumeError, SaveError, UnknownMonitorError),
+    StoreError,
 )
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 _FIRST = "Traceback (most recent call last):"
@@ -69,6 +73,9 @@ def main(settings: Settings) -> int:
         # Only one of several hosts writes: which one this is has to be known.
         group.join_as_started("auto")
         # First of all: what is read of a run is what nobody else changes.
+        if settings.eval_only and settings.remote_model_dir:
+            copy = feature("lifecycle.remote_run").fetched(settings.remote_model_dir)
+            settings = settings.but(model_dir=copy)
         with group.together(), _alone(settings):
             job = assemble(settings)
             with job.data.blaming():
@@ -86,11 +93,7 @@ def main(settings: Settings) -> int:
         return 3
     except input_pipeline.BadRecordError as error:
         # What TFDS has prepared, it prepares again; and most are not to be left out.
-        skips = (
-            settings.bad_records == "skip"
-            or "tfds" in (settings.dataset or "")
-            or error.many
-        )
+        skips = settings.skips_bad or "tfds" in (settings.dataset or "") or error.many
         hint = "" if skips else "; to train without it, give --bad_records=skip"
         return fail(f"{str(error).removesuffix('.')}{hint}", _PROGRAM)
     except OtherDataError as error:
@@ -116,15 +119,21 @@ def main(settings: Settings) -> int:
     return 0
 
 
-def _alone(settings: Settings) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
     """Inside, no other run writes to the model_dir, if this process may write there."""
     # Not by `this_host`, which would have TensorFlow make the devices, before it knows
     # which ones.
     hosts = group.joined()
     if settings.eval_only or (hosts is not None and hosts.rank > 0):
-        return contextlib.nullcontext()
+        yield
+        return
     checks.check_model_dir(settings)
-    return files.alone(settings.absolute_model_dir)
+    with files.alone(settings.absolute_model_dir), contextlib.ExitStack() as stack:
+        if address := settings.remote_model_dir:
+            kept = feature("lifecycle.remote_run").kept
+            stack.enter_context(kept(address, settings.absolute_model_dir))
+        yield
 
 
 def _say_stopped(job: Job | None, cause: str, code: int) -> int:

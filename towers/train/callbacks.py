@@ -23,12 +23,14 @@ from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
 from towers.program import forks
 from towers.program.features import feature
+from towers.program.flags import table
+from towers.program.flags.table import About
 from towers.train import checks
 from towers.train.job import Job
 from towers.train.outputs import files, start
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
-from towers.train.settings import DIFFERING, NAMES, REPORTS, is_given
+from towers.train.settings import DIFFERING, NAMES, REPORTS, Settings, is_given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +74,6 @@ class Watch:
         if step := self.starvation.text():
             lines.append(f"a step: {step}")
         return "\n".join([*lines, self.devices.text()])
-
-
-# What is looked at most comes first.
-_HYPER_PARAMETERS = (
-    *("model", "batch_size", "optimizer", "learning_rate", "dataset", "image_size"),
-    *("recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "split_ratios"),
-    *("train_epochs", "max_train_steps", "lr_schedule", "momentum", "weight_decay"),
-    *("warmup_steps", "clip_norm", "accumulate_steps", "ema"),
-    *("label_smoothing", "class_weight", "init_weights", "freeze"),
-    *("dtype", "variable_update", "max_staleness", "steps_per_loop", "enable_xla"),
-    "seed",
-)
 
 
 def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
@@ -178,7 +168,7 @@ class _TaskLogs(keras.callbacks.Callback):
 
     def __init__(self, job: Job):
         super().__init__()
-        self._job, self._monitor = job, job.settings.monitor
+        self._job, self._monitor = job, job.settings.monitored_log
 
     def on_train_batch_end(self, batch, logs=None):
         """Looks for the metric, once the names of all logs are known.
@@ -203,7 +193,8 @@ class _TaskLogs(keras.callbacks.Callback):
         except ValueError as error:
             raise UnknownMonitorError(
                 f"Received --monitor={monitor}, and it is not known whether more of it "
-                "is better; expected --monitor_mode=min or --monitor_mode=max as well."
+                f"is better; expected --monitor=min:{monitor} or "
+                f"--monitor=max:{monitor}."
             ) from error
         self._monitor = None
 
@@ -331,7 +322,7 @@ def hyper_parameters(job: Job) -> dict[str, bool | int | float | str]:
     """Returns the flags that runs are compared by."""
     # TensorBoard shows the first ones at once.
     differing = [n for n in os.environ.get(DIFFERING, "").split(",") if n in NAMES]
-    names = dict.fromkeys((*differing, *_HYPER_PARAMETERS))
+    names = dict.fromkeys((*differing, *table.names(Settings, About.COMPARED)))
     values = {name: getattr(job.settings, name) for name in names}
     given = {name: value for name, value in values.items() if value is not None}
     towers = {"towers": len(job.towers)}
@@ -346,7 +337,7 @@ def make_stall(job: Job) -> Stall:
     """Makes the callback that says what is waited for."""
     return Stall(
         job.settings.stall_seconds,
-        job.settings.on_stall,
+        job.settings.stall_action,
         devices=(*job.devices.towers, job.devices.home),
         data=job.data.training,
         validation_data=job.data.evaluation,

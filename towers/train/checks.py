@@ -15,77 +15,21 @@ from towers.program.commands import (
     read_randaugment,
 )
 from towers.program.features import feature
+from towers.program.flags import table
 from towers.train import tower_flags
 from towers.train.parts import metrics
 from towers.train.settings import DEFAULT_DATA, Settings, is_given
 
 MOST_PROFILED_STEPS = 200
 
-# Flags that are arguments of `input_pipeline.open_source`.
+# Arguments of `input_pipeline.open_source`.
 DATA_FLAGS = (*data_flags.NAMES, "train_split", "eval_split")
-
-# Flags of data sets, which say nothing where the user's file reads the data.
-OF_DATA_SETS = (
-    *(name for name in DATA_FLAGS if name != "num_classes"),
-    *("dataset", "eval_dataset", "data_dir", "bad_records", "max_bad_records"),
-    "group_by_length",
-    *("image_size", "recipe", "randaugment", "mixup_alpha", "cutmix_alpha", "scale"),
-    *("cache", "cache_dir", "shuffle_mb", "ram_budget_mb", "data_service"),
-    *("local_store", "local_store_gb"),
-)
-# Flags that say nothing where the user's file has the optimizer, or the loss. It may
-# ask for the learning rate.
-_OF_OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip_norm", "ema")
-_OF_OPTIMIZER = (*_OF_OPTIMIZER, "accumulate_steps")
-_OF_LOSS = ("mixup_alpha", "cutmix_alpha", "label_smoothing")
 
 # Kinds of data sets that have no rows of numbers.
 _WITHOUT_ROWS = ("digits", "folder", "synthetic", "text")
 
 # Kinds whose rows of tokens have padding, or may have some.
 _WITH_PADDING = ("conll", "folder")
-
-# The least, and the most if there is one, that a number may be.
-_BOUNDS = (
-    ("batch_size", 1, None),
-    ("train_epochs", 1, None),
-    ("max_train_steps", 1, None),
-    ("eval_steps", 1, None),
-    ("max_staleness", 0, None),
-    ("num_gpus", 1, None),
-    ("max_gpus", 1, None),
-    ("join_seconds", 0, None),
-    ("num_classes", 1, None),
-    ("sequence_length", 1, None),
-    ("gpu_split", 1, None),
-    ("stages", 1, None),
-    ("micro_batches", 1, None),
-    ("gpu_memory_limit_mb", 1, None),
-    ("batch_size_per_tower", 1, None),
-    ("steps_per_loop", 1, None),
-    ("log_steps", 1, None),
-    ("save_steps", 1, None),
-    ("save_minutes", 0, None),
-    ("stall_seconds", 0, None),
-    ("keep_checkpoints", 1, None),
-    ("max_bad_records", 0, None),
-    ("mixup_alpha", 0, None),
-    ("cutmix_alpha", 0, None),
-    ("shuffle_mb", 0, None),
-    ("ram_budget_mb", 1, 2**30),
-    ("prefetch", 0, None),
-    ("parity_steps", 1, None),
-    ("layers", 1, None),
-    ("width", 1, None),
-    ("heads", 1, None),
-    ("seed", 0, 2**32 - 1),
-    ("learning_rate", 0, None),
-    ("momentum", 0, 1),
-    ("weight_decay", 0, None),
-    ("warmup_steps", 0, None),
-    ("accumulate_steps", 1, None),
-    ("early_stopping", 1, None),
-)
 
 
 def check(settings: Settings) -> Settings:
@@ -94,13 +38,15 @@ def check(settings: Settings) -> Settings:
     Raises:
         ValueError: If anything is bad.
     """
-    spec.check(settings.model, settings.model_options)
+    spec.check(settings.model, settings.options_of_model)
     settings = _with_data_set(settings)
-    _check_numbers(settings)
+    table.check_bounds(settings)
     _check_optimizer(settings)
     _check_run(settings)
     tower_flags.check(settings)
     _check_cache(settings)
+    _ = settings.max_bad_records, settings.mixes, settings.save_steps
+    _ = settings.stall_action, settings.eval_split, settings.monitored_log
     check_data(settings)
     named = [each for each in (settings.dataset, settings.eval_dataset) if each]
     store_flags.check(settings, named)
@@ -108,7 +54,7 @@ def check(settings: Settings) -> Settings:
     if settings.uses_data_dir:
         check_folder("data_dir", settings.data_dir, "--data_dir", new=True)
     if settings.cache_dir is not None:
-        check_folder("cache_dir", settings.cache_dir, "--cache_dir", new=True)
+        check_folder("cache", settings.cache_dir, "--cache", new=True)
     _check_init_weights(settings)
     _ = settings.optimizer_class
     _check_metrics(settings)
@@ -153,15 +99,10 @@ def _with_data_set(settings: Settings) -> Settings:
             f"{file} defines eval_data and no train_data; expected both, so define "
             "train_data as well, or name the data by --dataset and --eval_dataset."
         )
-    idle = {
-        "train_data": OF_DATA_SETS,
-        "optimizer": _OF_OPTIMIZER,
-        "loss": () if settings.task else _OF_LOSS,
-        "metrics": ("metrics",),
-    }
-    for name, flags in idle.items():
-        for flag in flags if name in defined else ():
-            if is_given(settings, flag):
+    for flag, row in table.rows(Settings).items():
+        for name in row.defined_by:
+            unused = name in defined and not (name == "loss" and settings.task)
+            if unused and is_given(settings, flag):
                 raise ValueError(
                     f"Received {settings.as_flag(flag)}, but {file} defines {name}, "
                     f"for which it says nothing; expected one of the two, so leave "
@@ -227,8 +168,8 @@ def check_not_mixed(settings: Settings) -> Settings:
     """Checks that no examples are mixed, for towers.parity; returns the settings."""
     if settings.mixes:
         raise ValueError(
-            "Received --mixup_alpha or --cutmix_alpha, which mix each tower's own "
-            "examples and so never equal one device; leave them out."
+            f"Received {settings.as_flag('mix')}, which mixes each tower's own "
+            "examples and so never equals one device; leave it out."
         )
     for name in ("label_smoothing", "class_weight"):
         if is_given(settings, name):
@@ -239,42 +180,13 @@ def check_not_mixed(settings: Settings) -> Settings:
     return settings
 
 
-def _check_numbers(settings: Settings) -> None:
-    """Checks that numbers are in their bounds."""
-    for name, least, most in _BOUNDS:
-        value = getattr(settings, name)
-        if value in (None, "auto"):
-            continue
-        if not least <= value < math.inf or (most is not None and value > most):
-            expected = f"at least {least}" if most is None else f"{least} to {most}"
-            if value == math.inf:
-                expected = "a number that is finite"
-            raise ValueError(f"Received --{name}={value}; expected {expected}.")
-
-
 def _check_optimizer(settings: Settings) -> None:
     """Checks what the optimizer is to do besides its steps."""
-    if settings.clip_norm is not None and not 0 < settings.clip_norm < math.inf:
-        raise ValueError(
-            f"Received {settings.as_flag('clip_norm')}; expected a number above 0, "
-            "such as --clip_norm=1."
-        )
-    for name in ("dropout", "label_smoothing", "sparsity"):
-        if not 0 <= (getattr(settings, name) or 0) < 1:
-            raise ValueError(
-                f"Received {settings.as_flag(name)}; expected at least 0 and less "
-                "than 1."
-            )
     if read_class_weight(settings) is not None and settings.mixes:
         raise ValueError(
-            f"Received {settings.as_flag('class_weight')} with --mixup_alpha or "
-            "--cutmix_alpha, which mix examples of several classes; expected one of "
-            "the two."
-        )
-    if settings.ema is not None and not 0 < settings.ema < 1:
-        raise ValueError(
-            f"Received {settings.as_flag('ema')}; expected a momentum between 0 and 1, "
-            "such as --ema=0.999."
+            f"Received {settings.as_flag('class_weight')} with "
+            f"{settings.as_flag('mix')}, which mixes examples of several classes; "
+            "expected one of the two."
         )
     most = settings.max_train_steps
     if settings.warmup_steps and most is not None and settings.warmup_steps >= most:
@@ -324,23 +236,11 @@ def _check_run(settings: Settings) -> None:
 
 def _check_cache(settings: Settings) -> None:
     """Checks where examples are kept."""
-    if settings.data_service and settings.cache in ("memory", "disk"):
+    kept = settings.cache_kind in ("memory", "disk") or settings.cache_dir is not None
+    if settings.data_service and kept:
         raise ValueError(
-            f"Received --cache={settings.cache} with --data_service, whose workers "
+            f"Received {settings.as_flag('cache')} with --data_service, whose workers "
             "read the files themselves; expected one of the two."
-        )
-    if settings.cache == "disk" and settings.cache_dir is None:
-        raise ValueError(
-            "Received --cache=disk without --cache_dir; expected a folder for its "
-            "files, such as --cache_dir=cache."
-        )
-    if settings.cache_dir is not None and (
-        settings.cache in ("memory", "none") or settings.data_service
-    ):
-        other = "data_service" if settings.data_service else f"cache={settings.cache}"
-        raise ValueError(
-            f"Received --cache_dir={settings.cache_dir} with --{other}, which keeps no "
-            "files there; expected --cache=disk or auto, so leave one out."
         )
 
 
@@ -357,10 +257,10 @@ def _check_grouping(settings: Settings) -> None:
             "with --nopacking, and for csv: and parquet: with --text_column, so leave "
             "it out."
         )
-    if settings.positions == "learned":
+    if settings.options_of_model.get("positions") == "learned":
         raise ValueError(
-            "Received --group_by_length with --positions=learned, which is for texts "
-            "of one length; expected --positions=rotary, or no "
+            "Received --group_by_length with positions=learned, which is for texts of "
+            "one length; expected --model_options=positions=rotary, or no "
             "--group_by_length."
         )
 
@@ -368,11 +268,6 @@ def _check_grouping(settings: Settings) -> None:
 def check_data(settings: Settings) -> None:
     """Checks that data sets can be there, and that the flags of the data apply."""
     fraction, eval_dataset = settings.eval_fraction, settings.eval_dataset
-    if fraction is not None and not 0 <= fraction < 1:
-        raise ValueError(
-            f"Received --eval_fraction={fraction}; expected at least 0 and less than "
-            "1, such as 0.1."
-        )
     if fraction is not None and eval_dataset is not None:
         raise ValueError(
             f"Received --eval_fraction={fraction} and --eval_dataset={eval_dataset}, "
@@ -404,6 +299,12 @@ def check_data(settings: Settings) -> None:
             given = [name for name in DATA_FLAGS if getattr(settings, name) is not None]
             specs.check_text(each, given)
     if settings.tokenizer is not None:
+        if spec.is_hub(settings.model):
+            raise ValueError(
+                f"Received {settings.as_flag('tokenizer')} with "
+                f"{settings.as_flag('model')}, whose preset has a tokenizer; expected "
+                "one of them, so leave out --tokenizer."
+            )
         tokenizer_specs.check(settings.tokenizer)
 
 

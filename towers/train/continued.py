@@ -1,11 +1,11 @@
 """Continues a run of towers.train: what it restores, and what has changed."""
 
+import functools
 import os
 import warnings
 
 import keras
 
-from towers._deprecated import rename_flags
 from towers.layers.variables import steps_done
 from towers.lifecycle.checkpoint import Checkpoint
 from towers.lifecycle.checkpoints import store
@@ -13,6 +13,8 @@ from towers.lifecycle.checkpoints.saved_model import OtherModelError, check_chec
 from towers.lifecycle.continuing import resume
 from towers.lifecycle.continuing.resume import OtherDataError
 from towers.program import words
+from towers.program.features import feature
+from towers.program.flags import command_line
 from towers.train.outputs import preprocessing
 from towers.train.parts.setup import Setup
 from towers.train.parts.task import better
@@ -30,7 +32,7 @@ _DECIDE = {
         *("sequence_length", "packing", "tokenizer"),
     ),
     "seed": ("seed",),
-    "kept in memory": ("cache", "cache_dir", "data_service"),
+    "kept in memory": ("cache", "data_service"),
     "shuffle_mb": ("shuffle_mb",),
     "grouped by length": ("group_by_length",),
     "steps_per_epoch": ("steps_per_loop",),
@@ -55,7 +57,7 @@ def make_checkpoint(setup: Setup, folder: str, validates: bool) -> Checkpoint:
     """
     settings = setup.settings
     monitor, mode = _monitor(settings, validates)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         folder,
         save_steps=settings.save_steps,
         save_minutes=settings.save_minutes,
@@ -64,6 +66,12 @@ def make_checkpoint(setup: Setup, folder: str, validates: bool) -> Checkpoint:
         mode=mode,
         on_save_error=settings.on_save_error,
     )
+    if settings.remote_model_dir:
+        remote_run = feature("lifecycle.remote_run")
+        checkpoint.run.checkpoints.after_save = functools.partial(
+            remote_run.store, settings.absolute_model_dir
+        )
+    return checkpoint
 
 
 def best_text(settings: Settings) -> str:
@@ -74,7 +82,7 @@ def best_text(settings: Settings) -> str:
 
 
 def _monitor(settings, validates):
-    monitor = settings.monitor or ("val_loss" if validates else "loss")
+    monitor = settings.monitored_log or ("val_loss" if validates else "loss")
     if monitor.startswith("val_") and not validates:
         raise ValueError(
             f"Received --monitor={monitor}, but there is no validation data; expected "
@@ -190,9 +198,7 @@ def with_flags(error: OtherDataError, settings: Settings) -> OtherDataError:
 
 
 def _batch_flags(settings):
-    if settings.batch_size_per_tower is not None:
-        return "batch_size_per_tower", *_TOWERS
-    if settings.batch_per_tower:
+    if settings.batch_per_tower or settings.batch_at_start:
         return "batch_size", "elastic_batch", *_TOWERS
     return ("batch_size",)
 
@@ -257,9 +263,14 @@ def changed_flags(before: str, settings: Settings, trains: bool = True) -> str |
 
 
 def _by_name(text):
-    found = {}
-    lines, _ = rename_flags(text.splitlines(), NAMES)
-    for line in lines:
+    """Returns the flags of a text by name, old flags as those that replace them."""
+    try:
+        argv = ["towers.train", *text.splitlines()]
+        text = command_line.read_given(Settings, argv, quiet=True)[0].as_text()
+    except ValueError:
+        pass  # of another version, whose flags are compared as they are
+    by_name = {}
+    for line in text.splitlines():
         name = line.removeprefix("--").partition("=")[0]
-        found[name if name in NAMES else name.removeprefix("no")] = line
-    return found
+        by_name[name if name in NAMES else name.removeprefix("no")] = line
+    return by_name

@@ -93,7 +93,7 @@ class Job:
     @property
     def sizes(self) -> list[int]:
         """Examples of a full batch that each tower of this host gets."""
-        plan, count = self.parallel.builder.plan, self.settings.micro_batches
+        plan, count = self.parallel.builder.plan, self.settings.micro_batch_count
         sizes = plan.sizes(self.batch_size)
         return [sum(sizes[k : k + count]) for k in range(0, len(sizes), count)]
 
@@ -205,6 +205,7 @@ def assemble(settings: Settings) -> Job:
     what = settings.dataset or f"the data of {settings.model}"
     with Progress(f"Opening {what}"):
         opened = data_parts.open_data(read, mine)
+    one_batch = settings.batch_size
     settings = settings if settings.batch_per_tower else opened.settings
     setup = setup_parts.of(settings, opened.facts, mine)
     if not settings.clean:
@@ -236,8 +237,10 @@ def assemble(settings: Settings) -> Job:
     )
     if not settings.clean:
         continued.restore(settings, checkpoint, folder, model)
+    # What is recorded repeats the run, also with other towers.
+    asked = settings.but(batch_size=one_batch) if settings.batch_at_start else settings
     job = Job(
-        *(settings, data, setup, found, model, parallel, checkpoint, logits),
+        *(asked, data, setup, found, model, parallel, checkpoint, logits),
         notes=notes,
         shares=shares,
     )
@@ -317,7 +320,7 @@ def _read_by(settings, ratios):
 
 def _check_sizes(settings, ratios):
     """Checks that no tower, or micro-batch, is idle in every step."""
-    count = settings.micro_batches
+    count = settings.micro_batch_count
     ratios = [n for n in ratios for _ in range(count)]
     ratios = [*itertools.chain(*this_host().exchange(ratios))]
     idle = batch.cut(settings.batch_size, ratios).count(0)
@@ -339,7 +342,7 @@ def _check_sizes(settings, ratios):
 
 def check_reduction(settings: Settings, devices: Devices) -> None:
     """Checks that these towers can update variables as flags say."""
-    copied, home = settings.variable_update == "replicated", devices.home
+    copied, home = settings.update == "replicated", devices.home
     if copied and settings.local_parameter_device and home != devices.towers[0]:
         raise ValueError(
             f"Received {settings.as_flag('local_parameter_device')} and "
@@ -348,5 +351,5 @@ def check_reduction(settings: Settings, devices: Devices) -> None:
         )
     if settings.all_reduce_alg != "auto":
         reduce.check_all_reduce(
-            settings.all_reduce_alg, settings.variable_update, devices.towers
+            settings.all_reduce_alg, settings.update, devices.towers
         )

@@ -6,104 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from towers.devices.wish import MOST_DEVICES
+from towers.hosts.group import JOIN_SECONDS
 from towers.program import words
-from towers.train.settings import DEFAULTS, Settings, is_given
-
-HELPS = {
-    "variable_update": (
-        "How to update the variables. parameter_server: on one device. replicated: "
-        "in a copy on each tower. sharded: in parts, one on each tower. asynchronous: "
-        "by each tower, waiting for none. auto: the faster one of the first two."
-    ),
-    "all_reduce_alg": (
-        "How --variable_update=replicated adds gradients. cpu: on the CPU. device: "
-        "on one device. ring: in parts, on all devices. nccl: by NCCL, on GPUs, also "
-        "those of other hosts."
-    ),
-    "shard_optimizer_state": (
-        "With --variable_update=replicated, divide the optimizer's variables, such "
-        "as Adam's moments, among the towers of all hosts: each tower keeps those for "
-        "one part of the parameters, and updates that part. The results are the same."
-    ),
-    "gradient_compression": (
-        "How gradients travel between hosts. none: as they are. fp16, bf16: in 16 "
-        "bits, which is inexact and takes half the bytes, for slow networks."
-    ),
-    "elastic_batch": (
-        "What --batch_size and --learning_rate apply to. global: to all towers "
-        "together, so that the results are the same with any number of towers. "
-        "per_tower: to one tower; in each epoch, both are multiplied by the number of "
-        "towers at the start of the epoch."
-    ),
-    "max_staleness": (
-        "With --variable_update=asynchronous, how many updates other towers may make "
-        "between the time a tower reads the variables and the time it updates them. "
-        "Default: no limit."
-    ),
-    "shard_embeddings": (
-        "How to place embedding tables and their optimizer slots on the towers' "
-        "devices. none: like all other variables. rows, columns: divide each table "
-        "over all devices. auto: keep each small table whole on one device, and "
-        "divide large ones by rows. With several hosts, rows are divided over all "
-        "hosts, and columns over the devices of each host."
-    ),
-    "stages": (
-        "Number of devices of each tower. The model is divided among them, with "
-        "its gradients and optimizer slots, so that it may be larger than a "
-        "device. 4 GPUs with --stages=2 make 2 towers."
-    ),
-    "placement": (
-        "The stage of each layer: PATTERN=STAGE, separated by commas, such as "
-        "block_[0-5]=0,.*=1. A pattern is a regular expression for the whole name "
-        "of a layer; the first that matches counts. Default: layers are divided in "
-        "their order, by their weights and the time that they take."
-    ),
-    "micro_batches": (
-        "Number of parts of a tower's batch that go through its stages one after "
-        "another, so that stages work at the same time. With one stage, it saves "
-        "memory."
-    ),
-    "pipeline_schedule": (
-        "The order of micro-batches. gpipe: all go forward, then all go backward. "
-        "1f1b: each goes backward as soon as it can, which takes less memory."
-    ),
-    "recompute": (
-        "Which activations to recompute for the gradient, instead of keeping them in "
-        "memory. none: no activations. stage: those of a whole stage. layer: those of "
-        "each layer separately."
-    ),
-    "local_parameter_device": (
-        "Device where the variables are, and where gradients are added. gpu: the "
-        "first tower's device. Default: gpu if towers are on GPUs, else cpu."
-    ),
-    "split_ratios": (
-        "Relative size of each tower's part of a batch, such as 2,3,3. auto: measure "
-        "the towers during the first steps, and give slow ones less. Default: equal "
-        "parts."
-    ),
-    "loss_placement": (
-        "Where examples meet, as in a loss over pairs. auto: on one device, with the "
-        "rows of all towers. tower: each tower treats its part of the batch as the "
-        "whole batch. gathered: as auto, for one more release."
-    ),
-    "strict": (
-        "Refuse a model with a variable that is overwritten with its gradient, if "
-        "nobody knows how to combine the gradients of several towers."
-    ),
-    "steps_per_loop": "Number of training steps in one call of the graph.",
-    "enable_xla": (
-        "What to compile with XLA. true: towers and update. auto: the towers if the "
-        "first steps show that this is faster (on CPUs, only --variable_update=auto "
-        "tries it), and the update if the variables are on a GPU. false: nothing."
-    ),
-}
-OF_A_RUN = (
-    *("checkpoint", "monitor", "monitor_mode", "early_stopping", "log_csv"),
-    *("save_steps", "save_minutes", "keep_checkpoints", "on_save_error"),
-    *("preemption_notice", "max_train_steps", "train_epochs", "eval_steps"),
-    *("histograms", "profile_steps", "stall_seconds", "on_stall", "parity_steps"),
-)
-"""Flags of what only a whole run does: it ends, saves, evaluates, and is watched."""
+from towers.train.settings import Settings, is_given
 
 
 def check(settings: Settings) -> None:
@@ -112,25 +17,14 @@ def check(settings: Settings) -> None:
     Raises:
         ValueError: Flags do not go together.
     """
-    if settings.all_reduce_alg != "auto" and settings.variable_update != "replicated":
-        raise ValueError(
-            f"Received {settings.as_flag('all_reduce_alg')} with "
-            f"{settings.as_flag('variable_update')}; it says how replicated adds "
-            "gradients, so give --variable_update=replicated as well."
-        )
-    others = {"variable_update": "replicated", "all_reduce_alg": "auto"}
+    others = {"update": "replicated", "all_reduce_alg": "auto"}
     for name, value in others.items() if settings.shard_optimizer_state else ():
         if getattr(settings, name) != value:
             raise ValueError(
                 f"Received --shard_optimizer_state and {settings.as_flag(name)}; "
-                f"expected --{name}={value} with it, so give that, or leave it out."
+                "expected --variable_update=replicated with it, so give that, or leave "
+                "it out."
             )
-    if settings.max_staleness is not None and not settings.asynchronous:
-        raise ValueError(
-            f"Received {settings.as_flag('max_staleness')} and "
-            f"{settings.as_flag('variable_update')}, whose towers wait for one "
-            "another; expected --variable_update=asynchronous, or none."
-        )
     if settings.deterministic and settings.asynchronous:
         raise ValueError(
             "Received --deterministic and --variable_update=asynchronous, where the "
@@ -143,6 +37,7 @@ def check(settings: Settings) -> None:
             "--variable_update=asynchronous, whose towers update all of a model at "
             "home; expected one of them, so use --variable_update=parameter_server."
         )
+    _ = settings.gpu_memory_limit_mb
     if settings.batch_per_tower and not settings.constant_rate:
         name = "warmup_steps" if settings.warmup_steps else "lr_schedule"
         raise ValueError(
@@ -158,34 +53,21 @@ def check(settings: Settings) -> None:
 
 
 def _check_batch_per_tower(settings: Settings) -> None:
-    """Checks that nothing else says how large a batch is."""
-    size = settings.batch_size_per_tower
-    if size is None:
+    """Checks that nothing contradicts a batch that is so many for each tower."""
+    if not settings.batch_at_start:
         return
-    one = f"--batch_size={size}"
+    received = f"Received {settings.as_flag('elastic_batch')} and"
     for name, why in {
-        "batch_size": "which is that of all towers; expected one of them",
-        "elastic_batch": f"where --batch_size is a tower's; expected {one} with it",
-        "share_gpus": "by which towers come and go; expected "
-        f"--elastic_batch=per_tower and {one} with it",
-        "split_ratios": "which gives towers unequal parts; expected --batch_size, the "
-        "examples of all towers",
+        "share_gpus": "by which towers come and go; expected --elastic_batch=per_tower",
+        "split_ratios": "which gives towers unequal parts; expected "
+        "--elastic_batch=global and the examples of all towers",
     }.items():
         if is_given(settings, name):
-            raise ValueError(
-                f"Received --batch_size_per_tower={size} and "
-                f"{settings.as_flag(name)}, {why}."
-            )
+            raise ValueError(f"{received} {settings.as_flag(name)}, {why}.")
     if settings.finds_count:
         raise ValueError(
-            f"Received --batch_size_per_tower={size} and --num_gpus=auto, which "
-            "compares numbers of towers by the same batch; expected --batch_size."
-        )
-    if settings.micro_batches > size:
-        raise ValueError(
-            f"Received {settings.as_flag('micro_batches')} for "
-            f"--batch_size_per_tower={size}; expected at least one example for each "
-            "micro-batch."
+            f"{received} --num_gpus=auto, which compares numbers of towers by the same "
+            "batch; expected --elastic_batch=global."
         )
 
 
@@ -195,10 +77,10 @@ def check_whole_batch(settings: Settings, program: str) -> None:
     Raises:
         ValueError: It is not.
     """
-    if settings.batch_size_per_tower is not None:
+    if settings.batch_at_start:
         raise ValueError(
-            f"Received {settings.as_flag('batch_size_per_tower')}; expected "
-            f"--batch_size, the examples of all towers, in {program}."
+            f"Received {settings.as_flag('elastic_batch')}; expected --batch_size to "
+            f"be the examples of all towers in {program}, so leave it out."
         )
 
 
@@ -227,7 +109,7 @@ def _check_stages(settings: Settings) -> None:
         if is_given(settings, name)
     ]
     for flag, refused in (
-        ("variable_update", settings.asynchronous),
+        ("update", settings.asynchronous),
         ("enable_xla", settings.enable_xla == "true"),
     ):
         if wanted and refused:
@@ -235,17 +117,7 @@ def _check_stages(settings: Settings) -> None:
                 f"Received {settings.as_flag(flag)} and {settings.as_flag(wanted[0])}; "
                 "expected one of them, as they do not go together."
             )
-    if settings.pipeline_schedule != DEFAULTS.pipeline_schedule and (
-        settings.micro_batches == 1
-    ):
-        raise ValueError(
-            f"Received {settings.as_flag('pipeline_schedule')} without "
-            "--micro_batches, whose order it is; expected several, such as "
-            "--micro_batches=4."
-        )
-    if settings.micro_batches > settings.batch_size and (
-        settings.batch_size_per_tower is None
-    ):
+    if settings.micro_batch_count > settings.batch_size:
         raise ValueError(
             f"Received {settings.as_flag('micro_batches')} for "
             f"{settings.as_flag('batch_size')}; expected at least one example for each "
@@ -290,7 +162,6 @@ def check_devices(settings: Settings) -> None:
         ValueError: Flags do not go together.
     """
     _check_indices(settings)
-    _check_fraction(settings)
     _check_count(settings)
 
 
@@ -388,45 +259,32 @@ def _check_indices(settings: Settings) -> None:
         )
 
 
-def _check_fraction(settings: Settings) -> None:
-    """Checks how much of a GPU's memory is asked for."""
-    fraction = settings.gpu_memory_fraction
-    if fraction is None:
-        return
-    asked = settings.as_flag("gpu_memory_fraction")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"Received {asked}; expected more than 0, and at most 1.")
-    if settings.gpu_memory_limit_mb is not None:
-        raise ValueError(
-            f"Received {asked} and {settings.as_flag('gpu_memory_limit_mb')}, which "
-            "both limit the memory of a GPU; expected one of them."
-        )
-    if settings.allow_growth:
-        raise ValueError(
-            f"Received {asked} and --allow_growth, but TensorFlow takes limited memory "
-            "at once; expected one of them."
-        )
+def read_shares(settings: Settings) -> tuple[float, float, float] | None:
+    """Reads --share_gpus.
 
-
-def read_shares(settings: Settings) -> tuple[float, float] | None:
-    """Reads --share_gpus: the part of the devices' memory that is sure, and its limit.
+    Returns:
+        The part of the devices' memory that is sure, its limit, and for how many
+        seconds to wait for what is sure; `None` if nothing is shared.
 
     Raises:
-        ValueError: It has another form.
+        ValueError: The flag has another form.
     """
     if settings.share_gpus is None:
         return None
-    try:
-        least, *most = map(float, settings.share_gpus.split(":"))
-        (most,) = most or [1.0]
-    except ValueError:
-        least = most = math.nan
-    if not 0 < least <= most <= 1:
+    number = r"(\d+(?:\.\d*)?|\.\d+)"
+    match = re.fullmatch(f"{number}(?::{number})?(?::{number})?", settings.share_gpus)
+    least, most, seconds = (
+        (float(match[1]), float(match[2] or 1), float(match[3] or JOIN_SECONDS))
+        if match
+        else (0.0, 0.0, 0.0)
+    )
+    if not (0 < least <= most <= 1 and 0 < seconds < math.inf):
         raise ValueError(
             f"Received {settings.as_flag('share_gpus')}; expected parts of the GPUs' "
-            "memory, the least and the most, such as --share_gpus=0.25:0.75."
+            "memory, the least and the most, and perhaps seconds, such as "
+            "--share_gpus=0.25:0.75 or --share_gpus=0.25:0.75:60."
         )
-    return least, most
+    return least, most, seconds
 
 
 def _check_sharing(settings: Settings) -> None:

@@ -32,10 +32,10 @@ class ExampleFiles(FileSource):
 
     Args:
         pattern: see ``FileSource``.
-        image_key: field of the JPEG or PNG bytes, or of raw pixels, whose shape is in
-            image/height, image/width and image/channels; None for image/encoded, or, if
-            there is none, for a row in ``features``.
-        label_key: field of the int64 label; None for image/class/label.
+        image_column: field of the JPEG or PNG bytes, or of raw pixels, whose shape is
+            in image/height, image/width and image/channels; None for image/encoded, or,
+            if there is none, for a row in ``features``.
+        label_column: field of the int64 label; None for image/class/label.
         num_classes: see ``FileSource``.
         skip_bad: see ``FileSource``.
         local_store: see ``FileSource``.
@@ -49,8 +49,8 @@ class ExampleFiles(FileSource):
     def __init__(
         self,
         pattern: str,
-        image_key: str | None = None,
-        label_key: str | None = None,
+        image_column: str | None = None,
+        label_column: str | None = None,
         num_classes: int | None = None,
         skip_bad: bool = False,
         local_store: LocalStore | None = None,
@@ -61,20 +61,20 @@ class ExampleFiles(FileSource):
         # The number of records of each file, where known.
         self._counts: dict[str, int] = {}
         self.image_shape = (None, None, 3)
-        self._may_be_row = image_key is None
-        image_key = image_key or "image/encoded"
-        label_key = label_key or "image/class/label"
-        self._label_field = {label_key: tf.io.FixedLenFeature([], tf.int64)}
-        self._fields = {image_key: tf.io.FixedLenFeature([], tf.string)}
+        self._may_be_row = image_column is None
+        image_column = image_column or "image/encoded"
+        label_column = label_column or "image/class/label"
+        self._label_field = {label_column: tf.io.FixedLenFeature([], tf.int64)}
+        self._fields = {image_column: tf.io.FixedLenFeature([], tf.string)}
         self._fields |= self._label_field
-        self._image_key, self._label_key = image_key, label_key
-        self.reads = image_key, label_key
-        self.image_fields, self.label_field = (image_key,), label_key
+        self._image_column, self._label_column = image_column, label_column
+        self.reads = image_column, label_column
+        self.image_fields, self.label_field = (image_column,), label_column
 
     def _parse_examples(self, serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns images and labels [B] of tf.Examples [B]."""
         fields = tf.io.parse_example(serialized, self._fields)
-        images, labels = fields[self._image_key], fields[self._label_key]
+        images, labels = fields[self._image_column], fields[self._label_column]
         if not self.encoded and images.dtype == tf.string:
             pixels = tf.io.decode_raw(images, tf.uint8)
             images = tf.reshape(pixels, [tf.size(labels), *self.image_shape])
@@ -82,35 +82,35 @@ class ExampleFiles(FileSource):
 
     def _parse_labels(self, serialized: tf.Tensor) -> tf.Tensor:
         """Returns labels [B] of tf.Examples [B]."""
-        return tf.io.parse_example(serialized, self._label_field)[self._label_key]
+        return tf.io.parse_example(serialized, self._label_field)[self._label_column]
 
     def _check_example(self, where: str, serialized: bytes) -> None:
         """Finds wrong key names now rather than in the first training step."""
         kinds = _kinds(serialized)
-        if self._may_be_row and self._image_key not in kinds and ROW in kinds:
-            self._image_key = ROW
-        if kinds.get(self._image_key) == "float" and self._label_key in kinds:
+        if self._may_be_row and self._image_column not in kinds and ROW in kinds:
+            self._image_column = ROW
+        if kinds.get(self._image_column) == "float" and self._label_column in kinds:
             self._take_rows(serialized)
             return
-        wanted = {self._image_key: "bytes", self._label_key: "int64"}
+        wanted = {self._image_column: "bytes", self._label_column: "int64"}
         if wanted.keys() <= kinds.keys() and wanted.items() != (
             {name: kinds[name] for name in wanted}.items()
         ):
             wrong = next(name for name in wanted if kinds[name] != wanted[name])
             what = {
-                self._image_key: "the bytes of a JPEG or PNG file, or floats of a row",
-                self._label_key: "a whole number from 0, as int64",
+                self._image_column: "the bytes of a JPEG or PNG, or floats of a row",
+                self._label_column: "a whole number from 0, as int64",
             }[wrong]
             raise ValueError(
                 f"{where} has the field {wrong!r} of {kinds[wrong]}: expected {what}, "
-                "so write that there, or name another field by --image_key and "
-                "--label_key (in Python, image_key and label_key)"
+                "so write that there, or name another field by --image_column and "
+                "--label_column (in Python, image_column and label_column)"
             )
         if not wanted.items() <= kinds.items():
             raise ValueError(
                 f"{where} has the fields {_listed(kinds)} but {_listed(wanted)} are "
-                "expected: name them by --image_key and --label_key (in Python, "
-                "image_key and label_key)"
+                "expected: name them by --image_column and --label_column (in Python, "
+                "image_column and label_column)"
             )
         # Images may be raw pixels, all of one size.
         fields = tf.train.Example.FromString(serialized).features.feature
@@ -119,7 +119,7 @@ class ExampleFiles(FileSource):
             for name in ("image/height", "image/width", "image/channels")
             for value in fields[name].int64_list.value
         ]
-        image = fields[self._image_key].bytes_list.value
+        image = fields[self._image_column].bytes_list.value
         if len(shape) == 3 and [len(part) for part in image] == [math.prod(shape)]:
             self.encoded = False
             self.image_shape = tuple(shape)
@@ -169,13 +169,13 @@ class ExampleFiles(FileSource):
     def _take_rows(self, serialized: bytes) -> None:
         """Reads rows of numbers from now on, as long as in this example."""
         fields = tf.train.Example.FromString(serialized).features.feature
-        count = len(fields[self._image_key].float_list.value)
+        count = len(fields[self._image_column].float_list.value)
         row = tf.io.FixedLenFeature([count], tf.float32)
-        self._fields = {self._image_key: row} | self._label_field
+        self._fields = {self._image_column: row} | self._label_field
         self.encoded, self.image_shape = False, (count,)
-        self.reads = self._image_key, self._label_key
+        self.reads = self._image_column, self._label_column
         if len(self.image_fields) != count:  # the converter knows their names
-            self.image_fields = [f"{self._image_key}[{k}]" for k in range(count)]
+            self.image_fields = [f"{self._image_column}[{k}]" for k in range(count)]
 
 
 def _num_classes(name: str, field: str, counts: Mapping[str, LabelCounts]) -> int:

@@ -178,8 +178,8 @@ def nothing_to_learn_from(
         f"{where} has no column of numbers or of texts that repeat, but "
         f"{_quoted(left_out) or 'none'}: name columns to learn from by {_FEATURES}, "
         f"what is to be predicted by --label_column, text to be read by {text}, "
-        "or pictures in Parquet by --image_key (in Python, feature_columns, "
-        "label_column, text_column, image_key)"
+        "or pictures in Parquet by --image_column (in Python, feature_columns, "
+        "label_column, text_column, image_column)"
     )
 
 

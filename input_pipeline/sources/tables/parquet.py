@@ -24,7 +24,7 @@ _NAMES = ("image/encoded", "image")
 def open_parquet(
     pattern: str,
     *,
-    image_key: str | None = None,
+    image_column: str | None = None,
     feature_columns: Sequence[str] | None = None,
     **options: Any,
 ) -> Source:
@@ -32,37 +32,37 @@ def open_parquet(
 
     Args:
         pattern: see ``FileSource``.
-        image_key: column of images; None for the result of `image_column`.
+        image_column: column of images; None for the result of `column_of_images`.
         feature_columns: columns to learn from, in place of images.
         **options: options of ``ParquetImages`` or ``TableSource``.
 
     Raises:
         ValueError: the files cannot be opened.
     """
-    image = image_column(pattern, image_key, feature_columns)
+    image = column_of_images(pattern, image_column, feature_columns)
     if image is None:
         return ParquetSource(pattern, feature_columns=feature_columns, **options)
     for name in ("vocabularies", "column_kinds", "missing"):
         options.pop(name, None)
-    return ParquetImages(pattern, image_key=image, **options)
+    return ParquetImages(pattern, image_column=image, **options)
 
 
-def image_column(
-    pattern: str, image_key: str | None, feature_columns: Sequence[str] | None
+def column_of_images(
+    pattern: str, image_column: str | None, feature_columns: Sequence[str] | None
 ) -> str | None:
     """Returns the column of images of Parquet files; `None` if they have none.
 
     Args:
         pattern: see ``FileSource``.
-        image_key: its name, if the user has named it.
+        image_column: its name, if the user has named it.
         feature_columns: columns that the user has named in its place.
 
     Raises:
         ValueError: both are named, or there is no such column, or no file.
     """
-    if image_key is not None and feature_columns is not None:
+    if image_column is not None and feature_columns is not None:
         raise ValueError(
-            f"received image_key={image_key} and feature_columns="
+            f"received image_column={image_column} and feature_columns="
             f"{','.join(feature_columns)}: expected images or numbers, so leave one out"
         )
     if feature_columns is not None:
@@ -70,9 +70,9 @@ def image_column(
     files, _ = group_by_split("parquet", pattern)
     path = next(iter(files.values()))[0]
     names = ParquetFile(path).names
-    if image_key is not None:
-        columns.check_named(path, names, [image_key], "image_key")
-        return image_key
+    if image_column is not None:
+        columns.check_named(path, names, [image_column], "image_column")
+        return image_column
     return next((name for name in _NAMES if name in names), None)
 
 
@@ -105,7 +105,7 @@ class ParquetImages(ParquetSource):
 
     Args:
         pattern: see ``FileSource``.
-        image_key: the column of JPEG or PNG bytes, or of structs with a field
+        image_column: the column of JPEG or PNG bytes, or of structs with a field
             ``bytes``.
         **options: see ``TableSource``.
 
@@ -116,10 +116,10 @@ class ParquetImages(ParquetSource):
     encoded = True
     why_whole = "a group of rows is read as a whole"
 
-    def __init__(self, pattern: str, *, image_key: str, **options: Any):
-        self._image = image_key
+    def __init__(self, pattern: str, *, image_column: str, **options: Any):
+        self._image = image_column
         super().__init__(pattern, **options)
-        self.reads = (image_key, *self.reads)
+        self.reads = (image_column, *self.reads)
         records = itertools.chain.from_iterable(map(self.walk, self._paths))
         self._note(*self._notes_of_pictures(records))
 
@@ -135,7 +135,7 @@ class ParquetImages(ParquetSource):
                 "--label_column (in Python, label_column)"
             )
         for table in self._tables[1:]:
-            columns.check_named(table.path, table.names, [self._image], "image_key")
+            columns.check_named(table.path, table.names, [self._image], "image_column")
         types = {name: self._type_of_label(first.types[name]) for name in labels}
         return Wanted([], [], labels, types)
 
@@ -195,5 +195,5 @@ def _check_images(table: ParquetFile, name: str) -> None:
         raise ValueError(
             f"{table.path} has the columns {columns.listed(table.types)}: expected "
             f"bytes of JPEG or PNG in {name!r}, or a struct with a field of them, "
-            "bytes; name the column by --image_key (in Python, image_key)"
+            "bytes; name the column by --image_column (in Python, image_column)"
         )

@@ -89,7 +89,7 @@ def _check_memory(documents: Documents, tokenizer: Tokenizer, itemsize: int) -> 
         raise ValueError(
             f"the tokens of {words.count(len(_paths(documents)), 'file')} take "
             f"{words.size(needed)}, and {words.size(free)} of memory are free: give a "
-            "folder for them, by --cache_dir (in Python, cache_dir)"
+            "folder for them, by --cache=disk:FOLDER (in Python, cache_dir)"
         )
 
 
@@ -114,7 +114,7 @@ def _write(path: str, reader: "_Reader") -> None:
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be written into {folder} ({error.strerror}): expected "
-            "another --cache_dir (in Python, cache_dir)"
+            "another --cache=disk:FOLDER (in Python, cache_dir)"
         ) from error
 
 

@@ -259,7 +259,7 @@ def test_what_a_stage_adds():
         ("--plot=stages.gif", "Received --plot=stages.gif; expected a PNG file"),
         ("--plot=no/folder.png", "in a folder that exists"),
         ("--local_store=x", "Received --local_store=x for synthetic:8x8x3:4:100; expe"),
-        ("--local_store_gb=9", "Received --local_store_gb=9 without --local_store; "),
+        ("--local_store=0:x", "Received --local_store=0:x; expected a folder, or how"),
         ("digits", "Received the argument 'digits'; expected flags only"),
         ("--dataset=digit", "unknown data set 'digit': did you mean digits?"),
         ("--split=valid", "has no split 'valid', only train, test"),

@@ -490,7 +490,7 @@ def test_other_fields_are_another_cache(tmp_path, example, write_tfrecord):
     write_tfrecord(tmp_path / "a", [example(**fields)] * 3)
     found = set()
     for image_key, label_key in (("x", "coarse"), ("x", "fine"), ("y", "fine")):
-        keys = {"image_key": image_key, "label_key": label_key}
+        keys = {"image_column": image_key, "label_column": label_key}
         source = open_source(f"tfrecord:{tmp_path}/a", num_classes=8, **keys)
         kept = cached(source, "disk", str(tmp_path / "cache"))
         ((image, label), *_) = _examples(kept, "train")

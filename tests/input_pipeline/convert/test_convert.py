@@ -478,7 +478,7 @@ def test_bad_records_are_left_out(photos, tmp_path, capsys):
         for record in written.walk(path)
     ]
     assert found == good
-    assert main([*arguments, "--bad_records=skip", "--max_bad_records=1"]) == 1
+    assert main([*arguments, "--bad_records=skip:1"]) == 1
     assert "more bad records than the 1 to be passed over" in capsys.readouterr().err
 
 
@@ -597,11 +597,11 @@ def test_the_program_converts(tmp_path, capsys, spec, train, test):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "received no arguments: expected a source and tfrecord:FOLDER"),
-        (["digits"], "received digits: expected a source and tfrecord:FOLDER"),
-        (["digits", "tfrecord:"], "expected a source and tfrecord:FOLDER"),
-        (["digits", "out"], "received 'out': expected tfrecord:FOLDER"),
-        (["digits", "tfrecord:out/*"], r"received 'tfrecord:out/\*': expected"),
+        ([], "Received no SOURCE; expected it: Data set to convert"),
+        (["digits"], "Received no TARGET; expected it: Where to write it"),
+        (["digits", "tfrecord:"], "Received tfrecord:; expected tfrecord:FOLDER"),
+        (["digits", "out"], "Received out; expected tfrecord:FOLDER"),
+        (["digits", "tfrecord:out/*"], r"Received tfrecord:out/\*; expected"),
         (["digit", "tfrecord:out"], "unknown data set 'digit': did you mean digits"),
         (["digits", "tfrecord:out", "--shards=0"], "shards.*0"),
         (

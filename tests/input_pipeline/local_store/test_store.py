@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import fsspec
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -125,6 +126,37 @@ def assert_same(found, expected):
     tf.nest.assert_same_structure(found, expected)
     for x, y in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def far():
+    """Copies what a spec names to an address of fsspec, and returns the spec of it."""
+    system = fsspec.filesystem("memory")
+
+    def make(spec):
+        kind, _, pattern = spec.partition(":")
+        path = pathlib.Path(pattern.partition("*")[0])
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file():
+                system.pipe_file(f"/far{file}", file.read_bytes())
+        return f"{kind}:memory://far{pattern}"
+
+    yield make
+    system.rm("/far", recursive=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_addresses_are_read_as_files(specs, far, local_store, kind):
+    expected = batches(open_source(specs[kind]))
+    address = far(specs[kind])
+    assert_same(batches(open_source(address)), expected)
+    kept = local_store()
+    assert_same(batches(open_source(address, local_store=kept)), expected)
+    assert kept.remote_bytes > 0
+    kept.close()
+    again = local_store()
+    assert_same(batches(open_source(address, local_store=again)), expected)
+    assert again.remote_bytes == 0
 
 
 @pytest.mark.slow

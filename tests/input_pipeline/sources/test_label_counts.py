@@ -139,7 +139,7 @@ def test_another_label_is_counted_anew(tmp_path, encode, example, grey, write_tf
     write_tfrecord(tmp_path / "records", [example(**fields)])
     findings, spec = str(tmp_path / "findings"), f"tfrecord:{tmp_path}/records"
     for label, count in (("a", 3), ("b", 7), ("a", 3)):
-        source = open_source(spec, label_key=label, findings=findings)
+        source = open_source(spec, label_column=label, findings=findings)
         assert source.num_classes == count and not is_known(source)
 
 

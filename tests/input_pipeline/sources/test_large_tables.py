@@ -188,7 +188,7 @@ def test_pictures_that_are_missing_or_named_twice(tmp_path, encode):
         ({"label_column": "image"}, "received image for the images and for the labels"),
     ):
         with pytest.raises(ValueError, match=message):
-            open_source(spec, image_key="image", **named)
+            open_source(spec, image_column="image", **named)
 
 
 @pytest.mark.parametrize("whole_group", [False, True])

@@ -166,7 +166,7 @@ def test_array_records_go_through_the_pipeline(array_records):
 
 def test_array_records_of_other_fields(array_records):
     with pytest.raises(ValueError, match=r"train-0.array_record: record 0 has the fie"):
-        open_source(f"array_record:{array_records}/*", image_key="img")
+        open_source(f"array_record:{array_records}/*", image_column="img")
 
 
 def test_array_records_of_something_else(tmp_path, write_array_record):
@@ -289,7 +289,7 @@ def test_rows_of_numbers(rows):
 
 
 @pytest.mark.parametrize(
-    ("header", "label_key", "label"),
+    ("header", "label_column", "label"),
     [
         ("a,b,c", "b", 2),
         ("a,b,c", None, 3),
@@ -298,9 +298,9 @@ def test_rows_of_numbers(rows):
         slow('\ufeff"a","b","c"', "a", 1),
     ],
 )
-def test_the_column_of_labels(tmp_path, header, label_key, label):
+def test_the_column_of_labels(tmp_path, header, label_column, label):
     (tmp_path / "a.csv").write_text(f"{header}\n1,2,3\n")
-    source = open_source(f"csv:{tmp_path}/a.csv", label_key=label_key)
+    source = open_source(f"csv:{tmp_path}/a.csv", label_column=label_column)
     ((row, found),) = _read(source, "train")
     assert found == label
     assert row.tolist() == [n for n in (1, 2, 3) if n != label]
@@ -477,13 +477,13 @@ def test_parquet_of_plain_bytes_and_other_names(tmp_path, encode, grey):
     table = table.rename_columns(["img", "fine"]).append_column("c", [["x", "y"]])
     parquet.write_table(table, tmp_path / "a.parquet")
     spec = f"parquet:{tmp_path}/a.parquet"
-    source = open_source(spec, image_key="img", label_key="fine")
+    source = open_source(spec, image_column="img", label_column="fine")
     assert [image.mean() for image, _ in _read(source, "train")] == [0, 10]
-    assert open_source(spec, image_key="img").class_names == ("x", "y")
-    with pytest.raises(ValueError, match=r"but 'img', 'c': .* by --image_key"):
-        open_source(spec, label_key="fine")
+    assert open_source(spec, image_column="img").class_names == ("x", "y")
+    with pytest.raises(ValueError, match=r"but 'img', 'c': .* by --image_column"):
+        open_source(spec, label_column="fine")
     with pytest.raises(ValueError, match=r"expected bytes of JPEG or PNG in 'c'"):
-        open_source(spec, image_key="c", label_key="fine")
+        open_source(spec, image_column="c", label_column="fine")
 
 
 def test_names_of_classes_are_hugging_faces(tmp_path, encode, grey):
@@ -525,7 +525,9 @@ def test_a_parquet_file_that_cannot_be_opened(tmp_path, table, message):
 
 def test_parquet_files_of_other_columns(tables):
     parquet.write_table(pa.table({"label": [1], "x": [2]}), tables / "train-2.parquet")
-    with pytest.raises(ValueError, match=r"image_key is 'image', but .*2.parquet has"):
+    with pytest.raises(
+        ValueError, match=r"image_column is 'image', but .*2.parquet has"
+    ):
         open_source(f"parquet:{tables}/*")
 
 

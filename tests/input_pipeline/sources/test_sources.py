@@ -4,7 +4,9 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
+from scripts import make_digits
 from tests import warm
 from towers.input_pipeline import open_source
 from towers.input_pipeline.sources.arrays import ArraySource
@@ -49,18 +51,29 @@ def test_importing_is_light():
 # --- digits
 
 
+def test_the_digits_that_are_shipped_are_those_of_scikit_learn():
+    expected = make_digits.arrays()
+    with np.load(make_digits.FILE) as shipped:
+        assert {*shipped} == {*expected}
+        for name, array in expected.items():
+            np.testing.assert_array_equal(shipped[name], array, strict=True)
+
+
 @pytest.mark.slow
 def test_digits_are_those_of_scikit_learn(digits):
     wanted = load_digits()
     pixels = np.rint(wanted.images * 255 / 16).astype(np.uint8)[..., None]
-    train, test = (_read(digits, split) for split in ("train", "test"))
-    # Equal as multisets: so the splits are disjoint and complete.
-    assert _comparable(train + test) == _comparable(
-        zip(pixels, wanted.target.tolist(), strict=True)
+    splits = train_test_split(
+        pixels, wanted.target, test_size=0.2, random_state=0, stratify=wanted.target
     )
+    for split, images, labels in zip(
+        ("train", "test"), splits[:2], splits[2:], strict=True
+    ):
+        expected = zip(images, labels.tolist(), strict=True)
+        assert _comparable(_read(digits, split)) == _comparable(expected)
     assert digits.splits == {"train": 1437, "test": 360}
     # As many of each digit.
-    counts = np.bincount([label for _, label in test])
+    counts = np.bincount(splits[3])
     assert 34 <= counts.min() <= counts.max() <= 38
 
 
@@ -226,7 +239,9 @@ def test_tfrecord_takes_other_names(tmp_path, encode, example, grey, write_tfrec
         open_source(f"tfrecord:{tmp_path}/*")
     assert f"{tmp_path}/a: record 0 (byte offset 0)" in str(caught.value)
     assert "cls (int64), img (bytes)" in str(caught.value)
-    source = open_source(f"tfrecord:{tmp_path}/*", image_key="img", label_key="cls")
+    source = open_source(
+        f"tfrecord:{tmp_path}/*", image_column="img", label_column="cls"
+    )
     [(image, label)] = _read(source, "train")
     assert (image.shape, image.mean(), label) == ((8, 8, 3), 7, 2)
 

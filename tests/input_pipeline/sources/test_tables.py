@@ -44,7 +44,7 @@ KINDS = pytest.mark.parametrize("kind", ["csv", "parquet"])
 
 
 @KINDS
-@pytest.mark.parametrize("option", ["label_key", "label_column", "feature_columns"])
+@pytest.mark.parametrize("option", ["label_column", "feature_columns"])
 def test_a_column_that_is_not_there(tmp_path, kind, option):
     spec = _write(tmp_path, kind, {"width": [1, 2], "label": [0, 1]})
     name = ["wdith"] if option == "feature_columns" else "wdith"
@@ -71,13 +71,13 @@ def test_labels_of_which_only_the_first_can_be_read(tmp_path, labels):
 def test_an_image_column_that_is_not_there(tmp_path):
     spec = _write(tmp_path, "parquet", {"a": [1, 2], "label": [0, 1]})
     with pytest.raises(
-        ValueError, match=r"image_key is 'img', but .* columns a, label"
+        ValueError, match=r"image_column is 'img', but .* columns a, label"
     ):
-        open_source(spec, image_key="img")
+        open_source(spec, image_column="img")
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
-@pytest.mark.parametrize("option", ["image_key", "label_key"])
+@pytest.mark.parametrize("option", ["image_column", "label_column"])
 def test_a_field_that_is_not_there(
     tmp_path, kind, option, image_example, grey, write_tfrecord
 ):
@@ -97,13 +97,11 @@ def test_a_field_that_is_not_there(
 @pytest.mark.parametrize(
     ("spec", "option", "kinds"),
     [
-        ("digits", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
-        ("tfds:mnist", {"label_key": "a"}, "tfrecord:, array_record:, parquet:, csv:"),
-        ("folder:a", {"label_column": "a"}, "tfds:, parquet:, csv:"),
-        ("csv:a", {"image_key": "a"}, "tfrecord:, array_record:, parquet:"),
+        ("digits", {"image_column": "a"}, "tfrecord:, array_record:, parquet:"),
+        ("folder:a", {"label_column": "a"}, "tfds:, tfrecord:, array_record:, parq"),
+        ("csv:a", {"image_column": "a"}, "tfrecord:, array_record:, parquet:"),
         ("csv:a", {"train_split": "a"}, "digits, tfds:"),
         ("tfrecord:a", {"feature_columns": ["a"]}, "tfds:, parquet:, csv:"),
-        ("tfrecord:a", {"label_column": "a"}, "tfds:, parquet:, csv:"),
         ("tfrecord:a", {"eval_fraction": 0.5}, "parquet:, csv:, npz:, npy:"),
         ("synthetic:2x2x1:2", {"num_classes": 2}, "tfds:, tfrecord:, array_record:, p"),
     ],
@@ -160,7 +158,7 @@ def test_columns_that_are_chosen(tmp_path, kind):
     for wrong in (["a", "y"], ["a", "a"], []):
         with pytest.raises(ValueError, match="expected at least one, each once, and"):
             open_source(spec, feature_columns=wrong, label_column="y")
-    with pytest.raises(ValueError, match="label_key=y and label_column=y, two names"):
+    with pytest.raises(TypeError, match="Received both label_key and label_column"):
         open_source(spec, label_key="y", label_column="y")
 
 

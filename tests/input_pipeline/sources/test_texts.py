@@ -267,7 +267,9 @@ def test_tokens_that_do_not_fit_into_memory_are_said(tmp_path, monkeypatch):
         available = 53
 
     monkeypatch.setattr(tokens.psutil, "virtual_memory", Free)
-    with pytest.raises(ValueError, match=r"by --cache_dir \(in Python, cache_dir\)"):
+    with pytest.raises(
+        ValueError, match=r"by --cache=disk:FOLDER \(in Python, cache_dir\)"
+    ):
         _open(tmp_path)
     assert _open(tmp_path, cache_dir=str(tmp_path / "cache")).splits == {"train": 6}
 

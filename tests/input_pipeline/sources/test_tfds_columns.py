@@ -173,8 +173,10 @@ def test_a_text_to_be_read_is_no_category(tmp_path):
 @pytest.mark.slow
 def test_a_run_on_movielens(data_dir, tmp_path):
     flags = "--dataset=tfds:movielens/100k-ratings", f"--data_dir={data_dir}"
-    parts = "--train_split=train[:80%]", "--eval_split=train[80%:]"
-    job = finished(*flags, *parts, "--model=dlrm", "--width=2", model_dir=tmp_path)
+    parts = ("--splits=train[:80%],train[80%:]",)
+    job = finished(
+        *flags, *parts, "--model=dlrm", "--model_options=width=2", model_dir=tmp_path
+    )
     assert job.setup.task.name == "regression"
     assert job.data.scaling.names == tuple(job.data.source.image_fields)
     columns = {

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.limits import HANG_S
 from towers.cluster import tensorflow_watch
-from towers.cluster.tensorflow_watch import HostWatch, difference, lost_by
+from towers.cluster.tensorflow_watch import SILENT_S, HostWatch, difference, lost_by
 from towers.hosts.group import HostFailedError, HostsDifferError
 
 NAMES = ["host 0", "host 1", "host 2"]
@@ -97,12 +97,12 @@ def closed(rank):
             "The following tasks are unhealthy (stopped sending heartbeats):\n"
             "/job:worker/replica:0/task:1\nThe tasks have crashed.",
             1,
-            "has not been heard for 10 s",
+            f"has not been heard for {SILENT_S:.0f} s",
         ),
         (
             "Deadline Exceeded\nRPC: /tensorflow.CoordinationService/Heartbeat",
             0,
-            "10 s",
+            f"{SILENT_S:.0f} s",
         ),
     ],
 )
@@ -144,7 +144,9 @@ def test_the_end_of_the_first_host(hosts, values):
 def test_a_silent_host_is_noticed_without_a_collective(hosts, values):
     values.silent = [2]
     wait_until(lambda: hosts[0].failure and hosts[1].failure)
-    assert hosts[1].failure.startswith("host 2 has not been heard for 10 s")
+    assert hosts[1].failure.startswith(
+        f"host 2 has not been heard for {SILENT_S:.0f} s"
+    )
 
 
 def test_a_program_that_has_ended_may_be_silent(hosts, values):
@@ -163,7 +165,9 @@ def test_a_first_host_that_answers_nothing_is_noticed(hosts, values, monkeypatch
         wait_until(lambda: hosts[1].failure and hosts[2].failure)
     finally:
         values.answers.set()
-    assert hosts[2].failure.startswith("host 0 has not been heard for 10 s")
+    assert hosts[2].failure.startswith(
+        f"host 0 has not been heard for {SILENT_S:.0f} s"
+    )
     assert hosts[0].failure is None and values.reports == []
 
 

@@ -1,5 +1,6 @@
 """towers.devices, with made-up GPUs under TensorFlow's own rules for them."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,11 +8,13 @@ import textwrap
 import threading
 import types
 
+import pynvml
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests import warm
+from tests.made_up_nvml import NOT_SUPPORTED, Nvml, memory
 from towers import devices
 from towers.devices import configuration, listing
 from towers.hosts import group
@@ -19,6 +22,9 @@ from towers.hosts.group import Membership
 from towers.machine import limits, nvml
 from towers.machine.limits import Processors
 from towers.machine.nvml import Gpu
+
+# Before tests replace it.
+list_gpus = nvml.gpus.__wrapped__
 
 
 def run_python(script: str) -> subprocess.CompletedProcess:
@@ -529,56 +535,46 @@ def test_resolve_errors(logical, gpus, message):
 GPUS = Gpu(0, "GPU-aaa1", 40960), Gpu(1, "GPU-bbb2", 81920)
 
 
-class Nvml:
-    """What nvidia-ml-py gives of `GPUS`; the second may be cut up."""
-
-    NVML_DEVICE_MIG_ENABLE = 1
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, mig=0, refused=None):
-        self.mig, self.refused = mig, refused
-
-    def nvmlInit(self):
-        if self.refused == "init":
-            raise self.NVMLError("Driver Not Loaded")
-
-    def nvmlDeviceGetCount(self):
-        return len(GPUS)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        if self.refused == "handle":
-            raise self.NVMLError("GPU is lost")
-        return index
-
-    def nvmlDeviceGetMigMode(self, gpu):
-        if gpu == 0:
-            raise self.NVMLError("Not Supported")
-        return [self.mig, 0]
-
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return types.SimpleNamespace(total=GPUS[gpu].memory_mb * 2**20 + 1000)
-
-    def nvmlDeviceGetUUID(self, gpu):
-        return GPUS[gpu].uuid
+def answers(**others):
+    """What NVML tells of `GPUS`."""
+    return {
+        "DeviceGetCount": len(GPUS),
+        "DeviceGetHandleByIndex": GPUS.__getitem__,
+        "DeviceGetUUID": lambda gpu: gpu.uuid,
+        "DeviceGetMemoryInfo": lambda gpu, *_: memory(0, gpu.memory_mb),
+        **others,
+    }
 
 
-def test_the_driver_lists_gpus():
-    assert nvml.Driver(Nvml()).gpus() == GPUS
-    assert nvml.Driver(Nvml(mig=1)).gpus() == ()
+def whole(monkeypatch, **others):
+    """Returns the indices of GPUs that CUDA's numbers may be of."""
+    monkeypatch.setattr(
+        nvml, "Driver", functools.partial(nvml.Driver, Nvml(**answers(**others)))
+    )
+    return [gpu.index for gpu in list_gpus()]
 
 
-@pytest.mark.parametrize("refused", ["init", "handle"])
-def test_a_driver_that_refuses_is_no_error(refused):
-    assert nvml.Driver(Nvml(refused=refused)).gpus() == ()
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({}, [0, 1]),
+        ({"DeviceGetMigMode": [pynvml.NVML_DEVICE_MIG_DISABLE, 0]}, [0, 1]),
+        ({"DeviceGetMigMode": lambda gpu: [gpu.index, 0]}, []),
+        ({"Init": NOT_SUPPORTED}, []),
+        ({"DeviceGetHandleByIndex": NOT_SUPPORTED}, []),
+        ({"DeviceGetUUID": NOT_SUPPORTED}, []),
+        ({"DeviceGetMemoryInfo": NOT_SUPPORTED}, []),
+    ],
+)
+def test_the_driver_lists_gpus(monkeypatch, others, expected):
+    assert whole(monkeypatch, **others) == expected
 
 
 def test_a_driver_that_hangs_is_asked_once(monkeypatch, capsys):
     monkeypatch.setattr(nvml, "_hangs", threading.Event())
     monkeypatch.setattr(nvml, "_LIMIT_S", 0.01)
-    hangs, goes_on = Nvml(), threading.Event()
-    hangs.nvmlDeviceGetCount = goes_on.wait
+    goes_on = threading.Event()
+    hangs = Nvml(DeviceGetCount=goes_on.wait)
     assert nvml.Driver(hangs).gpus() == ()
     assert nvml.Driver(Nvml()).gpus() == ()
     assert nvml.Driver(Nvml()).read("GPU-aaa1") == {}

@@ -95,12 +95,12 @@ def test_an_old_driver(doubts):
 def test_no_driver(doubts):
     lost = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     (said,) = doubts(found=0, used=(), Init=lost)
-    assert "because the driver does not answer: Driver Not Loaded; start" in said
+    assert "because NVIDIA's driver says Driver Not Loaded; start" in said
 
 
 def test_a_driver_that_lists_nothing(doubts):
     (said,) = doubts(found=0, used=(), DeviceGetCount=NOT_SUPPORTED)
-    assert "because the driver does not answer: it lists no GPU; start" in said
+    assert "because NVIDIA's driver lists no GPU; start" in said
 
 
 def test_tensorflow_finds_fewer(doubts):

@@ -37,7 +37,7 @@ from towers.doctor.finding import Finding, examine, in_a_line, ok
 from towers.doctor.gpus import checks as gpus
 from towers.doctor.gpus import seen
 from towers.keras_adapter import versions as tested_versions
-from towers.machine.nvml import Driver
+from towers.machine.nvml import Driver, Gpu, Holder
 from towers.program.extras import install_command
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +74,7 @@ def report(environ, capsys, monkeypatch, tmp_path):
 
     def run(*flags):
         folders = (f"--model_dir={tmp_path}", f"--data_dir={tmp_path}")
-        code = doctor.main(["--json", *folders, *flags])
+        code = doctor.main(["", "--json", *folders, *flags])
         return code, read(capsys.readouterr().out)
 
     return run
@@ -143,11 +143,11 @@ def test_lines(capsys, monkeypatch):
         "note   cores             few of them",
         "",
     ]
-    assert doctor.main([]) == 0
+    assert doctor.main([""]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said == [*lines, "Nothing wrong, 1 to note."]
     found["disk"] = Finding("wrong", "full", {})
-    assert doctor.main([]) == 2
+    assert doctor.main([""]) == 2
     said = capsys.readouterr().out.splitlines()
     lines[-1:] = ["wrong  disk              full", ""]
     assert said == [*lines, "1 wrong, 1 to note."]
@@ -196,11 +196,14 @@ def test_a_disk_that_cannot_be_written_to(report, tmp_path, options, error):
     [
         ("--nonsense", "; see --help.\n"),
         ("runs/mine", "; see --help.\n"),
-        ("--num_gpus=x", ": Received --num_gpus=x; expected a whole number.\n"),
+        (
+            "--num_gpus=x",
+            ": Received --num_gpus=x; expected a whole number; see --help.\n",
+        ),
     ],
 )
 def test_wrong_flags(flag, ends, capsys):
-    assert doctor.main([flag]) == 1
+    assert doctor.main(["", flag]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("towers.doctor: ")
@@ -209,7 +212,7 @@ def test_wrong_flags(flag, ends, capsys):
 
 
 def test_no_tower(capsys):
-    assert doctor.main(["--num_gpus=0"]) == 1
+    assert doctor.main(["", "--num_gpus=0"]) == 1
     said = "towers.doctor: Received --num_gpus=0; expected at least 1.\n"
     assert capsys.readouterr().err == said
 
@@ -219,7 +222,7 @@ def test_ctrl_c(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpus, "look", stop)
-    assert doctor.main([]) == 130
+    assert doctor.main([""]) == 130
     assert capsys.readouterr().err == "towers.doctor: Stopped by Ctrl-C.\n"
 
 
@@ -505,10 +508,10 @@ def machine(tmp_path, monkeypatch):
 def test_look(machine):
     assert machine.gpus == machine.on_bus == machine.device_files == 2
     assert machine.driver == "555.58.02"
-    assert machine.cards[1] == gpus.SeenCard(
-        1, "NVIDIA H200", "GPU-b", 81559, 500, "9.0"
+    assert machine.cards[1] == Gpu(
+        *(1, "GPU-b", 81559, 81059, 500, "NVIDIA H200", "9.0"),
+        holders=(Holder(4194305, 60000, True, "python"),),
     )
-    assert machine.holders == (("GPU-b", "process 4194305 (python)", 60000),)
     assert machine.fault == ""
     # Of a TensorFlow without CUDA, nothing is asked of a driver.
     without = DeviceProbe(build={}, gpus=0)
@@ -522,8 +525,11 @@ def test_look(machine):
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (("", "", None), "it gives nothing within 30 s"),
-        (("", "a warning\nSegmentation fault\n", -11), "asking it fails: Segmentation"),
+        (("", "", None), "NVIDIA's driver gives nothing within 30 s"),
+        (
+            ("", "a warning\nSegmentation fault\n", -11),
+            "asking NVIDIA's driver fails: Segm",
+        ),
     ],
 )
 def test_a_driver_that_breaks_the_process(tmp_path, monkeypatch, answer, fault):
@@ -534,8 +540,8 @@ def test_a_driver_that_breaks_the_process(tmp_path, monkeypatch, answer, fault):
 def test_holders_without_psutil(machine, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "towers.processes.described", None)
     drive(monkeypatch)
-    (holder,) = gpus.look(tmp_path, {}).holders
-    assert holder == ("GPU-b", "process 4194305 (python)", 60000)
+    finding = gpus.check_memory(gpus.look(tmp_path, {}))
+    assert "GPU 1's is held by process 4194305 (python)" in finding.text
 
 
 def test_a_driver_that_does_not_answer(machine, tmp_path, monkeypatch):
@@ -543,10 +549,11 @@ def test_a_driver_that_does_not_answer(machine, tmp_path, monkeypatch):
     drive(monkeypatch, Init=mismatch)
     machine = gpus.look(tmp_path, {})
     assert machine.gpus == 2
-    assert machine.fault == str(mismatch)
+    said = f"NVIDIA's driver says {mismatch}; start the machine anew"
+    assert machine.fault == said
     finding = gpus.check_gpus(machine, DeviceProbe(build=BUILT, gpus=0), {})
     assert finding.verdict == "wrong"
-    assert f"because the driver does not answer: {mismatch}" in finding.text
+    assert finding.text.endswith(f"because {said}")
     assert (
         gpus.check_driver(machine, DeviceProbe(build=BUILT, gpus=0)).verdict == "wrong"
     )
@@ -556,14 +563,17 @@ def test_a_driver_that_does_not_answer(machine, tmp_path, monkeypatch):
 
 def test_no_gpu(tmp_path, monkeypatch):
     # In a process, whose library is missing.
-    lost = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     (tmp_path / "pynvml.py").write_text(
         "class NVMLError(Exception): pass\n"
-        f"def nvmlInit(): raise NVMLError({str(lost)!r})"
+        "class NVMLError_LibraryNotFound(NVMLError): pass\n"
+        "def nvmlInit(): raise NVMLError_LibraryNotFound"
     )
     machine, found = gpus.look(tmp_path, {}), DeviceProbe(build=BUILT, gpus=0)
-    assert machine == gpus.SeenMachine(0, 0, fault=str(lost))
+    assert machine == gpus.SeenMachine(
+        *(0, 0),
+        fault="no NVIDIA driver is found on this machine; install it if there is a GPU",
+    )
     assert gpus.check_gpus(machine, found, {}).verdict == "note"
     for finding in (
         gpus.check_driver(machine, found),
@@ -673,7 +683,8 @@ def test_slices(machine, tmp_path, monkeypatch):
     modes = {"gpu 0": (pynvml.NVML_DEVICE_MIG_ENABLE, 1)}
     drive(monkeypatch, DeviceGetMigMode=lambda card: modes.get(card, NOT_SUPPORTED))
     cut_up = gpus.look(tmp_path, {})
-    assert cut_up == machine._replace(cut_up=True)
+    cards = machine.cards[0]._replace(cut_up=True), machine.cards[1]
+    assert cut_up == machine._replace(cut_up=True, cards=cards)
     finding = gpus.check_gpus(cut_up, DeviceProbe(build=BUILT, gpus=1), {})
     assert finding.verdict == "note"
     assert "train on each in a process of its own, with CUDA_VISIBLE" in finding.text
@@ -765,11 +776,11 @@ def test_memory_of_gpus(machine):
         "GPU 1 has 500 of 81,559 MB free; GPU 1's is held by process 4194305 (python)"
         in (finding.text)
     )
-    card = machine.cards[1]._replace(free_mb=40_000)
-    some = machine._replace(cards=(machine.cards[0], card), holders=())
+    card = machine.cards[1]._replace(free_mb=40_000, holders=())
+    some = machine._replace(cards=(machine.cards[0], card))
     finding = gpus.check_memory(some)
     assert finding.verdict == "note"
-    assert "that nvidia-smi does not name here" in finding.text
+    assert "that NVIDIA's driver does not name here" in finding.text
     assert gpus.check_memory(some._replace(cards=some.cards[:1])).verdict == "ok"
 
 

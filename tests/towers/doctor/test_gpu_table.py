@@ -43,7 +43,7 @@ def cards(**answers):
 
 
 def notes(environ=None, **answers):
-    return gpu_notes.notes(Driver(Nvml(**answers)), "gpu 0", environ or {})
+    return gpu_notes.notes(Driver(Nvml(**answers)), 0, environ or {})
 
 
 def test_who_holds_a_gpu(tmp_path):
@@ -57,20 +57,22 @@ def test_who_holds_a_gpu(tmp_path):
             DeviceGetUtilizationRates=types.SimpleNamespace(gpu=87),
             DeviceGetComputeRunningProcesses=[held(ME, 700), held(STRANGER, None)],
         )
-    mine, strange = card.holders
-    assert mine.process.user == psutil.Process().username()
-    assert "python" in mine.process.command
-    assert (mine.memory_mb, mine.model_dir) == (700, str(tmp_path))
-    assert strange.process == describe(STRANGER) == Described(STRANGER)
-    assert (strange.memory_mb, strange.model_dir) == (None, "")
-    lines = gpu_table.as_text([card]).splitlines()
+        lines = gpu_table.as_text([card]).splitlines()
+        (shown,) = json.loads(json.dumps(gpu_table.as_json([card])))
+    mine, strange = shown["holders"]
+    user = psutil.Process().username()
+    assert mine["process"]["user"] == user
+    assert "python" in mine["process"]["command"]
+    assert (mine["memory_mb"], mine["model_dir"]) == (700, str(tmp_path))
+    assert strange["process"] == Described(STRANGER)._asdict()
+    assert (strange["memory_mb"], strange["model_dir"]) == (None, "")
+    assert describe(STRANGER) == Described(STRANGER)
     assert lines[0] == "GPU 0  NVIDIA H200, GPU-aaa: 900 of 1,000 MB held, 87% busy"
-    assert lines[1].startswith(f"    700 MB by process {ME} of {mine.process.user}")
+    assert lines[1].startswith(f"    700 MB by process {ME} of {user}")
     assert lines[2] == f"        trains in {tmp_path}"
     assert lines[3] == f"    ? MB by process {STRANGER}"
-    found = json.loads(json.dumps(gpu_table.as_json([card])))
-    assert found[0]["holders"][0]["process"]["pid"] == ME
-    assert found[0]["utilization"] == 0.87
+    assert mine["process"]["pid"] == ME
+    assert (shown["index"], shown["utilization"]) == (0, 0.87)
 
 
 def test_a_driver_that_tells_nothing_more():
@@ -150,20 +152,22 @@ def test_a_driver_that_hangs(monkeypatch, capsys):
     goes_on = threading.Event()
     hangs = Nvml(DeviceGetName=lambda handle: goes_on.wait())
     monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(hangs))
-    assert doctor.main(["--gpus"]) == 1
+    assert doctor.main(["", "--gpus"]) == 1
     goes_on.set()
     said = capsys.readouterr()
     assert said.out == ""
-    assert "tells nothing of GPUs (it has not answered within 0.01 s)" in said.err
+    assert (
+        "Received --gpus, but NVIDIA's driver gives nothing within 0.01 s; " in said.err
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "begins"),
     [
-        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "No NVIDIA driver was found on this "),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "no NVIDIA driver is found on this ma"),
         (
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
-            "NVIDIA's driver tells nothing of GPUs (Driver Not Loaded); ",
+            "NVIDIA's driver says Driver Not Loaded; start the machine anew.",
         ),
     ],
 )
@@ -172,8 +176,10 @@ def test_no_driver_is_another_matter_than_one_that_is_silent(
 ):
     silent = Nvml(Init=pynvml.NVMLError(code))
     monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(silent))
-    assert doctor.main(["--gpus"]) == 1
-    assert capsys.readouterr().err.startswith(f"towers.doctor: {begins}")
+    assert doctor.main(["", "--gpus"]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"towers.doctor: Received --gpus, but {begins}"
+    )
 
 
 def test_all_kinds_of_processes():
@@ -182,8 +188,9 @@ def test_all_kinds_of_processes():
         DeviceGetMPSComputeRunningProcesses=[held(STRANGER, 50)],
         DeviceGetGraphicsRunningProcesses=[held(STRANGER + 1, 20), held(ME, 700)],
     )
-    found = {each.process.pid: each.memory_mb for each in card.holders}
+    found = {each.pid: each.memory_mb for each in card.holders}
     assert found == {ME: 700, STRANGER: 50, STRANGER + 1: 20}
+    assert [each.computes for each in card.holders] == [True, True, False]
 
 
 def test_a_driver_that_is_older_than_the_library():
@@ -209,17 +216,17 @@ def test_no_gpu():
 
 def test_no_driver(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert doctor.main(["--gpus"]) == 1
+    assert doctor.main(["", "--gpus"]) == 1
     said = capsys.readouterr().err
-    assert "nvidia-ml-py is not installed" in said
-    assert "expected a machine with a GPU" in said
+    expected = "nvidia-ml-py is not installed; pip install nvidia-ml-py.\n"
+    assert said == f"towers.doctor: Received --gpus, but {expected}"
 
 
 def test_the_doctor_lists_gpus(monkeypatch, capsys):
     monkeypatch.setattr(gpu_table, "Driver", lambda: Driver(Nvml(DeviceGetCount=2)))
-    assert doctor.main(["--gpus"]) == 0
+    assert doctor.main(["", "--gpus"]) == 0
     assert "GPU 1  a GPU" in capsys.readouterr().out
-    assert doctor.main(["--gpus", "--json"]) == 0
+    assert doctor.main(["", "--gpus", "--json"]) == 0
     assert [each["index"] for each in json.loads(capsys.readouterr().out)] == [0, 1]
 
 
@@ -230,11 +237,11 @@ def test_the_doctor_lists_the_gpus_of_all_hosts(monkeypatch, capsys):
         hosts, "gather", lambda place, told: {"host 0": told, "host 1": without}
     )
     flags = ["--gpus", "--hosts=203.0.113.1:8476,127.0.0.1:8477"]
-    assert doctor.main(flags) == 0
+    assert doctor.main(["", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host 0", "GPU 0  a GPU: memory unknown"]
     assert lines[-2:] == ["host 1", "NVIDIA's driver tells nothing"]
-    assert doctor.main([*flags, "--json"]) == 0
+    assert doctor.main(["", *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["host 0"][0]["index"], found["host 1"]) == (0, None)
 
@@ -245,7 +252,7 @@ def test_hosts_that_do_not_meet(monkeypatch, capsys):
 
     monkeypatch.setattr(hosts, "gather", fail)
     flags = ["--gpus", "--hosts=203.0.113.1:8476,127.0.0.1:8477"]
-    assert doctor.main(flags) == 1
+    assert doctor.main(["", *flags]) == 1
     assert capsys.readouterr().err == "towers.doctor: host 1 does not come\n"
 
 
@@ -408,7 +415,8 @@ def test_the_model_dir_of_another_users_run(monkeypatch, command, expected):
     stranger = Described(STRANGER, "anna", command)
     monkeypatch.setattr(gpu_table, "describe_holder", lambda pid: stranger)
     (card,) = cards(DeviceGetComputeRunningProcesses=[held(STRANGER, 1)])
-    assert card.holders[0].model_dir == expected
+    (shown,) = gpu_table.as_json([card])
+    assert shown["holders"][0]["model_dir"] == expected
 
 
 def test_it_needs_no_tensorflow():

@@ -317,7 +317,7 @@ def test_data_of_the_users_own_go_on_within_an_epoch(tmp_path, kind, towers):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_patience_counts_on(tmp_path, dtype):
     """Of a loss of which more is better, the first epoch is the best."""
-    flags = "--monitor=val_loss", "--monitor_mode=max", f"--dtype={dtype}"
+    flags = "--monitor=max:val_loss", f"--dtype={dtype}"
     flags += "--early_stopping=3", "--num_gpus=2", "--train_epochs=9"
     seen = train(tmp_path / "run", *flags, mine=SMOOTH + PLATEAU, events={3: 3})
     assert seen.steps == BOTH + epochs(3, 3) + [(5, 3, 0.03)] * 5

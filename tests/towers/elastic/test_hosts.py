@@ -21,7 +21,7 @@ def flags_of(path, model):
     return (
         *("--dataset=synthetic:4x4x1:3:1472", f"--model={model}", "--deterministic"),
         *("--variable_update=parameter_server", "--num_gpus=1", "--train_epochs=12"),
-        *("--save_steps=5", f"--model_dir={path}"),
+        *("--save_every=5", f"--model_dir={path}"),
     )
 
 

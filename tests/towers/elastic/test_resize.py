@@ -218,7 +218,7 @@ def test_the_end_of_the_data_answers(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the following arguments are required: model_dir"),
+        ([], "Received no MODEL_DIR; expected it: Folder of a"),
         (["d"], "neither --num_gpus nor --gpu_indices"),
         (["d", "--num_gpus=1", "--gpu_indices=0"], "both --num_gpus and --gpu_indices"),
         (["d", "--num_gpus=0"], "--num_gpus=0; expected at least 1"),
@@ -226,20 +226,20 @@ def test_the_end_of_the_data_answers(tmp_path):
         (["d", "--gpu_indices=a"], "--gpu_indices=a; expected numbers from 0"),
         (["d", "--gpu_indices=1,1"], "expected each GPU once"),
         (["d", f"--gpu_indices={'1' * 5000}"], "expected numbers from 0, such as"),
-        (["", "--num_gpus=1"], "Received an empty model_dir; expected the folder"),
+        (["", "--num_gpus=1"], "Received no MODEL_DIR; expected it: Folder"),
         (["d", "--num_gpus=1", "--split_ratios=0"], "expected numbers from 1"),
-        (["d", "--num_gpus=1", "--wait_seconds=0"], "--wait_seconds=0; expected"),
+        (["d", "--num_gpus=1", "--wait_seconds=0"], "--wait_seconds=0.0; expected"),
         (["d", "--num_gpus=1", "--wait_seconds=nan"], "--wait_seconds=nan; expected"),
         (["d", "--gpus=1"], "no such flag (did you mean --num_gpus?)"),
     ],
 )
 def test_arguments_are_checked(argv, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        arguments.read(argv, "What it is for.")
+        arguments.read(["", *argv], "What it is for.")
 
 
 def test_the_program_says_that_no_run_trains(tmp_path, capsys):
-    assert program.main([str(tmp_path), "--num_gpus=2"]) == 1
+    assert program.main(["", str(tmp_path), "--num_gpus=2"]) == 1
     assert (
         "where no run trains; expected the model_dir of one" in capsys.readouterr().err
     )
@@ -247,14 +247,14 @@ def test_the_program_says_that_no_run_trains(tmp_path, capsys):
 
 def test_the_program_says_what_the_run_answers(locked, capsys, monkeypatch):
     monkeypatch.setattr(requests, "ask", lambda folder, asked, s: {"done": "It has."})
-    assert program.main([str(locked), "--num_gpus=2"]) == 0
+    assert program.main(["", str(locked), "--num_gpus=2"]) == 0
     assert capsys.readouterr().out == "It has.\n"
 
     def stopped(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(requests, "ask", stopped)
-    assert program.main([str(locked), "--num_gpus=2"]) == 130
+    assert program.main(["", str(locked), "--num_gpus=2"]) == 130
 
 
 def model_and_data():
@@ -383,8 +383,8 @@ def test_a_run_of_the_program(tmp_path):
     wait_for(process, "epoch 1/")
     said = []
     for argv in (["--num_gpus=4"], ["--gpu_indices=3,1", "--split_ratios=2,1"]):
-        assert program.main([str(folder), *argv]) == 0
-    assert program.main([str(folder), "--num_gpus=9"]) == 1
+        assert program.main(["", str(folder), *argv]) == 0
+    assert program.main(["", str(folder), "--num_gpus=9"]) == 1
     process.send_signal(2)
     done = finish(process)
     assert done.returncode == 130, done.stderr

@@ -178,7 +178,7 @@ def test_places_are_parts_of_gpus(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("value", ["", "a", "0", "0.5:0.2", "0.5:2", "1:1:1", "nan"])
+@pytest.mark.parametrize("value", ["", "a", "0", "0.5:0.2", "0.5:2", "1:1:1:1", "nan"])
 def test_the_flag_is_checked(value):
     with pytest.raises(ValueError, match="expected parts of the GPUs' memory"):
         read_settings(f"--share_gpus={value}")
@@ -204,7 +204,7 @@ class Run:
     def __init__(self, folder, share, *devices, gpus=""):
         self.process = start(
             *("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", *devices),
-            *("--train_epochs=100000", "--log_steps=1000000", "--stall_seconds=0"),
+            *("--train_epochs=100000", "--log_steps=1000000", "--on_stall=never"),
             *(f"--model_dir={folder}", f"--share_gpus={share}"),
             gpus=gpus,
         )

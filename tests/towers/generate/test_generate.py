@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -29,9 +30,9 @@ def bigrams(table):
 
 
 def drawn(model, count, begun=(1,), length=LENGTH, **options):
-    options = {"temperature": 1.0, **options}
-    found = sampling.tokens(model, begun, length, **options)
-    return [*itertools.islice(found, count)]
+    options = {"temperature": 1.0, "seeds": [options.pop("seed", 0)], **options}
+    columns = sampling.tokens(model, begun, length, **options)
+    return [int(column[0]) for column in itertools.islice(columns, count)]
 
 
 def test_the_likeliest_token():
@@ -46,6 +47,8 @@ def test_the_likeliest_token():
     assert drawn(model, 7, temperature=0.01) == expected
     # More tokens than the model reads.
     assert drawn(model, 1, begun=[3, 3, 3, 3, 1], temperature=0) == [3]
+    # Where 0 is a token, too.
+    assert drawn(model, 2, temperature=0, has_padding=False) == [0, 0]
 
 
 @pytest.mark.slow
@@ -96,6 +99,21 @@ def test_a_text_goes_on_to_its_end():
     assert sampling.generate(trained(), "xyzab", max_tokens=2) == "xyzabcd"
 
 
+def test_texts_of_one_batch_end_where_each_ends():
+    table = np.full((ByteTokenizer.size, ByteTokenizer.size), -99.0)
+    # "a" or the end.
+    table[:, [1 + ord("a"), ByteTokenizer.end]] = 0, -1
+    model = trained(model=bigrams(table))
+    seeds = sampling.seeds_of(2**32 - 3, 8)
+    assert seeds == [2**32 - 3, 2**32 - 2, 2**32 - 1, 0, 1, 2, 3, 4]
+    texts = sampling.generate_samples(model, "b", seeds=seeds, temperature=1)
+    assert texts == [
+        sampling.generate(model, "b", seed=seed, temperature=1) for seed in seeds
+    ]
+    assert len({*texts}) > 2
+    assert all(re.fullmatch("ba*", text) for text in texts)
+
+
 def test_a_prompt_in_no_encoding():
     assert sampling.generate(trained(), "\udcffab", max_tokens=1) == "\ufffdabc"
     with pytest.raises(ValueError, match="The prompt is not UTF-8 at byte 0, expected"):
@@ -142,6 +160,18 @@ def test_the_command_writes_a_text(model_dir):
     assert len(done.stdout) > len("def\n")
 
 
+def test_the_command_writes_several_texts(model_dir):
+    flags = "--prompt=def", "--max_tokens=9", "--seed=7", "--temperature=2"
+    several = warm.run("towers.generate", str(model_dir), *flags, "--num_samples=2")
+    assert several.returncode == 0, several.stderr
+    alone = [
+        warm.run("towers.generate", str(model_dir), *flags, f"--seed={seed}").stdout
+        for seed in (7, 8)
+    ]
+    assert several.stdout == f"--- seed 7\n{alone[0]}--- seed 8\n{alone[1]}"
+    assert alone[0] != alone[1]
+
+
 @pytest.mark.quick_one_in(2)
 @pytest.mark.parametrize(
     ("flag", "message"),
@@ -150,18 +180,19 @@ def test_the_command_writes_a_text(model_dir):
         ("--temperature=nan", "--temperature=nan; expected at least 0"),
         ("--top_k=0", "--top_k=0; expected at least 1"),
         ("--max_tokens=0", "--max_tokens=0; expected at least 1"),
+        ("--num_samples=0", "--num_samples=0; expected at least 1"),
         ("--max_tokens=x", "Received --max_tokens=x; expected a whole number"),
-        ("--seed=4294967296", "--seed=4294967296; expected less than 4294967296, at"),
+        ("--seed=4294967296", "--seed=4294967296; expected 0 to 4294967295"),
         ("--promt=x", r"no such flag \(did you mean --prompt\?\)"),
         ("--checkpoint=best", "has no best.keras; expected the model_dir of a run"),
     ],
 )
 def test_bad_arguments(model_dir, flag, message):
     with pytest.raises(ValueError, match=message):
-        arguments.read([str(model_dir), flag], "")
+        arguments.read(["", str(model_dir), flag], "")
 
 
 def test_the_run_of_another_task(model_dir):
     trained(task="tagging").preprocessing.save(str(model_dir))
     with pytest.raises(ValueError, match="with --task=tagging; expected one with --ta"):
-        arguments.read([str(model_dir)], "")
+        arguments.read(["", str(model_dir)], "")

@@ -79,7 +79,8 @@ class Cluster:
         self._nodes, self._count = [], 2
         self.environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
-            **{"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"},
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "CUDA_VISIBLE_DEVICES": "-1",
             # Ray takes lines for the same that differ by numbers.
             "RAY_DEDUP_LOGS": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",

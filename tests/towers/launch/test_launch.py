@@ -466,22 +466,25 @@ WRONG = {
     "--hosts=3:2": "Received --hosts=3:2; expected",
     "--hosts=x": "Received --hosts=x; expected",
     "--hosts=2 --num_gpus=0": "Received --num_gpus=0; expected at least 1.",
-    "--hosts=2 --num_gpus=x": "Received --num_gpus=x; expected a whole number.",
+    "--hosts=2 --num_gpus=x": "Received --num_gpus=x; expected a whole number",
     "--hosts=2 --max_restarts=-1": "Received --max_restarts=-1; expected at least 0.",
-    "--hosts=2 --fail_seconds=0": "Received --fail_seconds=0; expected a number of",
-    "--hosts=2 --join_seconds=nan": "Received --join_seconds=nan; expected a number",
+    "--hosts=2 --fail_seconds=0": "Received --fail_seconds=0.0; expected more than",
+    "--hosts=2 --join_seconds=nan": "Received --join_seconds=nan; expected more",
     "--hosts=2 --host_rank=2": "Received --host_rank=2 for 2 hosts; expected 0 to 1.",
-    "--hosts=2 --host_rank=x": "Received --host_rank=x; expected a number or auto.",
+    "--hosts=2 --host_rank=x": "Received --host_rank=x; expected a whole number, "
+    "or auto; see --help.",
     "--hosts=2 --host_rank=1": "Received --coordinator=; expected where",
     "--hosts=2 --coordinator=a:1": "Received --coordinator without --host_rank",
     "--hosts=2 --interface=lo": "Received --interface without --host_rank",
     "--hosts=1:2 --host_file=x": "Received --host_file=x; --host_file is gone, with",
     "--hosts=2 --host_file x": "Received --host_file; --host_file is gone, with the",
-    "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected local or ray.",
+    "--hosts=2 --launcher=mpi": "Received --launcher=mpi; expected one of local, "
+    "ray; see --help.",
     "--hosts=2 --num_cpus=2": "Received --num_cpus=2 without --launcher=ray; expected",
     "--hosts=2 --launcher=ray --host_rank=0": "Received --host_rank with --laun",
     "--hosts=2 --launcher=ray --log_dir=x": "Received --log_dir with --launcher=ray",
-    "--hosts=2 --launcher=ray --placement_strategy=x": "expected PACK, SPREAD, STRICT",
+    "--hosts=2 --launcher=ray --placement_strategy=x": "expected one of PACK, "
+    "SPREAD, STRICT",
     "--hosts=2 --launcher=ray --num_cpus=0": "Received --num_cpus=0; expected at least",
     "--hosts=2 --model=cnn": "Received --model before --; expected flags of towers",
     "--hsots=2": "Received --hsots, but there is no such flag (did you mean --hosts?)",
@@ -573,7 +576,7 @@ def test_flags_of_towers_train(tmp_path):
     asked = [
         ["--hosts=2", "--num_gpus=2", "--", folder],
         ["--hosts=2", "--", folder, "--num_gpus=3"],
-        ["--hosts=2", "--num_gpus=2", "--", model, folder],
+        ["--hosts=2", "--num_gpus=2", "--", model, folder, "--num_gpus=3"],
         ["--hosts=2", "--", "--gpu_indices=0,1"],
     ]
     done = subprocess.run(
@@ -584,7 +587,6 @@ def test_flags_of_towers_train(tmp_path):
         timeout=HANG_S,
     )
     assert done.stderr == ""
-    # absl's flags stay from one reading to the next.
     assert done.stdout.splitlines() == [
         f"-m towers.train {folder} --num_gpus=2 2 {tmp_path}",
         f"-m towers.train {folder} --num_gpus=3 3 {tmp_path}",

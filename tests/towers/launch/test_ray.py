@@ -232,7 +232,7 @@ def build(input_shape):
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 """
 TRAIN = (
-    *("--deterministic", "--seed=1", "--train_epochs=2", "--save_steps=3"),
+    *("--deterministic", "--seed=1", "--train_epochs=2", "--save_every=3"),
     *("--num_gpus=2", "--log_steps=1"),
 )
 

@@ -23,7 +23,7 @@ from towers.collectives.joined_hosts import this_host
 from towers.collectives.spread.tables import SpreadTable, fetch, give
 from towers.collectives.spread.variable import SpreadVariable
 from towers.hosts.group import HostsDifferError, Membership
-from towers.keras_adapter import cluster, optimizers
+from towers.keras_adapter import optimizers, runtime
 from towers.layers import sharded
 
 
@@ -64,16 +64,16 @@ class Sent(keras.callbacks.Callback):
         """Counts from now on."""
         super().__init__()
         self.bytes, self._sent = [], tf.Variable(0.0, trainable=False)
-        cluster.all_gather = self._counted(cluster.all_gather, lambda n: n - 1)
-        cluster.all_reduce = self._counted(
-            cluster.all_reduce, lambda n: 2 * (n - 1) / n
+        runtime.all_gather = self._counted(runtime.all_gather, lambda n: n - 1)
+        runtime.all_reduce = self._counted(
+            runtime.all_reduce, lambda n: 2 * (n - 1) / n
         )
 
     def _counted(self, collective, times):
-        def call(tensor, tasks, *args):
+        def call(tensor, group, *args):
             size = tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size
-            self._sent.assign_add(size * times(tasks))
-            return collective(tensor, tasks, *args)
+            self._sent.assign_add(size * times(group.size))
+            return collective(tensor, group, *args)
 
         return call
 

@@ -173,6 +173,11 @@ def test_changed_flags_are_said():
         "(not given before)."
     )
     assert continued.changed_flags(now.as_text(), now) is None
+    # The flags of 0.2 are read as those that replace them.
+    now = Settings(save_every=("3", "0min"), monitor="min:loss", dataset="digits")
+    old = "--dataset=digits\n--save_steps=3\n--save_minutes=0\n--stall_seconds=300\n"
+    old += "--monitor=loss\n--monitor_mode=min\n--all_reduce_alg=auto\n"
+    assert continued.changed_flags(old, now, trains=False) is None
 
 
 @pytest.mark.parametrize("validates", [True, False])

@@ -182,9 +182,18 @@ class TestGpus:
             "are left out.\n"
         )
 
-    @pytest.mark.parametrize("refused", ["init", "handle"])
+    @pytest.mark.parametrize(
+        ("refused", "why"),
+        [
+            (
+                "init",
+                "NVIDIA's driver says Not Supported; start the machine anew",
+            ),
+            ("handle", "Not Supported"),
+        ],
+    )
     def test_without_a_driver_what_tensorflow_knows_is_left(
-        self, cards, capsys, refused
+        self, cards, capsys, refused, why
     ):
         device_report = DeviceReport(ON_GPUS, Driver(Nvml([refused])))
         values = device_report.measured()
@@ -192,7 +201,7 @@ class TestGpus:
         assert of(values, "device/gpu:0") == kept
         assert capsys.readouterr().err == (
             "towers: NVIDIA's driver does not tell used_mb, utilization, "
-            "temperature_c, power_w (Not Supported); they are left out.\n"
+            f"temperature_c, power_w ({why}); they are left out.\n"
         )
         first, *_ = columns(device_report.text())
         assert first["memory"] == "1,024 MB"
@@ -201,7 +210,8 @@ class TestGpus:
     def test_without_nvidia_ml_py(self, cards, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", None)
         DeviceReport(ON_GPUS).measured()
-        assert "(nvidia-ml-py is not installed)" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "(nvidia-ml-py is not installed; pip install nvidia-ml-py)" in said
 
     def test_a_gpu_that_nvidia_smi_does_not_name(self, cards, capsys, monkeypatch):
         monkeypatch.setattr(report.nvml, "gpu", lambda index: None)  # as with MIG

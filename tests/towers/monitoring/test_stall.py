@@ -691,7 +691,7 @@ def test_a_service_whose_worker_is_killed(tmp_path):
             *(f"--model_dir={tmp_path / 'run'}", f"--data_service=grpc://{address}"),
             *("--model=mlp", "--batch_size=8", "--train_epochs=100000"),
             *("--variable_update=parameter_server", "--image_size=4"),
-            *("--stall_seconds=10", "--on_stall=stop"),
+            *("--on_stall=stop:10"),
         )
         for line in run.stdout:
             if line.startswith("epoch 2/"):
@@ -706,8 +706,8 @@ def test_a_service_whose_worker_is_killed(tmp_path):
 
 
 def test_flags(tmp_path):
-    with pytest.raises(ValueError, match=r"-1\.0; expected"):
-        checks.check(Settings(stall_seconds=-1.0))
+    with pytest.raises(ValueError, match="wait:-1; expected"):
+        checks.check(Settings(on_stall="wait:-1"))
 
 
 @pytest.mark.parametrize(

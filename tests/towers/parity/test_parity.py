@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import flagsaver
 
 import towers
 from tests import warm
@@ -726,8 +725,7 @@ def test_hosts_are_started(monkeypatch):
     monkeypatch.setattr(check_flags.os, "execv", started)
     argv = ["towers.parity", "--hosts=2", "--num_gpus=3", "--model=mlp"]
     for environ, count in ({}, 1), ({"TOWERS_HOST_RANK": "0"}, 1):
-        with flagsaver.flagsaver():
-            found = check_flags.read(argv, "What it is for.", environ)
+        found = check_flags.read(argv, "What it is for.", environ)
         assert (found.hosts, started.call_count) == (2, count)
     _, command = started.call_args.args
     assert command[1:] == [
@@ -759,11 +757,11 @@ def test_what_the_command_compares(monkeypatch, capsys, equal, code):
 
 
 def test_another_host_that_fails_is_said(monkeypatch, capsys):
-    def fails(settings):
+    def fails(settings, steps):
         raise HostFailedError("Host 1 has failed.")
 
     monkeypatch.setattr(parity_program, "check", fails)
-    assert parity_program.main(read_settings("--model=mlp")) == ending.ANOTHER_FAILED
+    assert parity_program.main(check_flags.Check(model="mlp")) == ending.ANOTHER_FAILED
     assert capsys.readouterr().err == "towers.parity: Host 1 has failed.\n"
 
 

@@ -20,6 +20,6 @@ def predicted(model_dir, *names, code=0):
     """What towers.predict writes for files, as rows; flags may be among the names."""
     output = model_dir / "predictions.csv"
     argv = [model_dir, *names, f"--output={output}", "--batch_size=4"]
-    assert predict.predict(arguments.read([*map(str, argv)], "")) == code
+    assert predict.predict(arguments.read(["", *map(str, argv)], "")) == code
     with open(output, newline="") as file:
         return [*csv.DictReader(file)]

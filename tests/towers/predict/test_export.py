@@ -62,7 +62,7 @@ def told(folder, *calls):
 
 def exported(run, *calls):
     """Exports a run; calls of its SavedModel."""
-    said = heard(export.export, arguments.read([str(run)], "")).stdout
+    said = heard(export.export, arguments.read(["", str(run)], "")).stdout
     return [(str(run / "exported"), *call) for call in calls], said
 
 
@@ -95,7 +95,7 @@ def table(root, *flags):
     return root, finished(*flags, model_dir=root)
 
 
-DLRM = "--model=dlrm", "--width=2", CHOSEN
+DLRM = "--model=dlrm", "--model_options=width=2", CHOSEN
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_names_of_columns_in_a_signature():
 
 
 def test_ids_stay_in_their_range(tmp_path, capsys):
-    argv = "--dataset=zipf:1:1x3:50", "--model=dlrm", "--width=2"
+    argv = "--dataset=zipf:1:1x3:50", "--model=dlrm", "--model_options=width=2"
     job = finished(*argv, model_dir=tmp_path)
     (tmp_path / "new.csv").write_text("table_0,number_0\n2,0.5\n3,0.5\n1.0,0.5\n")
     found = predicted(tmp_path, tmp_path / "new.csv", code=1)
@@ -345,12 +345,18 @@ def test_pictures_that_the_users_file_prepares(tmp_path):
     assert trained.predict(pixels[None])[0]["class"] == row["class"]
 
 
-def test_a_language_model_has_no_signature(tmp_path):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+def test_a_language_model_takes_tokens(tmp_path):
+    inputs = keras.Input((2,), dtype="int32")
+    model = keras.Model(inputs, keras.layers.Embedding(3, 3)(inputs))
     known = Preprocessing("language_model", True, "tokens", (2,))
     trained = Trained(model, known, Preprocessor(known))
-    with pytest.raises(ValueError, match="for which there is no signature"):
-        saved_model.write(trained, str(tmp_path / "exported"))
+    takes, _ = saved_model.write(trained, str(tmp_path / "exported"))
+    assert takes == {"serve": ["tokens"]}
+    given = [[0, 2], [1, 1]]
+    (found,) = told(tmp_path, ("exported", "serve", {"tokens": given}))
+    expected = tf.nn.softmax(model(np.array(given))).numpy()
+    np.testing.assert_allclose(found["probabilities"], expected, rtol=1e-5)
+    assert found["label"] == expected.argmax(axis=-1).tolist()
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):

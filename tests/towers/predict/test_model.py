@@ -16,7 +16,7 @@ from towers.train.outputs import files
 from towers.train.parts.training import averaged
 
 SMALL = (
-    *("--model=transformer_lm", "--layers=1", "--width=8", "--heads=1"),
+    *("--model=transformer_lm", "--model_options=layers=1,width=8,heads=1"),
     *("--sequence_length=8", "--batch_size=4", "--train_epochs=1", "--num_gpus=1"),
     *("--ema=0.5", "--eval_steps=1", "--max_train_steps=3", "--learning_rate=0.1"),
 )
@@ -57,7 +57,7 @@ def test_it_has_the_averages_of_the_newest_checkpoint(stopped, capsys):
 
 
 def test_it_writes_text(stopped):
-    arguments.check_model(arguments.read([stopped.model_dir, __file__], ""))
+    arguments.check_model(arguments.read(["", stopped.model_dir, __file__], ""))
     model = towers.load_model(stopped.model_dir)
     assert generate(model, "def ", max_tokens=3).startswith("def ")
 
@@ -65,7 +65,7 @@ def test_it_writes_text(stopped):
 def test_best_is_there_only_at_the_end(stopped):
     argv = [stopped.model_dir, __file__, "--checkpoint=best"]
     with pytest.raises(ValueError, match=r"has no best\.keras; .* that has ended\."):
-        arguments.read(argv, "")
+        arguments.read(["", *argv], "")
 
 
 def test_a_damaged_checkpoint_is_a_sentence(stopped, tmp_path):

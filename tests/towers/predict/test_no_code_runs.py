@@ -100,7 +100,7 @@ def test_a_module_is_not_imported(tmp_path, monkeypatch):
 def test_programs_take_the_file_by_a_flag(tmp_path, program):
     (tmp_path / "model.keras").touch()
     (tmp_path / "mine.py").write_text(FILE)
-    here = [str(tmp_path)] + [__file__] * (program is arguments)
+    here = ["", str(tmp_path)] + [__file__] * (program is arguments)
     mine = f"{tmp_path}/mine.py"
     assert program.read([*here, f"--model={mine}"], "").model == mine
     with pytest.raises(ValueError, match="expected the Python file that the run was"):

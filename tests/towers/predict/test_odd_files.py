@@ -220,7 +220,7 @@ def test_the_output(tmp_path):
 
     def check(name, file="preprocessing.json"):
         argv = tmp_path, tmp_path / file, f"--output={tmp_path / name}"
-        arguments.read([*map(str, argv)], "")
+        arguments.read(["", *map(str, argv)], "")
 
     with pytest.raises(
         ValueError, match=r"which is a folder; expected a file, such as"
@@ -355,7 +355,7 @@ def test_odd_rows_in_python(run, tmp_path):
 
 
 def test_a_full_disk_is_an_error(run, tmp_path):
-    options = arguments.read([str(run), str(run.parent / "rows.csv")], "")
+    options = arguments.read(["", str(run), str(run.parent / "rows.csv")], "")
     with (
         open("/dev/full", "w") as full,
         mock.patch("sys.stdout", startup.outlive(full)),
@@ -366,7 +366,7 @@ def test_a_full_disk_is_an_error(run, tmp_path):
 def test_no_example_is_said(run, tmp_path):
     (tmp_path / "none.csv").write_text("a,b\n")
     argv = [str(run), str(tmp_path / "none.csv")]
-    done = heard(predict.predict, arguments.read(argv, ""))
+    done = heard(predict.predict, arguments.read(["", *argv], ""))
     assert done.returncode == 0
     assert done.stderr == "towers.predict: The files have no example.\n"
 

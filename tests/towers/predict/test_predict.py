@@ -88,7 +88,7 @@ def test_masks_need_a_file(pictures, tmp_path):
     assert known.is_of_whole_pictures
     assert not dataclasses.replace(known, recipe="imagenet").is_of_whole_pictures
     with pytest.raises(ValueError, match="makes masks, which are files; expected --o"):
-        arguments.read([str(tmp_path), str(pictures[0][0])], "")
+        arguments.read(["", str(tmp_path), str(pictures[0][0])], "")
 
 
 def test_pixels_of_another_range_are_said(pictures):
@@ -272,33 +272,35 @@ def test_scaling_is_kept_exactly(tmp_path):
         (["{none}", "a.png"], "which has no model.keras; expected the model_dir of"),
         (["{run}", "--checkpoint=best", "{run}"], "which has no best.keras"),
         (["{run}", "none.png"], "There is no file none.png"),
-        (["{run}"], "the following arguments are required: files"),
+        (["{run}"], "Received no FILES; expected it: Pictures"),
         (["{run}", "{run}", "--num_gpu=2"], "--num_gpu"),
         (["{run}", "{run}", "--num_gpus=0"], "--num_gpus=0; expected at least 1"),
         (["{run}", "{run}", "--batch_size=0"], "--batch_size=0; expected at least 1"),
         (["{run}", "{run}", "--share_gpus=0:1"], "--share_gpus"),
-        (["{run}", "{run}", "--gpu_memory_fraction=a"], "a; expected a number"),
+        (["{run}", "{run}", "--gpu_memory=a"], "a; expected growth, all"),
         (["{run}", "{run}", "--output=/proc/a/b.csv"], "choose another --output"),
     ],
 )
 def test_bad_arguments(pictures, tmp_path, argv, said):
     names = {"run": pictures[1], "none": tmp_path}
     with pytest.raises(ValueError, match=said):
-        arguments.read([each.format(**names) for each in argv], "")
+        arguments.read(["", *(each.format(**names) for each in argv)], "")
 
 
 def test_a_fraction_is_a_number(pictures):
     model_dir = str(pictures[1])
-    options = arguments.read([model_dir, model_dir, "--gpu_memory_fraction=0.5"], "")
+    options = arguments.read(
+        ["towers.predict", model_dir, model_dir, "--gpu_memory=0.5"], ""
+    )
     assert options.settings.gpu_memory_fraction == 0.5
 
 
 def test_arguments_of_export(pictures, tmp_path):
     model_dir = str(pictures[1])
-    assert export_arguments.read([model_dir], "").output == f"{model_dir}/exported"
+    assert export_arguments.read(["", model_dir], "").folder == f"{model_dir}/exported"
     (tmp_path / "mine").touch()
     with pytest.raises(ValueError, match="is there already and no SavedModel"):
-        export_arguments.read([model_dir, str(tmp_path)], "")
+        export_arguments.read(["", model_dir, str(tmp_path)], "")
 
 
 def test_large_numbers_are_told_apart_by_prediction_and_export(tmp_path):

@@ -31,6 +31,6 @@ def test_from_the_first_listing_to_the_prediction(tmp_path, seen):
     assert len(predicted(tmp_path / "run", tmp_path / "data" / "ant")) == 8
     assert seen.of("Loading the model of ") == [(0, None)]
     assert seen.of("Predicting") == [(2, None)]
-    heard(export.export, arguments.read([str(tmp_path / "run")], ""))
+    heard(export.export, arguments.read(["", str(tmp_path / "run")], ""))
     assert seen.of("Exporting the model of ") == [(0, None)]
     assert seen.running == []

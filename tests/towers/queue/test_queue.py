@@ -11,19 +11,27 @@ from unittest import mock
 
 import pytest
 import tensorflow as tf
-from absl import flags
-from absl.testing import flagsaver
 
 from tests.limits import HANG_S
 from towers.doctor.gpus import checks as nvidia
 from towers.input_pipeline.cache import space
 from towers.input_pipeline.pipeline import room
 from towers.machine import limits
+from towers.machine.nvml import Gpu
 from towers.processes.strays import Strays
 from towers.program import whole_file
 from towers.queue import __main__ as program
 from towers.queue import entry as states
-from towers.queue import queue_flags, record, runs, schedule, slots, table
+from towers.queue import (
+    queue_flags,
+    record,
+    runs,
+    schedule,
+    search,
+    sequential,
+    slots,
+    table,
+)
 from towers.queue.entry import Entry
 from towers.queue.process import Process
 from towers.queue.queue_flags import QueueOptions
@@ -36,14 +44,11 @@ from towers.train.settings import Settings
 def read(tmp_path, monkeypatch):
     """Returns a function that reads a command line, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    with flagsaver.flagsaver():
 
-        def read(*argv) -> QueueOptions:
-            for name in flags.FLAGS:
-                flags.FLAGS[name].unparse()
-            return queue_flags.read(["towers.queue", *argv], "")
+    def read(*argv) -> QueueOptions:
+        return queue_flags.read(["towers.queue", *argv], "")
 
-        yield read
+    return read
 
 
 def run(name, count=1, folder="", **options):
@@ -108,12 +113,44 @@ def test_a_run_has_devices_for_all_its_towers(read, split, devices):
     assert run.settings.num_gpus == devices
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        # What the line says of a part leaves the rest to the file.
+        ("a.flags --max_bad_records=7", {"bad_records": "skip:7"}),
+        ("a.flags --stall_seconds=60", {"on_stall": "stop:60"}),
+        (
+            "a.flags --batch_size_per_tower=16",
+            {"batch_size": 16, "elastic_batch": "at_start"},
+        ),
+        ("a.flags --sweep layers=3", {"model_options": ("layers=3", "width=8")}),
+        ("a.flags --sweep max_staleness=2", {"variable_update": "asynchronous:2"}),
+    ],
+)
+def test_old_flags_are_for_all_runs_and_for_sweeps(read, tmp_path, argv, expected):
+    (tmp_path / "a.flags").write_text(
+        "--bad_records=skip\n--on_stall=stop\n--variable_update=asynchronous\n"
+        "--model=transformer_lm\n--dataset=text:python\n--layers=4\n--width=8\n"
+    )
+    (settings,) = (each.settings for each in read(*argv.split()).runs)
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
 def test_files_are_combined_with_a_sweep(read, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.flags").write_text("--model=mlp\n")
     found = read("a.flags", "b.flags", "--sweep=seed=1,2").runs
     assert [each.name for each in found] == [
         *("a,seed=1", "a,seed=2", "b,seed=1", "b,seed=2")
+    ]
+
+
+def test_a_sweep_over_an_old_flag(read):
+    flags = "--model=transformer_lm", "--dataset=text:python"
+    runs_of = read(*flags, "--sweep", "layers=1,2").runs
+    assert [run.settings.model_options for run in runs_of] == [
+        ("layers=1",),
+        ("layers=2",),
     ]
 
 
@@ -145,7 +182,7 @@ def test_files_are_combined_with_a_sweep(read, tmp_path):
             "--sweep num_gpus=auto",
             "=auto: .*=auto, which only towers.train takes; expe",
         ),
-        ("--sweep seed=1 --devices=0", "--devices=0; expected a whole number of at"),
+        ("--sweep seed=1 --devices=0", "--devices=0; expected at least 1"),
         ("--sweep seed=1 --queue_dir=/proc/x", "Cannot write to the queue_dir /proc/x"),
         ("none.flags", "none: Unable to open flagfile"),
         (
@@ -167,10 +204,88 @@ def test_what_is_wrong_is_told_before_anything_starts(read, tmp_path, argv, said
         read(*argv.split())
 
 
-def test_without_ray_the_command_that_installs_it_is_told(read, monkeypatch):
+def without_ray(monkeypatch):
     monkeypatch.setattr(queue_flags.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="Ray is not installed; run: pip install"):
-        read("--sweep=seed=1", "--ray_tune")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--ray_tune", "--scheduler=asha:val_loss", "--search=random:3"]
+)
+def test_without_ray_the_command_that_installs_it_is_told(read, monkeypatch, flag):
+    without_ray(monkeypatch)
+    said = f"Received {flag}, but Ray is not installed; run: pip install"
+    with pytest.raises(ValueError, match=said):
+        read("--sweep=seed=1", flag)
+    assert not read("--sweep=seed=1").ray_tune
+
+
+def test_ray_starts_runs_where_it_is_installed(read, monkeypatch):
+    monkeypatch.setattr(queue_flags.importlib.util, "find_spec", lambda name: name)
+    found = read("--sweep=seed=1", "--scheduler=asha:val_loss")
+    assert (found.ray_tune, found.scheduler) == (True, "asha:val_loss")
+    assert not read("--sweep=seed=1", "--noray_tune").ray_tune
+    with pytest.raises(ValueError, match="asha:loss with --noray_tune; expected one"):
+        read("--sweep=seed=1", "--noray_tune", "--scheduler=asha:loss")
+
+
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [
+        ("asha:val_loss", ("val_loss", "min")),
+        ("asha:val_accuracy", ("val_accuracy", "max")),
+        ("asha:max:val_loss", ("val_loss", "max")),
+        ("asha:min:val_f1", ("val_f1", "min")),
+    ],
+)
+def test_the_metric_of_a_scheduler(text, metric):
+    assert search.metric(text) == metric
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("asha", "--scheduler=asha; expected asha and a metric"),
+        ("asha:", "--scheduler=asha:; expected asha and a metric"),
+        ("pbt:val_loss", "expected asha and a metric, such as asha:val_loss"),
+        ("asha:most:val_loss", "expected asha and a metric"),
+        ("asha:val_f1", "expected asha:min:val_f1 or asha:max:val_f1"),
+    ],
+)
+def test_a_scheduler_that_is_none(text, said):
+    with pytest.raises(ValueError, match=said):
+        search.metric(text)
+
+
+def test_what_a_search_says(read):
+    assert search.samples("grid") is None
+    assert search.samples("random:20") == 20
+    for text in ("random", "random:0", "random:x", "bayes:3", ""):
+        with pytest.raises(ValueError, match=f"--search={text}; expected grid, or ran"):
+            search.samples(text)
+    with pytest.raises(ValueError, match="a distribution; expected --search=random:20"):
+        read("--sweep=learning_rate=loguniform:1e-5:1e-1")
+
+
+def test_a_random_search_draws_the_same_runs_again(read):
+    pytest.importorskip("ray.tune")
+    flags = "--sweep=learning_rate=loguniform:1e-5:1e-1", "--sweep=seed=randint:2:9"
+    flags += ("--sweep=model=mlp,cnn",)
+    three = [each.name for each in read(*flags, "--search=random:3").runs]
+    nine = read(*flags, "--search=random:9").runs
+    assert [each.name for each in nine[:3]] == three
+    assert len({each.name for each in nine}) == 9
+    assert all(1e-5 <= each.settings.learning_rate <= 1e-1 for each in nine)
+    assert {each.settings.seed for each in nine} <= {*range(2, 9)}
+    assert {each.settings.model for each in nine} == {"mlp", "cnn"}
+    # There are no more.
+    assert len(read("--sweep=seed=1,2,3", "--search=random:9").runs) == 3
+
+
+@pytest.mark.parametrize("text", ["uniform:1", "uniform:a:b", "loguniform:0:1"])
+def test_a_distribution_that_is_none(read, text):
+    pytest.importorskip("ray.tune")
+    with pytest.raises(ValueError, match=f"{text}; expected the bounds of "):
+        read(f"--sweep=learning_rate={text}", "--search=random:3")
 
 
 # Where they run.
@@ -180,25 +295,15 @@ def cpus(count):
     return [Device(str(k)) for k in range(count)]
 
 
-def test_a_run_takes_devices_and_gives_them_back():
-    three = Slots(cpus(3), 1, 6)
-    first = three.take(run("a"))
-    assert [*map(str, first)] == ["CPU 0"]
-    both = three.take(run("b", 2))
-    assert [*map(str, both)] == ["CPU 1", "CPU 2"]
-    assert three.take(run("c")) is None
-    three.give_back(both)
-    assert three.take(run("c", 3)) is None
-    assert [*map(str, three.take(run("c")))] == ["CPU 1"]
-
-
-def test_towers_of_a_run_are_on_different_devices():
-    two = Slots(cpus(2), 2, 6)
-    assert [*map(str, two.take(run("a")))] == ["CPU 0"]
-    assert [*map(str, two.take(run("b")))] == ["CPU 1"]
-    assert [*map(str, two.take(run("c")))] == ["CPU 0"]
-    assert two.take(run("d", 2)) is None  # only CPU 1 has room
-    assert [*map(str, two.take(run("e")))] == ["CPU 1"]
+def test_devices_form_groups():
+    five = Slots(cpus(5), 1, 6)
+    assert [len(group) for group in five.groups(1)] == [1] * 5
+    assert [[*map(str, group)] for group in five.groups(2)] == [
+        ["CPU 0", "CPU 1"],
+        ["CPU 2", "CPU 3"],
+    ]
+    twice = Slots(cpus(2), 2, 6).groups(1)
+    assert [str(device) for (device,) in twice] == ["CPU 0", "CPU 1"] * 2
 
 
 def test_threads_and_memory_are_divided():
@@ -221,10 +326,10 @@ def test_gpus_are_named_and_their_memory_is_limited():
     # The CPU's threads are for both.
     assert environ["TF_NUM_INTRAOP_THREADS"] == "8"
     both = run("a", 2)
-    assert "--gpu_memory_limit_mb=7300" in halves.flags(both, gpus)
-    assert "--gpu_memory_limit_mb=5650" in halves.flags(run("a", gpu_split=2), gpus[:1])
-    mine = run("a", gpu_memory_limit_mb=500)
-    assert "--gpu_memory_limit_mb=500" in halves.flags(mine, gpus[:1])
+    assert "--gpu_memory=7300" in halves.flags(both, gpus)
+    assert "--gpu_memory=5650" in halves.flags(run("a", gpu_split=2), gpus[:1])
+    mine = run("a", gpu_memory="500")
+    assert "--gpu_memory=500" in halves.flags(mine, gpus[:1])
     whole = Slots(gpus, 1, 16).flags(both, gpus)
     assert not [flag for flag in whole if "gpu_memory_limit" in flag]
 
@@ -234,8 +339,11 @@ def test_gpus_are_named_and_their_memory_is_limited():
     [
         (run("a", 3), "a: Received --num_gpus=3, but the queue has 2 devices; expecte"),
         (run("a", max_gpus=4), "a: Received --max_gpus=4, but the queue has 2 devices"),
-        (run("a", gpu_memory_limit_mb=9000), "9000 with --runs_per_gpu=2; .* 7300"),
-        (run("a", allow_growth=True), "--allow_growth with --runs_per_gpu=2, which"),
+        (run("a", gpu_memory="9000"), "9000 with --runs_per_gpu=2; .* 7300"),
+        (
+            run("a", gpu_memory="growth"),
+            "--gpu_memory=growth with --runs_per_gpu=2, which",
+        ),
     ],
 )
 def test_a_run_that_would_never_have_room(asked, said):
@@ -248,15 +356,15 @@ def test_too_many_runs_for_a_gpu():
     with pytest.raises(ValueError, match="=8 for GPU 0, which has 5,000 MB free"):
         Slots([Device("0", True, 5_000)], 8, 16)
     unknown = Slots([Device("0", True)], 2, 16)
-    unknown.check([run("a", gpu_memory_limit_mb=500)])
-    with pytest.raises(ValueError, match=r"a: .*=2 for GPUs whose memory nvidia-smi"):
+    unknown.check([run("a", gpu_memory="500")])
+    with pytest.raises(ValueError, match=r"a: .*=2 for GPUs whose memory NVIDIA"):
         unknown.check([run("a")])
 
 
 CARDS = (
-    nvidia.SeenCard(0, "H100", "GPU-a", 80_000, 79_000),
-    nvidia.SeenCard(1, "H100", "GPU-b", 80_000, 20_000),
-    nvidia.SeenCard(2, "H100", "GPU-c", 80_000, 79_500),
+    Gpu(0, "GPU-a", 80_000, free_mb=79_000),
+    Gpu(1, "GPU-b", 80_000, free_mb=20_000),
+    Gpu(2, "GPU-c", 80_000, free_mb=79_500),
 )
 
 
@@ -268,25 +376,28 @@ def cards(monkeypatch):
 
 def test_gpus_that_others_hold_are_left_out(cards, monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert program._slots(QueueOptions("q", None, 1, False)).count == 2
-    assert "GPU 1 is left out, as others hold" in capsys.readouterr().err
-    found, notes = slots.find(None, {})
-    assert found == [Device("0", True, 79_000), Device("2", True, 79_500)]
-    assert notes == [
-        "GPU 1 is left out, as others hold 60,000 of its 80,000 MB; name it in "
-        "CUDA_VISIBLE_DEVICES to use it."
-    ]
-    found, notes = slots.find(None, {"CUDA_VISIBLE_DEVICES": "GPU-b,0"})
-    assert found == [Device("GPU-b", True, 20_000), Device("0", True, 79_000)]
-    assert (slots.find(1, {})[0], notes) == ([Device("0", True, 79_000)], [])
+    assert slots.of_this_machine(None, 1).count == 2
+    assert capsys.readouterr().err == (
+        "towers: GPU 1 is left out, as others hold 60,000 of its 80,000 MB; name it in "
+        "CUDA_VISIBLE_DEVICES to use it.\n"
+    )
+    free = Device("0", True, 79_000), Device("2", True, 79_500)
+    assert slots.of_this_machine(None, 1, {}).devices == free
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-b,0"}
+    capsys.readouterr()
+    found = slots.of_this_machine(None, 1, named).devices
+    assert found == (Device("GPU-b", True, 20_000), Device("0", True, 79_000))
+    assert not capsys.readouterr().err
+    assert slots.of_this_machine(1, 1, {}).devices == free[:1]
     with pytest.raises(ValueError, match="--devices=3, but 2 GPUs of 3 can be used"):
-        slots.find(3, {})
+        slots.of_this_machine(3, 1, {})
 
 
 def test_without_gpus_there_is_a_device_for_each_core():
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert slots.find(None, hidden) == (cpus(limits.cpu_count()), [])
-    assert slots.find(5, hidden) == (cpus(5), [])
+    found = slots.of_this_machine(None, 1, hidden)
+    assert [*found.devices] == cpus(limits.cpu_count())
+    assert [*slots.of_this_machine(5, 1, hidden).devices] == cpus(5)
 
 
 def test_a_part_of_the_memory(monkeypatch):
@@ -337,7 +448,7 @@ class Played:
         self.record = record.Record(str(folder))
         self.entries = schedule.entries(asked, self.record)
         self.processes = {}
-        self.queue = schedule.Queue(
+        self.queue = sequential.Sequential(
             *(self.entries, Slots(cpus(devices), 1, 4), self.record, {"A": "b"}),
             self._start,
         )
@@ -368,8 +479,8 @@ class Played:
         return {name for name, state in self.states.items() if state == states.RUNNING}
 
 
-def test_runs_start_in_order_where_there_is_room(tmp_path):
-    asked = [run(name, 1 + (name == "c"), str(tmp_path)) for name in "abcd"]
+def test_each_device_trains_one_run_after_another(tmp_path):
+    asked = [run(name, folder=str(tmp_path)) for name in "abcd"]
     played, seen = Played(tmp_path, asked), []
 
     def end(name, code=0):
@@ -378,21 +489,33 @@ def test_runs_start_in_order_where_there_is_room(tmp_path):
 
     played.play(
         lambda: end("a", 1),  # fails, and stops nobody
-        lambda: end("b"),  # c waits for both, and d does not overtake it
         lambda: end("c"),
         lambda: end("d"),
+        lambda: end("b"),
     )
-    assert seen == [{"a", "b"}, {"b"}, {"c"}, {"d"}]
+    assert seen == [{"a", "b"}, {"b", "c"}, {"b", "d"}, {"b"}]
     assert played.states == {
         **{"a": states.FAILED, "b": states.FINISHED},
         **{"c": states.FINISHED, "d": states.FINISHED},
     }
     assert played.entries[0].reason == "its own mistake"
+    assert [*map(str, played.entries[3].devices)] == ["CPU 0"]
     process = played.processes["c"]
     assert process.flags == asked[2].settings.as_text().splitlines()
     assert process.log == str(tmp_path / "c" / "output.log")
     assert process.environ["A"] == "b"
     assert process.environ["TF_NUM_INTRAOP_THREADS"] == "2"
+
+
+def test_runs_of_several_devices_share_groups_of_them(tmp_path):
+    asked = [run("a", 1, str(tmp_path)), run("b", 2, str(tmp_path))]
+    played, seen = Played(tmp_path, asked, 3), []
+    played.play(
+        lambda: (seen.append(played.running), played.processes["a"].end(0)),
+        lambda: (seen.append(played.running), played.processes["b"].end(0)),
+    )
+    assert seen == [{"a"}, {"b"}]
+    assert [len(entry.devices) for entry in played.entries] == [1, 2]
 
 
 def test_what_a_run_tells_is_kept(tmp_path):
@@ -564,6 +687,21 @@ def test_what_has_ended_well_does_not_run_again(tmp_path):
     assert not record.Record(str(tmp_path)).is_finished(a)
 
 
+def test_a_pruned_run_waits_for_another_scheduler(tmp_path):
+    a = run("a", folder=str(tmp_path))
+    record.Record(str(tmp_path)).prune(a, "asha:val_loss")
+    kept = record.Record(str(tmp_path))
+    for scheduler, state in (
+        ("asha:val_loss", states.PRUNED),
+        ("asha:loss", states.WAITING),
+        (None, states.WAITING),
+    ):
+        (entry,) = schedule.entries([a], kept, scheduler)
+        assert entry.state == state
+    more = Run("a", a.settings.but(train_epochs=99))
+    assert not kept.is_pruned(more, "asha:val_loss")
+
+
 def test_a_record_that_cannot_be_read(tmp_path, caplog):
     (tmp_path / record.FILE).write_text('{"finished": ')
     a = run("a", folder=str(tmp_path))
@@ -636,6 +774,15 @@ def test_the_table_at_the_end(every):
         "c    running   1,500                              c",
         "d    waiting                                      d",
     ]
+
+
+def test_the_last_metrics_of_a_pruned_run_are_shown(every, tmp_path):
+    pruned = every[2]
+    pruned.hear({"metrics": {"epoch": 3, "val_accuracy": 0.25}})
+    pruned.state = states.PRUNED
+    assert table.final(every)[3].split() == ["c", "pruned", "1,500", "0.2500", "c"]
+    assert table.counts([pruned]) == "1 run: 1 pruned."
+    assert table._described(pruned) == "pruned, val_accuracy 0.2500"
 
 
 def test_lines_where_nobody_watches(every):

@@ -19,12 +19,13 @@ from towers.processes.strays import Strays
 from towers.queue import record
 
 ROOT = Path(__file__).parents[3]
+QUEUE = sys.executable, "-m", "towers.queue"
 QUICKLY = "--variable_update=parameter_server", "--model=mlp"
 TWO_STEPS = (*QUICKLY, "--dataset=synthetic:4x4x1:3:32", "--batch_size=16")
 # 23 steps an epoch, and a checkpoint every few of them.
 REPEATABLE = (
     *(*QUICKLY, "--dataset=synthetic:4x4x1:3:1472", "--deterministic"),
-    *("--train_epochs=20", "--save_steps=5", "--log_steps=10", "--num_gpus=1"),
+    *("--train_epochs=20", "--save_every=5", "--log_steps=10", "--num_gpus=1"),
 )
 # What the queue gives each run of a machine with at least two cores.
 CORES = len(os.sched_getaffinity(0))
@@ -49,7 +50,7 @@ def callbacks():
 
 def queue(*flags, code=0):
     """Runs a queue to its end, which has to be with this exit code."""
-    done = warm.run("towers.queue", "--devices=2", *flags)
+    done = warm.run("towers.queue", "--noray_tune", "--devices=2", *flags)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -57,7 +58,7 @@ def queue(*flags, code=0):
 def start(*flags, **options):
     """Starts a queue as users do."""
     return subprocess.Popen(
-        [sys.executable, "-m", "towers.queue", "--devices=2", *map(str, flags)],
+        [*QUEUE, "--noray_tune", "--devices=2", *map(str, flags)],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},

@@ -172,7 +172,7 @@ def words_of(model_dir):
 
 def test_what_the_page_of_a_whole_run_says(tmp_path, capsys):
     write_run(tmp_path)
-    assert report.main([str(tmp_path)]) == 0
+    assert report.main(["", str(tmp_path)]) == 0
     assert re.fullmatch(rf"{tmp_path}/report.html: \d+ KB\n", capsys.readouterr().out)
     said = words_of(tmp_path)
     for part in (
@@ -471,8 +471,11 @@ def test_the_same_run_is_the_same_chart():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "the following arguments are required: model_dir"),
-        (["{}", "more"], "unrecognized arguments: more"),
+        ([], "Received no MODEL_DIR; expected it: Folder of a run"),
+        (
+            ["{}", "more"],
+            "Received the argument 'more'; expected flags and MODEL_DIR only",
+        ),
         (["{}/absent"], "which is no directory; expected the --model_dir of a run"),
         (["{}"], "There is no run in {}: no summary.json, and nothing in train/"),
         (["{}/run", "--output={}/absent/x"], "Cannot write {}/absent/x: No such file"),
@@ -480,7 +483,7 @@ def test_the_same_run_is_the_same_chart():
 )
 def test_what_does_not_fit(tmp_path, capsys, arguments, said):
     write_events(tmp_path / "run" / "train", range(1))
-    assert report.main([each.format(tmp_path) for each in arguments]) == 1
+    assert report.main(["", *(each.format(tmp_path) for each in arguments)]) == 1
     out, err = capsys.readouterr()
     assert not out and err.startswith("towers.report: ") and err.count("\n") == 1
     assert said.format(tmp_path) in err
@@ -502,7 +505,7 @@ def test_what_does_not_fit(tmp_path, capsys, arguments, said):
 def test_a_summary_of_something_else(tmp_path, capsys, text, said):
     path = tmp_path / "summary.json"
     path.write_text(text)
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main(["", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
     assert f"{path} is not as towers.train writes it ({said}" in err
@@ -510,7 +513,7 @@ def test_a_summary_of_something_else(tmp_path, capsys, text, said):
 
 def test_missing_libraries(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main(["", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         "towers.report: The report is made with jinja2 and matplotlib, which are not "
         f"installed; run: {install_command('report')}\n"

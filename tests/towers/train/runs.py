@@ -14,7 +14,6 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import flagsaver
 from PIL import Image
 
 from tests import warm
@@ -41,7 +40,7 @@ SYNTHETIC = ("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", "--seed=3")
 # Small, deterministic, and never done before it is killed.
 REPEATABLE = (
     *(*SYNTHETIC, "--deterministic", "--train_epochs=8"),
-    *("--save_steps=5", "--log_steps=10"),
+    *("--save_every=5", "--log_steps=10"),
 )
 # Of two batches, for where the data are not the point.
 TWO_STEPS = ("--dataset=synthetic:4x4x1:3:32", "--batch_size=16", "--model=mlp")
@@ -78,8 +77,7 @@ def run(*flags, code=0):
 def read_settings(*flags):
     """The settings of a command line, checked as a program checks them."""
     argv = ["towers.train", *map(str, (*QUICKLY, *flags))]
-    with flagsaver.flagsaver():
-        return checks.check_model_dir(train_flags.read(argv, "What it is for."))
+    return checks.check_model_dir(train_flags.read(argv, "What it is for."))
 
 
 def assembled(*flags):

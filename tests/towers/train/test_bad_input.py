@@ -57,11 +57,7 @@ def test_bad_input_ends_the_program(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        # Found as devices are set up; and in the data.
-        (
-            "--allow_growth --gpu_memory_limit_mb=100",
-            ["allow_growth", "gpu_memory_limit_mb"],
-        ),
+        # Found in the data.
         (
             "--dataset=tfrecord:{made}/corrupt.tfrecord --image_size=8 --num_classes=2",
             ["{made}/corrupt.tfrecord", "record 4", "byte offset", "corrupted"],
@@ -306,7 +302,7 @@ def test_bad_records_are_passed_over(tmp_path):
         *(f"--dataset=tfrecord:{tmp_path}/*.tfrecord", "--image_size=8"),
         *("--model=mlp", "--deterministic", "--train_epochs=2", "--batch_size=4"),
         # So that it is found late.
-        *("--cache=none", "--shuffle_mb=0", "--save_steps=5"),
+        *("--cache=none", "--shuffle_mb=0", "--save_every=5"),
     )
     done = run(*flags, f"--model_dir={tmp_path}/late", code=1)
     (said,) = ours(done)
@@ -333,5 +329,5 @@ def test_bad_records_are_passed_over(tmp_path):
         for value in event.summary.value
     }
     assert values["bad_records"] == 1
-    few = run(*skip, f"--model_dir={tmp_path}/few", "--max_bad_records=0", code=1)
+    few = run(*skip, f"--model_dir={tmp_path}/few", "--bad_records=skip:0", code=1)
     assert "more bad records than the 0" in ours(few)[0]

@@ -11,7 +11,12 @@ from towers.predict.trained import load_model
 @pytest.mark.slow
 def test_a_run_on_columns_of_numbers_and_ids(tmp_path, capsys):
     run_here(
-        *("--dataset=zipf:3:2x9:200", "--model=dlrm", "--width=4", "--batch_size=50"),
+        *(
+            "--dataset=zipf:3:2x9:200",
+            "--model=dlrm",
+            "--model_options=width=4",
+            "--batch_size=50",
+        ),
         *("--train_epochs=3", "--learning_rate=0.01", f"--model_dir={tmp_path}"),
         *("--variable_update=parameter_server", "--enable_xla=false", "--num_gpus=2"),
     )

@@ -199,7 +199,7 @@ def test_what_has_changed_is_said(worse):
     for flag in (
         "--split_ratios=2,3,3 (not given before)",
         *("--train_epochs=9 (before 8)", "--loss_placement=gathered (before auto)"),
-        "no --save_steps (before 5)",
+        "--save_every=10min (before 5)",
     ):
         assert flag in line
     assert not any(f"--{name}=" in line for name in ("seed", "model_dir", "batch_size"))
@@ -288,9 +288,10 @@ def test_another_batch_size_in_the_middle_of_an_epoch(killed, tmp_path):
     ("flags", "said"),
     [
         (
-            ["--batch_size_per_tower=16", "--num_gpus=3"],
-            "batch size 64, but received 48 (by --batch_size_per_tower=16, "
-            "--num_gpus=3); steps_per_epoch 23, but received 31; expected",
+            ["--batch_size=16", "--elastic_batch=at_start", "--num_gpus=3"],
+            "batch size 64, but received 48 (by --batch_size=16, "
+            "--elastic_batch=at_start, --num_gpus=3); steps_per_epoch 23, but received "
+            "31; expected",
         ),
         (["--batch_size=32"], "batch size 64, but received 32 (by --batch_size=32); "),
         (["--seed=4"], "seed 3, but received 4 (by --seed=4)"),

@@ -13,7 +13,7 @@ from tests.towers.train import runs
 COUNT, BATCH, STEPS = 96, 8, 12
 FLAGS = (
     *("--model=mlp", f"--batch_size={BATCH}", "--deterministic"),
-    *("--train_epochs=3", "--save_steps=2", "--keep_checkpoints=99", "--log_steps=4"),
+    *("--train_epochs=3", "--save_every=2", "--keep_checkpoints=99", "--log_steps=4"),
 )
 
 

@@ -39,7 +39,7 @@ def train(tmp_path, pictures, name, *flags):
 @pytest.mark.slow
 def test_trains_as_without_it(tmp_path, pictures):
     store = tmp_path / "store"
-    flags = [f"--local_store={store}", "--local_store_gb=1"]
+    flags = [f"--local_store=1:{store}"]
     _, expected = train(tmp_path, pictures, "plain")
     said, found = train(tmp_path, pictures, "stored", *flags)
     assert f"{store} keeps all of it" in said
@@ -53,7 +53,7 @@ def test_trains_as_without_it(tmp_path, pictures):
 
 @pytest.mark.slow
 def test_a_store_with_room_for_little(tmp_path, pictures):
-    flags = [f"--local_store={tmp_path}/store", "--local_store_gb=0.00002"]
+    flags = [f"--local_store=0.00002:{tmp_path}/store"]
     _, expected = train(tmp_path, pictures, "plain")
     said, found = train(tmp_path, pictures, "stored", *flags)
     assert "% of it, spread evenly, and what is left is read from where it" in said

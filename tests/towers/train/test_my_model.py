@@ -150,7 +150,7 @@ def test_names_that_a_star_brings(tmp_path):
         ("train_data = 1", "--recipe=cifar", "--recipe=cifar, but mine.py defines"),
         ("eval_data = 1", "", "defines eval_data and no train_data"),
         ("optimizer = 1", "--momentum=0.5", "--momentum=0.5, .* defines optimizer"),
-        ("loss = 1", "--mixup_alpha=0.5", "--mixup_alpha=0.5, .* defines loss"),
+        ("loss = 1", "--mix=mixup:0.5", "--mix=mixup:0.5, .* defines loss"),
     ],
 )
 def test_flags_that_say_nothing_of_it(tmp_path, defined, flags, said):
@@ -234,7 +234,7 @@ def test_bytes_stay_as_they_are_and_that_is_said(tmp_path):
         "Data train_data of mine.py: 40 examples of (2,), 1 number to predict, ta"
         in (said)
     )
-    (batch,) = parity_program.read_batches(job.setup, job.data, 2)[:1]
+    (batch,) = parity_program.read_batches(job.setup, job.data, 2, 1)
     assert batch[0].dtype == tf.uint8
 
 
@@ -245,7 +245,7 @@ def test_bytes_stay_as_they_are_and_that_is_said(tmp_path):
 def test_a_run_goes_on_with_the_same_bits(tmp_path, data):
     """It is stopped in the middle of an epoch of four batches, and begun again."""
     path = write(tmp_path, data)
-    flags = f"--model={path}", "--task=regression", "--deterministic", "--save_steps=1"
+    flags = f"--model={path}", "--task=regression", "--deterministic", "--save_every=1"
     size = () if data is PY_DATASET else ("--batch_size=8",)
 
     def run(name, steps):
@@ -298,7 +298,7 @@ def test_a_model_with_a_step_of_its_own(update, tmp_path):
     """By flags and defaults of training; it is stopped, and begun again."""
     path = write(tmp_path, OWN_STEP)
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--deterministic"
-    flags += f"--variable_update={update}", "--batch_size=16", "--save_steps=1"
+    flags += f"--variable_update={update}", "--batch_size=16", "--save_every=1"
 
     def run(name, steps):
         folder = tmp_path / name
@@ -320,7 +320,7 @@ def test_a_model_with_a_step_of_its_own(update, tmp_path):
 def test_a_model_with_a_step_of_its_own_asynchronously(tmp_path):
     path = write(tmp_path, OWN_STEP)
     flags = f"--model={path}", "--dataset=synthetic:4x4x1:3:80", "--num_gpus=2"
-    flags += "--variable_update=asynchronous", "--batch_size=16", "--save_steps=1"
+    flags += "--variable_update=asynchronous", "--batch_size=16", "--save_every=1"
     # Each of two towers makes a step of its part of a batch.
     for steps in (4, 8):
         done = heard(
@@ -457,7 +457,7 @@ def test_batches_that_the_file_makes(tmp_path):
     ("monitor", "said"),
     [
         ("val_no", "=val_no, which this run does not log; expected one of a, loss, or"),
-        ("a", "=a, and it is not known whether more .* --monitor_mode=min or"),
+        ("a", "=a, and it is not known whether more .* --monitor=min:a or"),
         ("val_loss", None),
     ],
 )
@@ -490,7 +490,7 @@ def test_several_inputs_by_name(tmp_path):
         "a": (None, 2),
         "b": (None, 1),
     }
-    (batch,) = parity_program.read_batches(job.setup, job.data, 2)[:1]
+    (batch,) = parity_program.read_batches(job.setup, job.data, 2, 1)
     assert job.model(batch[0]).shape == (40, 1)
 
 

@@ -271,7 +271,7 @@ def test_an_export_follows_no_link_that_nobody_names(tmp_path):
     (tmp_path / "model.keras").touch()
     (tmp_path / "exported").symlink_to(other)
     with pytest.raises(ValueError, match="exported is a link, which may lead anywh"):
-        export_arguments.read([str(tmp_path)], "")
+        export_arguments.read(["", str(tmp_path)], "")
 
 
 def test_a_tokenizer_names_no_file_elsewhere(tmp_path):

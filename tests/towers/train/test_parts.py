@@ -236,7 +236,7 @@ def test_callbacks_are_in_order(tmp_path, capsys):
 
 
 def test_pictures_are_mixed_in_training_only():
-    about = setup(Settings(mixup_alpha=1.0), (4, 4, 1))
+    about = setup(Settings(mix=("mixup:1",)), (4, 4, 1))
     prepared = model_parts.make_preprocess(about, 3)
     pictures = tf.constant([0, 255], tf.uint8, [2, 1, 1, 1]) * tf.ones(
         [4, 4, 1], "uint8"
@@ -274,14 +274,12 @@ def test_split_ratios_that_were_found(tmp_path, monkeypatch):
 def test_a_batch_for_each_tower(tmp_path):
     job = assembled(
         *("--dataset=synthetic:4x4x1:3:60", "--model=mlp", f"--model_dir={tmp_path}"),
-        *("--batch_size_per_tower=4", "--num_gpus=3", "--micro_batches=2"),
+        *("--batch_size=4", "--elastic_batch=at_start", "--num_gpus=3"),
     )
     assert (job.batch_size, job.sizes) == (12, [4, 4, 4])
-    assert job.settings.batch_size == 12
     assert job.data.steps_per_epoch() == 5
     text = job.settings.as_text()
-    assert "--batch_size_per_tower=4\n" in text
-    assert "--batch_size=" not in text
+    assert "--batch_size=4\n" in text and "--elastic_batch=at_start\n" in text
 
 
 def test_flags_of_the_data_reach_it(tmp_path):
@@ -327,15 +325,12 @@ def test_what_was_decided_is_said(tmp_path):
     assert said[2].startswith("10% of the rows, 2 in all, are held out for validat")
     assert said[3:] == [f"Validation {source.name}: 2 examples."]
     data.held_out = None
-    job.settings = Settings(
-        dataset="csv:a", data_dir="b", cache_dir="c", max_bad_records=3
-    )
-    *_, nothing, data_dir, bad, cache_dir = first_lines.data_notes(job)
+    job.settings = Settings(dataset="csv:a", data_dir="b", cache="auto:c")
+    *_, nothing, data_dir, cache_dir = first_lines.data_notes(job)
     assert "--data_dir" not in job.settings.as_text()
     assert nothing.startswith("There is no validation data, so the training data is")
     assert data_dir.startswith("Note: --data_dir=b changes nothing, as only digits")
-    assert bad.startswith("Note: --max_bad_records=3 changes nothing, as no bad")
-    assert cache_dir == "Note: --cache_dir=c changes nothing here."
+    assert cache_dir == "Note: --cache=auto:c changes nothing here."
 
 
 @pytest.mark.parametrize(
@@ -411,7 +406,7 @@ def test_a_model_of_the_users_own_class():
         def call(self, x):
             return self.dense(x)
 
-    about = setup(Settings(mixup_alpha=1.0), (2,))
+    about = setup(Settings(mix=("mixup:1",)), (2,))
     with mock.patch.object(model_parts.models, "build", return_value=Model()):
         model = model_parts.build_model(about, "/CPU:0")
     placed = devices.Devices(("/CPU:0",), "/CPU:0")

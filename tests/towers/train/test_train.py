@@ -278,7 +278,7 @@ def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
             [
                 *("--model=mlp", "--optimizer=sgd", "--lr_schedule=cosine"),
                 *("--steps_per_loop=5", "--log_steps=10", "--dtype=bf16"),
-                *("--mixup_alpha=0.2", "--cutmix_alpha=1", "--recipe=imagenet"),
+                *("--mix=mixup:0.2,cutmix:1", "--recipe=imagenet"),
                 *("--cache=none", "--shuffle_mb=1"),
             ],
             STEPS,
@@ -302,7 +302,7 @@ def test_progress_bar_on_a_terminal_and_ctrl_c(data_dir, tmp_path):
         (
             [
                 *("--model=mlp", "--image_size=12x10", "--dtype=fp16"),
-                *("--train_split=train[:128]", "--eval_split=train[-9:]"),
+                "--splits=train[:128],train[-9:]",
                 # The last batch is of two images.
                 *("--batch_size=63", "--num_gpus=4"),
             ],
@@ -416,7 +416,7 @@ def test_where_examples_are_kept_changes_no_result(one_epoch, data_dir, tmp_path
     ours, theirs = summary_of(tmp_path / "none"), summary_of(one_epoch)
     assert ours["val_loss"] == theirs["val_loss"]
     # What is on a disk is read in a full shuffle.
-    disk = "--cache=disk", f"--cache_dir={tmp_path}/cache"
+    disk = (f"--cache=disk:{tmp_path}/cache",)
     done = run(*flags, f"--model_dir={tmp_path / 'disk'}", *disk)
     assert f"112.3 KB of pixels kept in {tmp_path}/cache." in done.stdout
     assert summary_of(tmp_path / "disk")["val_accuracy"] > 0.5

@@ -122,7 +122,7 @@ def test_optimizer_flags_are_those_of_keras(tmp_path):
 
 @pytest.mark.slow
 def test_killed_while_it_accumulates_and_averages(tmp_path, monkeypatch):
-    flags = *DATA, *OPTIMIZER, "--train_epochs=2", "--save_steps=1"
+    flags = *DATA, *OPTIMIZER, "--train_epochs=2", "--save_every=1"
     path, whole = tmp_path / "run", tmp_path / "whole"
     killed(monkeypatch, *flags, f"--model_dir={path}", batches=4)
     found = {p.name for p in (path / "checkpoints").iterdir()}
@@ -146,8 +146,8 @@ def test_killed_among_batches_of_several_lengths(tmp_path, monkeypatch):
     flags = (
         *(f"--dataset=csv:{tmp_path}/a.csv", "--text_column=text", "--seed=3"),
         *("--sequence_length=32", "--group_by_length", "--deterministic"),
-        *("--model=transformer_encoder", "--layers=1", "--width=8", "--heads=2"),
-        *("--batch_size=8", "--train_epochs=2", "--save_steps=1"),
+        *("--model=transformer_encoder", "--model_options=layers=1,width=8,heads=2"),
+        *("--batch_size=8", "--train_epochs=2", "--save_every=1"),
     )
     path, whole = tmp_path / "run", tmp_path / "whole"
     killed(monkeypatch, *flags, f"--model_dir={path}", batches=23)
@@ -160,7 +160,7 @@ def test_killed_among_batches_of_several_lengths(tmp_path, monkeypatch):
 OBJECTIVE = (
     *("--label_smoothing=0.2", "--class_weight=balanced", "--log_csv"),
     # It falls: the first epoch stays the best.
-    *("--early_stopping=2", "--monitor_mode=max", "--optimizer=sgd"),
+    *("--early_stopping=2", "--monitor=max:", "--optimizer=sgd"),
     *("--metrics=SparseTopKCategoricalAccuracy", "--learning_rate=0.01"),
 )
 
@@ -328,8 +328,8 @@ def test_classes_are_weighted_by_name_or_number():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"clip_norm": 0.0}, "--clip_norm=0.0; expected a number above 0"),
-        ({"ema": 1.0}, "--ema=1.0; expected a momentum between 0 and 1"),
+        ({"clip_norm": 0.0}, "--clip_norm=0.0; expected more than 0"),
+        ({"ema": 1.0}, "--ema=1.0; expected more than 0 and less than 1"),
         ({"accumulate_steps": 0}, "--accumulate_steps=0; expected at least 1"),
         ({"early_stopping": 0}, "--early_stopping=0; expected at least 1"),
         ({"label_smoothing": 1.0}, "--label_smoothing=1.0; expected at least 0 and"),
@@ -353,7 +353,7 @@ def test_classes_are_weighted_by_name_or_number():
         ({"class_weight": ("a:1", "a:2")}, "--class_weight=a:1,a:2; expected balanc"),
         ({"class_weight": ("a:-1",)}, "--class_weight=a:-1; expected balanced, or"),
         ({"class_weight": ("a:b",)}, "--class_weight=a:b; expected balanced, or a"),
-        ({"class_weight": ("a:1",), "mixup_alpha": 0.2}, "with --mixup_alpha or"),
+        ({"class_weight": ("a:1",), "mix": ("mixup:0.2",)}, "with --mix=mixup:0.2"),
     ],
 )
 def test_bad_flags_of_training(flags, message):
@@ -363,7 +363,11 @@ def test_bad_flags_of_training(flags, message):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"class_weight": ("balanced",)}, {"label_smoothing": 0.1}, {"mixup_alpha": 0.2}],
+    [
+        {"class_weight": ("balanced",)},
+        {"label_smoothing": 0.1},
+        {"mix": ("mixup:0.2",)},
+    ],
 )
 def test_parity_compares_plain_losses(flags):
     with pytest.raises(ValueError, match=r"leave (it|them) out"):

@@ -1,8 +1,6 @@
 """What a run is told of GPUs as it starts: why TensorFlow does not use them, or badly.
 
 The doctor makes the same checks, and more. These take milliseconds.
-
-They ask the driver's library alone, not nvidia-smi, which may hang.
 """
 
 import os

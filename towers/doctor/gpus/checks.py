@@ -9,10 +9,11 @@ from pathlib import Path
 from towers.doctor import versions
 from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import WRONG, Finding, note, ok, wrong
-from towers.doctor.gpus.seen import HIDES, SeenCard, SeenMachine, look
+from towers.doctor.gpus.seen import HIDES, SeenMachine, look
+from towers.machine.nvml import Gpu, Holder
 from towers.program.extras import install_command
 
-__all__ = ["SeenCard", "SeenMachine", "look"]
+__all__ = ["SeenMachine", "look"]
 
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
 # (docs/gpus.md)
@@ -66,12 +67,10 @@ def check_driver(machine: SeenMachine, found: DeviceProbe) -> Finding:
     if not machine.in_use:
         return ok("none is needed without a GPU")
     if not machine.driver and found.gpus:
-        return note(f"not known, as {machine.fault}; TensorFlow finds GPUs by it")
+        why = f", as {machine.fault}" if machine.fault else ""
+        return note(f"TensorFlow finds GPUs by it; its version is not known{why}")
     if not machine.driver:
-        return wrong(
-            f"not known, as {machine.fault}; expected NVIDIA's driver, so install it, "
-            "and start the machine anew"
-        )
+        return wrong(f"not known, as {machine.fault}")
     cuda = _built_for(found)
     least = _LEAST_DRIVER.get(cuda.split(".")[0])
     figures = {"found": machine.driver, "cuda": cuda, "expected": least}
@@ -202,7 +201,7 @@ def check_memory(machine: SeenMachine) -> Finding:
     held = [card for card in machine.cards if card.free_mb < 0.9 * card.memory_mb]
     if not held:
         return ok(text, free_mb=free_mb)
-    advice = f"{text}; GPU {held[0].index}'s is held by {_holders(machine, held[0])}"
+    advice = f"{text}; GPU {held[0].index}'s is held by {_holders(held[0])}"
     if any(card.free_mb < 1024 for card in held):
         return wrong(
             f"{advice}: end it, or choose other GPUs, as by --gpu_indices=free",
@@ -224,7 +223,7 @@ def _reason(machine: SeenMachine, found: DeviceProbe, hides: str | None) -> str:
             f"GPU by {HIDES}=-1"
         )
     if not machine.cards:
-        return f"the driver does not answer: {machine.fault}; start the machine anew"
+        return machine.fault
     driver = check_driver(machine, found)
     if driver.verdict == WRONG:
         return f"the driver is {driver.text}"
@@ -245,7 +244,7 @@ def _built_for(found: DeviceProbe) -> str:
     return (found.build or {}).get("cuda_version", "")
 
 
-def _has_code(card: SeenCard, found: DeviceProbe) -> bool:
+def _has_code(card: Gpu, found: DeviceProbe) -> bool:
     """Tells whether TensorFlow's kernels are machine code of a GPU, or all is unknown.
 
     Code runs on GPUs of the same major capability, from its minor one on.
@@ -264,7 +263,7 @@ def _ptx(built: Sequence[str]) -> list[tuple[int, int]]:
     return [(int(name[:-1]), int(name[-1])) for name in names if name.isdecimal()]
 
 
-def _another(card: SeenCard) -> str:
+def _another(card: Gpu) -> str:
     """What to do about a GPU that TensorFlow has no kernels for."""
     code = f"sm_{card.capability.replace('.', '')}"
     return (
@@ -288,9 +287,21 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     return install_command("gpu")
 
 
-def _holders(machine: SeenMachine, card: SeenCard) -> str:
-    names = [who for uuid, who, _ in machine.holders if uuid == card.uuid]
-    return ", ".join(names) or "a process that nvidia-smi does not name here"
+def _holders(card: Gpu) -> str:
+    names = [_who(holder) for holder in card.holders]
+    return ", ".join(names) or "a process that NVIDIA's driver does not name here"
+
+
+def _who(holder: Holder) -> str:
+    """Says what a process is, as far as it can be seen from here."""
+    name = f" ({holder.name})" if holder.name else ""
+    short = f"process {holder.pid}{name}"
+    try:
+        from towers.processes.described import describe_holder
+    except ImportError:
+        return short  # psutil may be what is missing
+    process = describe_holder(holder.pid)
+    return str(process) if process.command or not name else short
 
 
 def _parts(version: str) -> tuple[int, ...]:

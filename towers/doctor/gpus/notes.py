@@ -19,17 +19,18 @@ _SLOW = {
 
 
 def notes(
-    driver: Driver, handle: Any, environ: Mapping[str, str] = os.environ
+    driver: Driver, index: int, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Says what is to be known of a GPU, a sentence each.
 
     Args:
         driver: What to ask. Whatever it does not tell is left out.
-        handle: NVML's handle of the GPU.
+        index: The driver's number of the GPU.
         environ: The environment of programs that would use it.
     """
-    found = (_memory_errors, _clocks, _pcie, _nvlink)
-    said = [text for note in found for text in note(driver, handle)]
+    handle = driver.ask(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), None)
+    sources = (_memory_errors, _clocks, _pcie, _nvlink)
+    said = [text for note in sources for text in note(driver, handle)]
     return [*dict.fromkeys(said), *_tf32(driver, handle, environ)]
 
 

@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 
@@ -19,17 +20,34 @@ def connect(cpus: int) -> None:
     Raises:
         ConnectionError: RAY_ADDRESS names one that does not answer.
     """
+    if not join():
+        # Processes on one machine share its CPUs.
+        start(num_cpus=max(cpus, limits.cpu_count()))
+
+
+def join() -> bool:
+    """Connects to the cluster that there is; tells whether there is one.
+
+    Raises:
+        ConnectionError: RAY_ADDRESS names one that does not answer.
+    """
     address = os.environ.get("RAY_ADDRESS", "auto")
-    if address != "local":
-        try:
-            return ray.init(address=address)
-        except ConnectionError:
-            if address != "auto":
-                raise
+    if address == "local":
+        return False
+    try:
+        ray.init(address=address)
+    except ConnectionError:
+        if address != "auto":
+            raise
+        return False
+    return True
+
+
+def start(**options: Any) -> None:
+    """Starts a cluster on this machine, with options of `ray.init`."""
     # For this run only; Ray would leave one in the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Processes on one machine share its CPUs.
-    ray.init(address="local", num_cpus=max(cpus, limits.cpu_count()))
+    ray.init(address="local", **options)
 
 
 def resources(options: LaunchOptions) -> dict[str, int]:

@@ -9,6 +9,8 @@ All messages stay, in order, for whoever comes later. Each is a name and values:
     signal    generation, rank, number          the launcher has one for this host
     report    generation                        the first host reports: all have to
     over      generation, error                 all have ended: the workers may, too
+
+A queue leaves "begin" first, and "signal" with a number for all of its runs.
 """
 
 import asyncio
@@ -49,12 +51,12 @@ class Desk:
 
 
 def fit(run: Callable[[], Any], desk: Any) -> None:
-    """Has Ray Train or Ray Tune run, and leaves the message "done" behind.
+    """Has Ray Train run, and leaves the message "done" behind.
 
     It belongs into a thread: in the main one, Ray would take Ctrl-C.
 
     Args:
-        run: Their `fit`.
+        run: Its `fit`.
         desk: A `Desk`.
     """
     why = ""

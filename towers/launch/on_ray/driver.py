@@ -13,7 +13,6 @@ os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 
 import ray
 import ray.train
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -25,6 +24,9 @@ from towers.processes import signals
 from towers.program import words
 from towers.program.ending import ANOTHER_FAILED
 
+# Where Ray Train notes the checkpoints of a run, in the run's folder. No constant of
+# Ray's public modules has the name; tests/towers/launch/test_ray.py reads the file.
+_NOTES = "checkpoint_manager_snapshot.json"
 # What hosts get for each signal: Ray's processes, and so they, block SIGINT.
 _SIGNALS = {**SIGNALS, signal.SIGINT: signal.SIGTERM}
 
@@ -258,6 +260,6 @@ def _storage(model_dir):
         return {}
     # Checkpoints that it remembers of an earlier run may have gone.
     with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(model_dir, CHECKPOINT_MANAGER_SNAPSHOT_FILENAME))
+        os.remove(os.path.join(model_dir, _NOTES))
     folder, name = os.path.split(model_dir)
     return {"storage_path": folder, "name": name}

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -45,6 +45,7 @@ class CheckpointManager:
         monitor: The metric that tells which is the best.
         latest: Path of the last one that was read or written, if there is one.
         discarded: Paths of those that are removed when the next one is saved.
+        after_save: Is called once one is written; it may raise an `OSError`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class CheckpointManager:
         self._keep = keep_checkpoints
         self.latest: str | None = None
         self.discarded: Sequence[str] = ()
+        self.after_save: Callable[[], None] | None = None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: concurrent.futures.Future | None = None
         self._trimming: concurrent.futures.Future | None = None
@@ -343,8 +345,10 @@ class CheckpointManager:
             self._scores.pop(discarded, None)
         self.discarded = ()
         self._scores[path] = contents.about["score"]
-        self.latest = path
         self._prune(position)
+        if self.after_save is not None:
+            self.after_save()
+        self.latest = path
 
     def _prune(self, position):
         paths = self._up_to(position)

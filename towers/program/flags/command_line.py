@@ -2,11 +2,12 @@
 
 import dataclasses
 import difflib
+import itertools
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 # Logging defines --verbosity.
@@ -14,123 +15,119 @@ from absl import flags, logging  # noqa: F401
 
 from towers._deprecated import rename_flags
 from towers.program import voice
-from towers.program.flags.arguments import unknown_flag
+from towers.program.flags import old_flags, table
+from towers.program.flags.suggestions import unknown_flag
+from towers.program.flags.table import About, flag
 
 T = TypeVar("T")
-Groups = Mapping[str, Iterable[flags.Flag]]
 
 
-HOSTS = "Hosts"
-"""The heading of the flags that `define_hosts` defines."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableFlags:
+    """Flags of programs that print a table."""
+
+    plot: str | None = flag(
+        None,
+        "Output",
+        "PNG or SVG file to write a chart to (needs matplotlib).",
+        about=About.MAIN,
+    )
+    json: bool = flag(
+        False,
+        "Output",
+        "Print one line of JSON instead of a table.",
+        about=About.MAIN,
+    )
 
 
-OUTPUT = "Output"
-"""The heading of the flags that `define_output` defines."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostsFlag:
+    """The flag of programs that start hosts."""
+
+    hosts: int | None = flag(
+        None,
+        "Hosts",
+        "Number of hosts to start on this machine, whose towers train together. "
+        "Default: one.",
+        about=About.MAIN,
+        at_least=1,
+    )
 
 
-class NumberOrAuto(flags.IntegerParser):
-    """Parses a whole number, or "auto"."""
-
-    syntactic_help = "a whole number, or auto"
-
-    def parse(self, argument: str | int) -> int | str:
-        """Returns the number, or "auto"."""
-        return argument if argument == "auto" else super().parse(argument)
-
-
-NUMBER_OR_AUTO = NumberOrAuto(), flags.ArgumentSerializer()
-"""The arguments of `flags.DEFINE` for a whole number or "auto"."""
-
-
-def define_output() -> None:
-    """Defines --plot and --json, for programs that print a table."""
-    if "plot" not in flags.FLAGS:
-        flags.DEFINE_string(
-            "plot",
-            None,
-            "PNG or SVG file to write a chart to (needs matplotlib).",
-            module_name=OUTPUT,
-        )
-        flags.DEFINE_bool(
-            "json",
-            False,
-            "Print one line of JSON instead of a table.",
-            module_name=OUTPUT,
-        )
-
-
-def define_hosts() -> None:
-    """Defines --hosts, for programs that start hosts."""
-    if "hosts" not in flags.FLAGS:
-        flags.DEFINE_integer(
-            "hosts",
-            None,
-            "Number of hosts to start on this machine, whose towers train together. "
-            "Default: one.",
-            lower_bound=1,
-            module_name=HOSTS,
-        )
-
-
-def read(
-    argv: Sequence[str],
-    doc: str,
-    groups: Groups,
-    more: Groups | None = None,
-    values: flags.FlagValues = flags.FLAGS,
-    example: str | None = None,
-) -> list[str]:
-    """Reads a program's flags, or prints its help and exits.
+def read(kind: type[T], argv: Sequence[str], doc: str = "") -> T:
+    """Reads a program's flags and arguments, or prints its help and exits.
 
     Args:
+        kind: A frozen dataclass, whose fields are made by `flag` and `argument`.
         argv: The program's name and its arguments.
         doc: Description of the program, at the top of the help.
-        groups: The flags that --help shows, by heading.
-        more: The flags that --helpfull shows, by heading; `groups` by default.
-        values: The flags, whose values are set.
-        example: A flag, for the error about any other argument; `None` if there may
-            be others.
 
     Returns:
-        The program's name, and the arguments that are not flags.
+        What was given, with all numbers in their bounds.
 
     Raises:
-        ValueError: A flag is unknown, or has a malformed value; or there is an argument
-            that is not a flag; or a file of flags is not text.
+        ValueError: A flag is unknown, or has a malformed value; an argument is missing
+            or unknown; or a file of flags is not text.
         SystemExit: The help was requested.
     """
-    help_flags = {
-        arg.lstrip("-") for arg in argv[1:] if re.fullmatch("--?h[a-z]*|-[?]", arg)
-    }
-    if help_flags & {"helpfull", "help_full"}:
-        print(help_text(doc, more or groups))
-        sys.exit(0)
-    if help_flags & {"h", "?", "help", "helpshort"}:
-        print(help_text(doc, groups))
-        if more:
-            print("\n--helpfull shows all flags.")
-        sys.exit(0)
+    return read_given(kind, argv, doc)[0]
+
+
+def read_given(
+    kind: type[T], argv: Sequence[str], doc: str = "", quiet: bool = False
+) -> tuple[T, dict[str, str]]:
+    """Reads flags as `read` does; also returns those that were given, by name.
+
+    They are as they were given last, old ones too, and in that order.
+
+    Args:
+        kind: See `read`.
+        argv: See `read`.
+        doc: See `read`.
+        quiet: Whether to say nothing of old flags.
+    """
+    values = table.define(kind)
+    verbosity = flags.FLAGS["verbosity"]
+    verbosity.unparse()
+    values["verbosity"] = verbosity
+    _help(kind, argv, doc, values)
+    old = old_flags.define(values)
+    values.set_gnu_getopt(True)
     try:
-        arguments = values.read_flags_from_files(argv[1:], force_gnu=False)
+        arguments = values.read_flags_from_files([*argv[1:]], force_gnu=False)
         arguments, notes = rename_flags(arguments, values)
-        for note in notes:
+        for note in () if quiet else notes:
             voice.say(note)
         rest = values([argv[0], *arguments])
     except UnicodeDecodeError as error:
         raise ValueError(_no_text(argv)) from error
     except flags.UnrecognizedFlagError as error:
-        raise ValueError(unknown_flag(error.flagname, list(values))) from error
+        raise ValueError(unknown_flag(error.flagname, {*values} - {*old})) from error
     except flags.IllegalFlagValueError as error:
         raise ValueError(illegal(error, values)) from error
     except flags.Error as error:
         message = str(error).removeprefix("ERROR:: ").rstrip(".")
         raise ValueError(f"{message}; see --help.") from error
-    if example is not None and len(rest) > 1:
-        raise ValueError(
-            f"Received the argument {rest[1]!r}; expected flags only, such as "
-            f"{example} (see --help)."
-        )
-    return rest
+    places = old_flags.order(arguments, values)
+    given = {name: values[name].serialize() for name in sorted(places, key=places.get)}
+    note = old_flags.move(values, old, arguments)
+    if note and not quiet:
+        voice.say(note)
+    # absl's own logging reads its flag only there.
+    flags.FLAGS.mark_as_parsed()
+    options = table.value(kind, values, rest[1:])
+    table.check_bounds(options)
+    return options, given
+
+
+def _help(kind, argv, doc, values):
+    """Prints the help and ends the program, if that is asked for."""
+    before = itertools.takewhile(lambda arg: arg != "--", argv[1:])
+    asked = {arg.lstrip("-") for arg in before if re.fullmatch("--?h[a-z_]*|-[?]", arg)}
+    every = bool(asked & {"helpfull", "help_full"})
+    if every or asked & {"h", "?", "help", "helpshort"}:
+        print(help_text(doc, kind, values, every))
+        sys.exit(0)
 
 
 def _no_text(argv):
@@ -155,29 +152,12 @@ def _is_text(path):
     return True
 
 
-def settings(kind: type[T], values: flags.FlagValues = flags.FLAGS) -> T:
-    """Returns flags as a frozen value: a dataclass whose fields have their names."""
-    field_values = {
-        field.name: values[field.name].value for field in dataclasses.fields(kind)
-    }
-    return kind(
-        **{n: tuple(v) if isinstance(v, list) else v for n, v in field_values.items()}
-    )
-
-
-def below(
-    headings: Iterable[str], values: flags.FlagValues = flags.FLAGS
-) -> dict[str, list[flags.Flag]]:
-    """Returns the flags under some headings of the help."""
-    by_module = values.flags_by_module_dict()
-    return {heading: by_module[heading] for heading in headings}
-
-
 _KINDS = {
-    NumberOrAuto: "a whole number, or auto",
+    table.NumberOrAuto: "a whole number, or auto",
     flags.IntegerParser: "a whole number",
     flags.FloatParser: "a number",
     flags.BooleanParser: "true or false",
+    flags.ListParser: "values with commas between them, and quotes in pairs",
 }
 
 
@@ -190,9 +170,6 @@ def illegal(error: flags.IllegalFlagValueError, values: flags.FlagValues) -> str
     expected = next(
         (text for kind, text in _KINDS.items() if isinstance(parser, kind)), ""
     )
-    least, most = (getattr(parser, f"{end}_bound", None) for end in ("lower", "upper"))
-    if least is not None:
-        expected += f" of at least {least}" if most is None else f", {least} to {most}"
     if isinstance(parser, flags.EnumParser):
         expected = f"one of {', '.join(parser.enum_values)}"
         near = difflib.get_close_matches(m[2], parser.enum_values, n=1)
@@ -200,13 +177,37 @@ def illegal(error: flags.IllegalFlagValueError, values: flags.FlagValues) -> str
     return f"Received --{m[1]}={m[2]}; expected {expected or m[3]}; see --help."
 
 
-def help_text(doc: str, groups: Groups) -> str:
-    """Describes a program and its flags, in lines of 80 characters."""
+def help_text(doc: str, kind: type, values: flags.FlagValues, every: bool) -> str:
+    """Describes a program and its flags, in lines of 80 characters.
+
+    Args:
+        doc: Description of the program.
+        kind: The dataclass of its flags.
+        values: The flags of `table.define`, and any that all programs have.
+        every: Whether to describe all flags. Otherwise, these are the flags about
+            `MAIN` of a dataclass with the attribute `has_long_help`, or all of
+            another one.
+    """
+    every = every or not getattr(kind, "has_long_help", False)
     lines = [doc.strip()]
-    for title, members in groups.items():
+    rows = table.rows(kind)
+    if arguments := [name for name, row in rows.items() if not row.heading]:
+        lines += ["", "Arguments:"]
+        for name in arguments:
+            lines += _in_columns(name.upper(), rows[name].text)
+    chosen = {
+        name: row.heading
+        for name, row in rows.items()
+        if row.heading and (every or About.MAIN in row.about)
+    }
+    for title in dict.fromkeys(chosen.values()):
         lines += ["", f"{title}:"]
-        for flag in members:
-            lines += _help_lines(flag)
+        for name in [name for name in chosen if chosen[name] == title]:
+            lines += _help_lines(values[name])
+    if every:
+        lines += ["", "Every program:", *_help_lines(values["verbosity"])]
+    else:
+        lines += ["", "--helpfull shows all flags."]
     return "\n".join(lines)
 
 
@@ -221,6 +222,10 @@ def _help_lines(flag: flags.Flag) -> list[str]:
         default = "yes" if default else None
     if default not in (None, ""):
         description += f" Default: {default}."
+    return _in_columns(name, description)
+
+
+def _in_columns(name: str, description: str) -> list[str]:
     column = 24
     text = textwrap.wrap(description, 80 - column, break_on_hyphens=False)
     first = f"  {name}"

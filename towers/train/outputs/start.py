@@ -151,8 +151,6 @@ def _idle_notes(job):
         idle.append(("data_dir", "only digits and tfds: keep files there"))
     if not source.has_buffer:
         idle.append(("shuffle_mb", "the records are shuffled completely"))
-    if settings.bad_records != "skip":
-        idle.append(("max_bad_records", "no bad record is skipped"))
     notes = [
         f"Note: {settings.as_flag(name)} changes nothing, as {why}."
         for name, why in idle

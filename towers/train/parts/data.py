@@ -19,6 +19,9 @@ from towers.input_pipeline.pipeline.room import shuffle_note
 from towers.input_pipeline.records import quarantine
 from towers.input_pipeline.records.quarantine import Quarantine
 from towers.input_pipeline.specs import takes
+from towers.input_pipeline.text import HubTokenizer
+from towers.models import hub
+from towers.models import spec as spec_of_model
 from towers.program import voice
 from towers.program.commands import read_image_size, read_randaugment
 from towers.train.checks import DATA_FLAGS
@@ -311,7 +314,7 @@ def _look_at_records(
                 f"{source.name} has no record in its split {split}; expected at least "
                 "one, so check its files."
             )
-    if settings.bad_records == "fail":
+    if not settings.skips_bad:
         # Two splits may have parts of the same files.
         for split in {tuple(source.files(split)): split for split in splits}.values():
             input_pipeline.scan_labels(source, split)
@@ -332,7 +335,7 @@ def _at_hand(data: Data) -> Data:
 def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
     settings = data.settings
     # Workers of a service read the files themselves.
-    cache = "none" if settings.data_service else settings.cache
+    cache = "none" if settings.data_service else settings.cache_kind
     # To keep pixels, all images are decoded first: that pays from the second epoch on.
     pays = settings.train_epochs > 1 or cache == "disk"
     resized = pays and source.input_kind == "image"
@@ -395,6 +398,9 @@ def open_source(
     options["num_classes"] = num_classes
     options["vocabularies"], options["column_kinds"] = scale.read_columns(settings)
     options["target"] = settings.task and TASKS[settings.task].kind
+    if spec_of_model.is_hub(settings.model) and spec.startswith("text:"):
+        preset, _ = spec_of_model.split_hub(settings.model)
+        options["tokenizer"] = HubTokenizer(hub.tokenizer(preset))
     if like is not None:
         target = like.target
         options |= {"class_names": like.class_names, "target": target.kind}
@@ -403,7 +409,7 @@ def open_source(
         tables = columns and takes(settings.dataset, "text_column")
         if tables:
             labels = target.names if target.row_shape else like.label_field
-            options |= {"label_key": None, "label_column": labels}
+            options |= {"label_column": labels}
         named = like.input_kind in ("columns", *["row"] * tables)
         if columns and named:
             options["feature_columns"] = [*like.image_fields, *like.vocabularies]
@@ -426,7 +432,7 @@ def open_source(
         **_local_store(settings, spec),
         data_dir=os.path.expanduser(settings.data_dir),
         seed=settings.seed,
-        skip_bad=settings.bad_records == "skip",
+        skip_bad=settings.skips_bad,
     )
 
 
@@ -450,9 +456,9 @@ def _findings(settings: Settings, spec: str) -> dict[str, str]:
 
 def _local_store(settings: Settings, spec: str) -> dict[str, Any]:
     """The store through which remote files are read, if there is one."""
-    if settings.local_store is None or not takes(spec, "local_store"):
+    if settings.store_folder is None or not takes(spec, "local_store"):
         return {}
-    return {"local_store": _store(settings.local_store, settings.local_store_gb)}
+    return {"local_store": _store(settings.store_folder, settings.store_gb)}
 
 
 @functools.cache
@@ -504,8 +510,8 @@ def choose_image_shape(
                 )
         if settings.cutmix_alpha:
             raise ValueError(
-                f"Received --cutmix_alpha={settings.cutmix_alpha}, but {source.name} "
-                "has rows of numbers; expected images, so use --mixup_alpha."
+                f"Received {settings.as_flag('mix')}, but {source.name} "
+                "has rows of numbers; expected images, so use --mix=mixup:0.2."
             )
         return scale.shape(settings, source)
     if source.target.kind == "mask" and settings.randaugment:

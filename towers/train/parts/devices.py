@@ -124,8 +124,8 @@ def share_devices(
     Raises:
         RegistryError: Other runs have too many.
     """
-    fractions = tower_flags.read_shares(settings)
-    if fractions is None:
+    asked = tower_flags.read_shares(settings)
+    if asked is None:
         return devices, None
     hosts = group.joined()
     if hosts is not None and hosts.count > 1:
@@ -135,7 +135,8 @@ def share_devices(
         )
     name = settings.absolute_model_dir
     share = feature("elastic.shares").share
-    shares = share(devices.every, *fractions, name, settings.join_seconds)
+    least, most, seconds = asked
+    shares = share(devices.every, least, most, name, seconds)
     # They go to others also where an error ends the program.
     forks.at_exit(shares.leave)
     return devices.with_towers(shares.first), shares
@@ -182,13 +183,10 @@ def with_whole_batch(settings: Settings, split_ratios: Sequence[int]) -> Setting
         settings: The settings.
         split_ratios: Of the towers of this host.
     """
-    one = settings.batch_size_per_tower
-    if settings.batch_per_tower:
-        one = settings.batch_size
-    if one is None:
+    if not (settings.batch_per_tower or settings.batch_at_start):
         return settings
     towers = sum(this_host().exchange(len(split_ratios)))
-    return settings.but(batch_size=one * towers)
+    return settings.but(batch_size=settings.batch_size * towers)
 
 
 def variable_update(
@@ -211,7 +209,7 @@ def variable_update(
         "asynchronous": {"max_staleness": settings.max_staleness, "device": device},
         "auto": {"choice_file": choice_file, "device": device},
     }
-    name = settings.variable_update
+    name = settings.update
     return UPDATES[name](**options[name])
 
 

@@ -31,7 +31,7 @@ _TRIED = 8
 def build_model(setup: Setup, home: str) -> keras.Model:
     """Builds the model at home, and checks that it fits the data and the task."""
     facts, name = setup.facts, setup.settings.model
-    options = setup.settings.model_options
+    options = setup.settings.options_of_model
     if setup.settings.init_weights == "imagenet":
         options["imagenet"] = True
     with tf.device(home):
@@ -164,7 +164,7 @@ def build_towers(
     """
     settings = setup.settings
     if is_one_hot(setup) and has_own_steps(model):
-        flag = "--mixup_alpha or --cutmix_alpha" if settings.mixes else ""
+        flag = settings.as_flag("mix") if settings.mixes else ""
         raise ValueError(
             f"Received {flag or '--label_smoothing'}, which gives each class a number, "
             "with a model that defines its own train_step, which is written for "
@@ -190,7 +190,7 @@ def build_towers(
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
         stages=stages(settings),
-        micro_batches=settings.micro_batches,
+        micro_batches=settings.micro_batch_count,
         recompute=settings.recompute,
         check_numerics=settings.check_numerics != "off"
         and model_dir is not None

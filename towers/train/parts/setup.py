@@ -76,7 +76,7 @@ def of(settings: Settings, facts: DataFacts, mine: MyModel | None) -> Setup:
     metrics.check(settings.metric_names, task.name)
     if settings.mixes and task.name != "classification":
         raise ValueError(
-            "Received --mixup_alpha or --cutmix_alpha for "
-            f"--task={task.name}; expected classification, so leave them out."
+            f"Received {settings.as_flag('mix')} for --task={task.name}; expected "
+            "--task=classification, so leave it out."
         )
     return dataclasses.replace(setup, task=task)

@@ -4,7 +4,7 @@ import os
 import statistics
 from collections.abc import Sequence
 
-from ..bench.race import Failed, Runner, ratio
+from ..race import Failed, Runner, ratio
 from .contenders import CONTENDERS
 from .worker import Job
 

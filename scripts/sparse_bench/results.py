@@ -4,7 +4,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..bench.race import Runner, ratio
+from ..race import Runner, ratio
 from .contenders import CONTENDERS, YARDSTICK
 from .worker import Job
 

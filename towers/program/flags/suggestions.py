@@ -1,13 +1,8 @@
-"""Parses the command line of programs that do not use absl's flags."""
+"""Suggests a flag for one that does not exist."""
 
-import argparse
 import difflib
-import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
-# Descriptions of the functions with which argparse parses values.
-_KINDS = {"int": "a whole number", "float": "a number", "_rank": "a number or auto"}
-_BAD_VALUE = re.compile(rf"argument (\S+): invalid ({'|'.join(_KINDS)}) value: '(.*)'")
 # Names of our flags in other programs.
 _ALIASES = {
     "model_dir": "output output_dir out out_dir outdir log_dir logdir logs save_dir "
@@ -34,8 +29,7 @@ _ALIASES = {
     "gpu_indices": "gpu_ids gpu_id device_ids visible_devices",
     "recipe": "augment augmentation aug transforms preprocessing",
     "randaugment": "rand_augment autoaugment auto_augment",
-    "mixup_alpha": "mixup",
-    "cutmix_alpha": "cutmix",
+    "mix": "mixup cutmix",
     "seed": "random_seed rng_seed tf_random_seed",
     "eval_only": "eval evaluate evaluate_only test test_only validate",
     "clean": "overwrite force fresh restart",
@@ -45,7 +39,7 @@ _ALIASES = {
     "steps_per_loop": "steps_per_execution iterations_per_loop",
     "log_steps": "log_every log_interval print_freq log_every_n_steps display_every",
     "profile_steps": "profile profiler trace",
-    "save_steps": "save_every save_interval save_freq save_checkpoints_steps",
+    "save_every": "save_interval save_freq save_checkpoints_steps",
     "keep_checkpoints": "max_to_keep keep save_total_limit",
     "bad_records": "skip_errors ignore_errors",
     "shuffle_mb": "shuffle_buffer shuffle_buffer_size buffer_size",
@@ -55,43 +49,7 @@ _ALIASES = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that describes an error in one sentence.
-
-    Args:
-        program: Name of the program, such as "towers.doctor".
-        doc: Description of the program.
-    """
-
-    def __init__(self, program: str, doc: str):
-        super().__init__(
-            prog=f"python -m {program}",
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def parse_args(self, args, namespace=None):
-        """Parses the arguments; checks for unknown flags first."""
-        known = [name[2:] for name in self._option_string_actions if name[2:]]
-        for arg in args:
-            if match := re.match(r"--([^\s=]+)", arg):
-                if match[1] not in known:
-                    raise ValueError(unknown_flag(match[1], known))
-        return super().parse_args(args, namespace)
-
-    def error(self, message: str) -> None:
-        """Raises a ValueError with a sentence on the error."""
-        if match := _BAD_VALUE.fullmatch(message):
-            flag, kind, value = match.groups()
-            raise ValueError(f"Received {flag}={value}; expected {_KINDS[kind]}.")
-        raise ValueError(f"{message}; see --help.")
-
-
-# Suggestions for unknown flags; needs only the standard library.
-
-
-def unknown_flag(name: str, known: Sequence[str]) -> str:
+def unknown_flag(name: str, known: Collection[str]) -> str:
     """Returns an error message for an unknown flag, with a flag that may be meant.
 
     Args:
