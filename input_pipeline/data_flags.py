@@ -13,14 +13,14 @@ MAX_BAD_RECORDS = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """How the files of a data set are read: arguments of `open_source`."""
+    """Flags that describe the files of a data set: arguments of `open_source`."""
 
     num_classes: int | None = flag(
         None,
         "Data",
         "Number of classes, if labels are read from files. Default: counted from the "
         "labels.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         at_least=1,
     )
     eval_fraction: float | None = flag(
@@ -28,7 +28,7 @@ class DataFlags:
         "Data",
         "Fraction of the data to hold out for validation, unless a file, folder or "
         "array is named test or the like. Default: 0.1.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         defined_by=("train_data",),
         at_least=0,
         below=1,
@@ -38,7 +38,7 @@ class DataFlags:
         "Data",
         "Columns of a table to train on, such as age,fare. Default: all except the "
         "label; of texts, those that repeat.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         defined_by=("train_data",),
     )
     missing: Literal[*MISSING] | None = flag(
@@ -47,7 +47,6 @@ class DataFlags:
         "Value of a missing number in csv:, parquet:, npz: and npy:, in training and "
         "prediction: mean or median of its column, and a further column says so; "
         "fail: its row is bad. Default: mean.",
-        about=About.SOURCE,
         defined_by=("train_data",),
     )
     label_column: str | None = flag(
@@ -56,7 +55,7 @@ class DataFlags:
         "Column of a table, or field of a record, with the label; in conll:, the "
         "number of the tags' column. Default: label, class or target, else the last "
         "one; of a record, image/class/label.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         defined_by=("train_data",),
     )
     text_column: str | None = flag(
@@ -65,7 +64,6 @@ class DataFlags:
         "Column of csv: and parquet: with text to train on. In conll:, the number of "
         "the words' column. Default: train on the columns of numbers; in conll:, the "
         "first column, or the second of CoNLL-U.",
-        about=About.SOURCE,
         defined_by=("train_data",),
     )
     tokenizer: str | None = flag(
@@ -74,14 +72,14 @@ class DataFlags:
         "Tokenizer of text: bytes, sentencepiece:FILE, wordpiece:FILE, words:FILE, or "
         "hf:FILE, a tokenizer.json of Hugging Face. Default: bytes; in conll:, the "
         "words of the training data.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         defined_by=("train_data",),
     )
     sequence_length: int | None = flag(
         None,
         "Data",
         "Number of tokens in a row of text. Default: 128.",
-        about=About.MAIN | About.SOURCE,
+        about=About.MAIN,
         at_least=1,
         defined_by=("train_data",),
     )
@@ -90,7 +88,6 @@ class DataFlags:
         "Data",
         "Join the documents of text: into rows without padding. --nopacking: a row "
         "has one document, or a part of it. Default: packing.",
-        about=About.SOURCE,
         defined_by=("train_data",),
     )
     image_column: str | None = flag(
@@ -98,14 +95,13 @@ class DataFlags:
         "Data",
         "Column of the image in parquet:, or its field in tfrecord: and "
         "array_record:. Default: image; of a record, image/encoded.",
-        about=About.SOURCE,
         defined_by=("train_data",),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadRecordsFlag:
-    """Whether bad records are left out of a data set."""
+    """The flag --bad_records, and its parts."""
 
     bad_records: str = flag(
         "fail",
@@ -140,7 +136,7 @@ class BadRecordsFlag:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheFlag:
-    """Where examples are kept."""
+    """The flag --cache, and its parts."""
 
     cache: str = flag(
         "auto",
@@ -158,7 +154,7 @@ class CacheFlag:
 
     @property
     def cache_kind(self) -> str:
-        """Where examples are kept: one of `CACHES`.
+        """The first part of --cache: one of `CACHES`.
 
         Raises:
             ValueError: --cache has another form.

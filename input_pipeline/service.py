@@ -31,7 +31,7 @@ _ROLES = ("dispatcher", "worker")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """Which server to run, and where."""
+    """The arguments and flags of towers.input_pipeline.service."""
 
     role: str = argument("What to run: dispatcher or worker.")
     port: int = flag(

@@ -21,7 +21,7 @@ from towers.program.flags.table import flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions(DataFlags, CacheFlag, store_flags.StoreFlags):
-    """What to read, and what to measure."""
+    """The flags of towers.input_pipeline.benchmark."""
 
     dataset: str = flag(
         "digits",

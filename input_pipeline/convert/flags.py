@@ -14,7 +14,7 @@ from towers.program.flags.table import argument, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(DataFlags, BadRecordsFlag):
-    """What to convert, and how."""
+    """The arguments and flags of towers.input_pipeline.convert."""
 
     source: str = argument("Data set to convert, as --dataset of towers train.")
     target: str = argument("Where to write it: tfrecord:FOLDER.")

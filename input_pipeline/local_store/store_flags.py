@@ -16,7 +16,7 @@ LIMIT_GB = 50.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreFlags:
-    """Where to keep what is read of remote files."""
+    """The flag --local_store, and its parts."""
 
     local_store: str | None = flag(
         None,
@@ -37,12 +37,12 @@ class StoreFlags:
 
     @property
     def store_gb(self) -> float:
-        """What the folder may take, in GB."""
+        """The maximum size of the folder, in GB."""
         return _parts(self.local_store)[0]
 
 
 def _parts(text: str | None) -> tuple[float, str | None]:
-    """Returns the limit, which is not a number if it is none, and the folder."""
+    """Returns the limit, NaN if it is malformed, and the folder of --local_store."""
     limit, folder = re.fullmatch("(?:([^/:]*):)?(.*)", text or "", re.DOTALL).groups()
     if limit is None or "://" in (text or ""):
         return LIMIT_GB, text or None

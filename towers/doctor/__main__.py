@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What to look at."""
+    """The flags of towers.doctor."""
 
     model_dir: str = flag("runs", "Flags", "Folder of a run, whose disk is checked.")
     data_dir: str = flag(

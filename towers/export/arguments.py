@@ -12,8 +12,9 @@ from towers.program.flags.table import argument
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions(arguments.ModelOptions):
-    """Which model to export, and where."""
+    """The arguments and flags of towers.export."""
 
+    # It stands here again to come before OUTPUT on the command line.
     model_dir: str = argument("Folder of a run of towers train.")
     output: str | None = argument(
         "Folder to write the SavedModel to. Default: exported in model_dir.", None

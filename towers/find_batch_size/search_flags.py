@@ -20,7 +20,7 @@ _IDLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search(TableFlags, HostsFlag, Settings):
-    """What to train, and which batch sizes to try."""
+    """The flags of towers.find_batch_size."""
 
     max_batch_size: int | None = flag(
         None,

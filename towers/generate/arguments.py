@@ -10,7 +10,7 @@ from towers.program.flags.table import flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ModelOptions):
-    """Which model writes what."""
+    """The arguments and flags of towers.generate."""
 
     prompt: str = flag(
         "",

@@ -14,7 +14,7 @@ from towers.train.settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check(HostsFlag, Settings):
-    """What to compare with one device."""
+    """The flags of towers.parity."""
 
     parity_steps: int = flag(
         3, "Comparison", "Number of steps to compare.", about=About.MAIN, at_least=1

@@ -25,7 +25,7 @@ _DEVICES += ("soft_placement", "log_device_placement")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model of which run to use."""
+    """The arguments and flags that name a model of a run."""
 
     model_dir: str = argument("Folder of a run of towers train.")
     checkpoint: Literal[*FILES] = flag(
@@ -52,8 +52,9 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictOptions(ModelOptions, table.part_of(Settings, _DEVICES)):
-    """What to predict, with which model, and on which devices."""
+    """The arguments and flags of towers.predict."""
 
+    # It stands here again to come before FILES on the command line.
     model_dir: str = argument("Folder of a run of towers train.")
     files: tuple[str, ...] = argument(
         "Pictures, folders of pictures, tables, texts or arrays to predict for."

@@ -14,7 +14,7 @@ _LIBRARIES = ("jinja2", "matplotlib")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Which run to report on, and where."""
+    """The arguments and flags of towers.report."""
 
     model_dir: str = argument("Folder of a run of towers train.")
     output: str | None = flag(

@@ -11,7 +11,7 @@ from towers.program.flags.table import argument, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResizeOptions:
-    """Which run to resize, and how."""
+    """The arguments and flags of towers.resize."""
 
     model_dir: str = argument("Folder of a run that trains.")
     num_gpus: int | None = flag(

@@ -17,7 +17,7 @@ _OF_TOWERS = ("split_ratios", "max_gpus", "share_gpus", "gpu_split", "eval_only"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling(TableFlags, Settings):
-    """What to train, and how to try it."""
+    """The flags of towers.scaling."""
 
     seconds: float = flag(
         5.0,

@@ -368,7 +368,7 @@ def test_says_once_at_the_end_what_has_found_no_room(
     assert line.startswith(f"The local store {opened.folder} has no room for ")
     left = float(re.search(r" \((\d+)%\), which are read ", line)[1])
     assert 20 < left < 80
-    assert "; --local_store_gb=0.1 (in Python, limit_gb) would hold all." in line
+    assert "; --local_store=0.1:FOLDER (in Python, limit_gb) would hold all." in line
     # So it is: nothing is to be said then.
     larger = local_store(limit_gb=0.1)
     batches(open_source(specs["folder"], local_store=larger), epochs=1)

@@ -5,6 +5,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from absl import flags
 
 from tests.small import tiny
 from tests.towers.lifecycle.test_resume import (  # noqa: F401
@@ -178,6 +179,13 @@ def test_changed_flags_are_said():
     old = "--dataset=digits\n--save_steps=3\n--save_minutes=0\n--stall_seconds=300\n"
     old += "--monitor=loss\n--monitor_mode=min\n--all_reduce_alg=auto\n"
     assert continued.changed_flags(old, now, trains=False) is None
+
+
+def test_the_flags_of_the_run_before_leave_verbosity_as_it_is(monkeypatch):
+    monkeypatch.setattr(flags.FLAGS["verbosity"], "present", 1)
+    before = Settings().as_text()
+    assert continued.changed_flags(before, Settings(seed=1)).count("--seed=1") == 1
+    assert flags.FLAGS["verbosity"].present == 1
 
 
 @pytest.mark.parametrize("validates", [True, False])

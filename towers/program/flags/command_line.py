@@ -84,12 +84,13 @@ def read_given(
         kind: See `read`.
         argv: See `read`.
         doc: See `read`.
-        quiet: Whether to say nothing of old flags.
+        quiet: Whether to say nothing of old flags, and to leave --verbosity, which all
+            of the process has, as it is.
     """
     values = table.define(kind)
-    verbosity = flags.FLAGS["verbosity"]
-    verbosity.unparse()
-    values["verbosity"] = verbosity
+    if not quiet:
+        flags.FLAGS["verbosity"].unparse()
+        values["verbosity"] = flags.FLAGS["verbosity"]
     _help(kind, argv, doc, values)
     old = old_flags.define(values)
     values.set_gnu_getopt(True)

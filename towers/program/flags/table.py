@@ -2,7 +2,7 @@
 
 A field says all that is known of a flag: its type, default, bounds and help, and what
 the flag is about. The command line, the help, the checks, the documents and whatever
-treats flags alike read these fields, so that nothing lists flags by name.
+treats many flags alike read these fields, in place of lists of names.
 """
 
 import dataclasses
@@ -34,8 +34,6 @@ class About(enum.Flag):
     """How a whole run ends, saves, evaluates and is watched."""
     EXAMPLES = enum.auto()
     """How examples are read, which says nothing where none are read."""
-    SOURCE = enum.auto()
-    """An argument of `input_pipeline.open_source`."""
     PATH = enum.auto()
     """Its value is a path of a file or folder."""
     COMPARED = enum.auto()
