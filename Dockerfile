@@ -1,5 +1,5 @@
 # Towers with CUDA's libraries, which come by pip: the host needs NVIDIA's driver and the
-# NVIDIA Container Toolkit. docs/gpus.md says how to run it.
+# NVIDIA Container Toolkit. docs/reference/gpus.md says how to run it.
 FROM python:3.12-slim
 WORKDIR /towers
 # Gigabytes of packages; they are kept while these files stay as they are.

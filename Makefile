@@ -59,7 +59,7 @@ test-changed: $(READY)
 	$(PYTEST) $$($(RUN) -m scripts.changed_tests --since=$(SINCE)) $(PYTEST_FLAGS)
 	$(PYTEST) -m 'not slow' tests/exact $(PYTEST_FLAGS)
 
-# What docs/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
+# What docs/reference/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
 # private names, checkpoints, the training script, and an exact case of each group.
 OLDEST := 'tensorflow==2.19.*' 'keras==3.10.*' 'tensorboard==2.19.*' 'tensorflow-metadata<1.18'
 OLDEST_TESTS := $(addprefix tests/,towers/keras_adapter towers/lifecycle towers/train exact)
@@ -75,14 +75,14 @@ test-oldest: .venv-oldest/.ready
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,examples]' 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' 'pytest-timeout>=2.3,<3' $(OLDEST)
 	@touch $@
 
-# The table of exact cases, on towers and under MirroredStrategy, as PARITY.md.
+# Exact cases on towers and under MirroredStrategy: PARITY.md, and .exact/table.md.
 parity-report: $(READY)
 	rm -f .exact/towers.jsonl .exact/mirrored.jsonl
 	# The report tells which cases fail.
 	-TOWERS_EXACT_ALL=1 $(PYTEST) tests/exact/test_exact.py::test_towers
 	$(RUN) -m scripts.parity_report --mirrored
 
-# docs/tensorboard_*.png and docs/report.png; needs Debian's chromium.
+# docs/images/tensorboard_*.png and docs/images/report.png; needs Debian's chromium.
 screenshots: $(READY)
 	$(RUN) -m scripts.screenshots
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# docs/versions.md: with newer ones, which are not tested yet, Towers warns.
+# docs/reference/versions.md: with newer ones, which are not tested yet, Towers warns.
 TENSORFLOW = ">=2.19,<3"
 CORE = [
     f"tensorflow{TENSORFLOW}",
@@ -119,6 +119,9 @@ setup(
             "openmpi>=5,<6; sys_platform == 'linux'",
             # Reads the manifest for Kubernetes in examples/.
             "pyyaml>=6,<7",
+            # Run the notebooks in examples/.
+            "nbclient>=0.10,<1",
+            "ipykernel>=6.29,<8",
             # Drives Debian's Chromium, in tests and screenshots of pages.
             "playwright>=1.55,<2",
         ],

@@ -3,7 +3,7 @@
     towers train --model=examples/text_classification.py --task=text_classification
 
 A `tf.data.Dataset` does not tell how many classes there are, so `build` knows it. Texts
-in columns of tables need no code: see docs/tasks.md.
+in columns of tables need no code: see docs/train/tasks.md.
 """
 
 import email

@@ -14,8 +14,8 @@ Reducers (--reducers):
     multi_worker    MultiWorkerMirroredStrategy's all_reduce of TensorFlow's tensors
     gloo            PyTorch's (needs torch)
 
-With --predict, another column has what the model of docs/scaling.md says of the first
-reducer. It knows two numbers: what the smallest and the largest array take on the
+With --predict, another column has what the model of docs/scale/scaling.md says of the
+first reducer. It knows two numbers: what the smallest and the largest array take on the
 first number of hosts.
 
 """

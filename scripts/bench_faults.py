@@ -158,7 +158,7 @@ class Generation:
     def first_step_s(self) -> float:
         """Waits for the first step; returns the seconds since the start."""
         while not any(
-            line.lower().startswith("epoch ")
+            line.lower().startswith(("epoch ", "step "))
             for line in self._logs[0].read_text().splitlines()
         ):
             if not any(map(runs, self.processes)):

@@ -131,7 +131,6 @@ def timed(argv: list[str]) -> dict[str, float]:
         times.setdefault("first_line", now)
         if "step 100" in line or "step: 100" in line:
             times.setdefault("step_100", now)
-        # Lines within the epoch name a step instead.
         if re.search(r"epoch 1(/1 done,|:).*loss", line):
             times.setdefault("end", now)
     _, status, usage = os.wait4(process.pid, 0)

@@ -1,4 +1,4 @@
-"""Writes docs/flags.md: the flags of each command, as its help shows them.
+"""Writes docs/reference/flags.md: the flags of each command, as its help shows them.
 
 python -m scripts.docs_flags
 """
@@ -11,11 +11,12 @@ import sys
 
 from towers.__main__ import COMMANDS
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "flags.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/flags.md"
 _TOP = """# Flags
 
-The flags of each command, as `--helpfull` shows them. `make docs` generates this page
-from the source.
+All flags of each command, as `towers COMMAND --helpfull` shows them. `--[no]clean`
+means that `--clean` turns it on and `--noclean` turns it off. `make docs` generates
+this page.
 """
 
 # The flags below a heading: name and meaning.
@@ -73,10 +74,9 @@ def page() -> str:
             lines += ["It takes the flags of [`towers train`](#towers-train).", ""]
             groups = _without(groups, train)
         for title, members in groups.items():
-            lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
-            for name, meaning in members.items():
-                name = name.replace("|", r"\|")
-                lines.append(f"| `{name}` | {meaning.replace('|', '&#124;')} |")
+            lines += [f"**{title}**", ""]
+            # No table: on a narrow screen, long names would leave no room for meanings.
+            lines += [f"- `{name}`: {meaning}" for name, meaning in members.items()]
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

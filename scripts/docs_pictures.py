@@ -1,4 +1,4 @@
-"""Draws docs/*.jpg: contact sheets of what augmentation does to real photographs.
+"""Draws docs/images/*.jpg: contact sheets of augmented real photographs.
 
     python -m scripts.docs_pictures
     python -m scripts.docs_pictures --sheets=mix
@@ -22,7 +22,7 @@ from towers.input_pipeline.images import augment, mix, randaugment
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("output_dir", f"{ROOT}/docs", "Where the pictures go.")
+flags.DEFINE_string("output_dir", f"{ROOT}/docs/images", "Where the pictures go.")
 flags.DEFINE_list("sheets", [], "Which ones; all by default.")
 
 CREDIT = (

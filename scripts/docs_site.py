@@ -1,7 +1,8 @@
 """Hooks of mkdocs: they add the pages at the root of the repository to the site.
 
 In the repository, links are paths. In the site, they lead to the page that a file has
-become. Of a link to a file without a page, only the text stays.
+become, and to a folder, to the table of its pages. Of a link to a file without a page,
+only the text stays. Fences say more than mkdocs knows: why a test does not run a block.
 """
 
 import pathlib
@@ -15,6 +16,9 @@ from mkdocs.structure.pages import Page
 ROOT = pathlib.Path(__file__).parents[1]
 _INDEX = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
 _LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!\w+:|#)([^()#\s]+)(#[^()\s]*)?\)")
+
+_FENCE = re.compile(r"^( *`{3,}[\w+-]*)([^`\n]*)$", re.MULTILINE)
+_TITLE = re.compile(r' title="[^"]*"')
 
 
 def pages_at_root() -> dict[str, str]:
@@ -33,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Leads the links of a page to pages of the site."""
+    """Leads links to pages of the site, and leaves out of fences what tests read."""
     in_site = pages_at_root()
     here = page.file.src_uri
     at_root = {uri: name for name, uri in in_site.items()}
@@ -42,10 +46,17 @@ def on_page_markdown(
     def lead(link: re.Match) -> str:
         image, text, path, anchor = link.groups(default="")
         path = posixpath.normpath(posixpath.join(folder, path))
+        if (ROOT / path / "README.md").is_file():
+            path = posixpath.normpath(posixpath.join(path, "README.md"))
         uri = in_site.get(path, path.removeprefix("docs/"))
         if files.get_file_from_path(uri) is None:
             return text
         uri = posixpath.relpath(uri, posixpath.dirname(here) or ".")
         return f"{image}[{text}]({uri}{anchor})"
 
-    return _LINK.sub(lead, markdown)
+    return _FENCE.sub(_fence, _LINK.sub(lead, markdown))
+
+
+def _fence(fence: re.Match) -> str:
+    """The line that begins a block, with its language and its title only."""
+    return fence[1] + "".join(_TITLE.findall(fence[2])[:1])

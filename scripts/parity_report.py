@@ -1,6 +1,7 @@
-"""Writes PARITY.md: each exact case on towers, and under MirroredStrategy.
+"""Writes how exact cases end on towers, and under MirroredStrategy.
 
-What towers do is read from what tests/exact/test_exact.py has written. With
+PARITY.md gets the counts, .exact/table.md each case, both from the same records. What
+towers do is read from what tests/exact/test_exact.py has written. With
 `--mirrored`, all cases but combinations, which would take half an hour more, first run
 under `tf.distribute.MirroredStrategy`, with as many logical CPUs for replicas. They are
 built and compiled in its scope; then comes plain `fit`.
@@ -45,45 +46,58 @@ flags.DEFINE_integer("jobs", 2, "Processes that run them.", lower_bound=1)
 flags.DEFINE_integer("timeout_s", 180, "Seconds after which a case hangs.")
 flags.DEFINE_string("towers_file", f"{ROOT}/.exact/towers.jsonl", "Towers' records.")
 flags.DEFINE_string("mirrored_file", f"{ROOT}/.exact/mirrored.jsonl", "The others.")
-flags.DEFINE_string("output", f"{ROOT}/PARITY.md", "The report.")
+flags.DEFINE_string("table", f"{ROOT}/.exact/table.md", "The table of all cases.")
+flags.DEFINE_string("output", f"{ROOT}/PARITY.md", "The summary.")
 
 GOOD = "equal", "rule"
-HEAD = """# Parity: towers, and MirroredStrategy, against one device
+SUMMARY = """# Parity: towers, and MirroredStrategy, against one device
 
-Each case trains, evaluates and predicts, and is compared with plain Keras on one device
-(run eagerly, but for batches, metrics and several outputs): losses, metrics,
-predictions, each variable of the model and of its optimizer. A number is the largest
-difference in any of these arrays, relative to the largest value in that array; up to
-1e-5 (1e-2 where 16 bits compute, 1e-14 in float64) it is rounding. All builders run
-each case, and the worst counts: `asynchronous` on one tower, where it has to equal one
-device, and without the groups shares and batches, which are about several. Cases of
-ranks, masks, metrics of tokens and pixels, tasks, and combinations run with one builder
-each. Evaluation is the same code for all and runs once. "Clear error" is an error in
-one sentence. The cases are in [tests/exact](tests/exact).
-[Combinations](tests/exact/combinations.txt) were drawn at random, and did not run under
-MirroredStrategy, nor did cases of `preprocess`, which it does not have. Tasks are what
-the command line trains: model, loss, metrics and optimizer of each `--task`. Most have
-batches that do not divide; where MirroredStrategy fails, "even" tells what it does with
-batches cut to a multiple of its replicas.
-[Exactness](docs/exactness.md#where-losses-and-metrics-are-computed) says where losses
-and metrics are computed. Where towers differ, the row also tells by how much plain
-Keras on one device differs from itself in the same array: compiled as the case asks,
-and with float32 in place of 16 bits.
+Each case trains, evaluates and predicts, and is compared with Keras on one device.
+[*Equal*]({details}) is a relative difference of at most
+1e-5 in float32, 1e-2 in 16 bits, 1e-14 in float64. *Refused* is a clear error, *fails*
+another one. Of several ways to update variables, the worst counts. MirroredStrategy ran
+no combinations or `preprocess`. *Even batches* divide by the number of its replicas.
 
-{versions}; {date}. Written by `make parity-report`.
+{versions}. Towers: {towers_date};
+MirroredStrategy: {mirrored_date}. `make parity-report` measures this anew,
+and writes the table of all cases, `.exact/table.md`.
 
-{summary}
+| group | cases | Towers: equal | refused | differs | fails | MirroredStrategy: equal \
+| differs | fails | even batches: equal | differs | fails |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+{groups}
+
+Where towers are equal, the largest difference is {wide:.1e}; in 16 bits {narrow:.1e}.
+"""
+TABLE = """# All parity cases
+
+A number is the largest difference in any array, relative to the largest value in that
+array. One device runs eagerly, but for batches, metrics and several outputs. All
+builders run each case, and the worst counts: `asynchronous` on one tower, where it has
+to equal one device, and without the groups shares and batches, which are about several.
+Cases of ranks, masks, metrics of tokens and pixels, tasks, and combinations run with
+one builder each. Evaluation is the same code for all and runs once. "Clear error" is an
+error in one sentence. The cases are in tests/exact. Combinations were drawn at random
+(tests/exact/combinations.txt). Tasks are what the command line trains: model, loss,
+metrics and optimizer of each `--task`. Where MirroredStrategy fails, "even" tells what
+it does with batches cut to a multiple of its replicas. Where towers differ, the row
+also tells by how much plain Keras on one device differs from itself in the same array:
+compiled as the case asks, and with float32 in place of 16 bits.
+
 """
 
 
 def main(_) -> None:
-    """Runs what is asked for, and writes the report."""
+    """Runs what is asked for, and writes the summary and the table."""
     if FLAGS.mirrored:
         _run_mirrored(pathlib.Path(FLAGS.mirrored_file))
     towers, mirrored = _read(FLAGS.towers_file), _read(FLAGS.mirrored_file)
-    text = _head(towers, mirrored) + "\n".join(_table(towers, mirrored)) + "\n"
-    pathlib.Path(FLAGS.output).write_text(text)
-    print(f"{FLAGS.output}: {len(CASES)} cases")
+    lines = "\n".join(_table(towers, mirrored))
+    pathlib.Path(FLAGS.table).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(FLAGS.table).write_text(f"{TABLE}{lines}\n")
+    dates = map(_written, (FLAGS.towers_file, FLAGS.mirrored_file))
+    pathlib.Path(FLAGS.output).write_text(summary(towers, mirrored, *dates))
+    print(f"{FLAGS.table}: {len(CASES)} cases; {FLAGS.output}: their counts")
 
 
 def _run_mirrored(path):
@@ -227,49 +241,78 @@ def _said(record) -> str:
     }.get(verdict, f"**{verdict}**")
 
 
-def _count(records) -> str:
-    verdicts = [record["verdict"] for record in records]
-    equal, differs = sum(map(verdicts.count, GOOD)), verdicts.count("differs")
-    fails = len(verdicts) - equal - differs - verdicts.count("not run")
-    return f"equal in {equal}, differs in {differs}, fails in {fails}"
+def summary(towers, mirrored, towers_date: str, mirrored_date: str) -> str:
+    """Returns the counts of each group, and of all, as Markdown.
 
-
-def _head(towers, mirrored) -> str:
-    ours = {case: _worst(towers, case) for case in CASES}
-    theirs = [_worst(mirrored, case) for case in CASES]
-    even = [record.get("even", record) for record in theirs]
+    Args:
+        towers: The records of each case on towers.
+        mirrored: Those under MirroredStrategy.
+        towers_date: When towers ran.
+        mirrored_date: When MirroredStrategy ran.
+    """
+    groups, ran = {}, [case for case in CASES if str(case) in towers]
+    for case in ran:
+        groups.setdefault(case.group, []).append(case)
+    groups["all"] = ran
 
     def largest(wide):
         return max(
             (
                 record["difference"]
-                for case, record in ours.items()
-                if "difference" in record and ("16" not in case.policy) == wide
+                for case in ran
+                for record in [_worst(towers, case)]
+                if record["verdict"] in GOOD and ("16" not in case.policy) == wide
             ),
             default=math.nan,
         )
 
-    wrong = [
-        f"{c} {r['verdict']}" for c, r in ours.items() if r["verdict"] != c.verdict
-    ]
-    errors = sum(case.verdict == "clear error" for case in CASES)
-    summary = (
-        f"**{len(CASES)} cases. Towers: largest difference {largest(True):.1e} in "
-        f"float32, {largest(False):.1e} in 16 bits; {errors} clear errors; "
-        f"{len(wrong)} beyond the [bound](docs/exactness.md#how-equal-is-measured). "
-        f"MirroredStrategy, of the {len(MIRRORED)} that it ran: "
-        f"{_count(theirs)}; with even batches, {_count(even)}.**"
-    )
-    if wrong:
-        summary += f"\n\nBeyond the bound on towers: {'; '.join(wrong)}."
+    rows = []
+    for name, cases in groups.items():
+        ours = [_worst(towers, case) for case in cases]
+        theirs = [_worst(mirrored, case) for case in cases]
+        even = [record.get("even", record) for record in theirs]
+        equal, differs, fails = _count(ours)
+        refused = sum(map(_is_refused, ours))
+        cells = [name, len(cases), equal, refused, differs, fails - refused]
+        for records in theirs, even:
+            cells += _count(records) if _ran(records) else ["", "", ""]
+        rows.append(_row(f"**{cell}**" if name == "all" else cell for cell in cells))
     names = "tensorflow", "keras", "numpy"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     versions += [f"Python {platform.python_version()}", platform.machine()]
-    return HEAD.format(
+    return SUMMARY.format(
+        details="docs/trust/exactness.md#how-equal-is-measured",
         versions=", ".join(versions),
-        date=datetime.date.today(),
-        summary=summary + "\n",
+        towers_date=towers_date,
+        mirrored_date=mirrored_date,
+        groups="\n".join(rows),
+        wide=largest(True),
+        narrow=largest(False),
     )
+
+
+def _count(records) -> tuple[int, int, int]:
+    """Returns how many are equal, differ and fail."""
+    verdicts = [record["verdict"] for record in records]
+    equal, differs = sum(map(verdicts.count, GOOD)), verdicts.count("differs")
+    return equal, differs, _ran(records) - equal - differs
+
+
+def _ran(records) -> int:
+    return sum(record["verdict"] != "not run" for record in records)
+
+
+def _is_refused(record) -> bool:
+    """Whether towers ended with a sentence about the model."""
+    refusal = record.get("message", "").startswith("ModelError")
+    return record["verdict"] == "clear error" or refusal
+
+
+def _written(path: str) -> str:
+    """Returns the day when a file of records was written."""
+    with contextlib.suppress(FileNotFoundError):
+        return str(datetime.date.fromtimestamp(os.path.getmtime(path)))
+    return "not run"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Takes docs/tensorboard_*.png and docs/report.png, of a run that it makes first.
+"""Takes the pictures of TensorBoard and of the report in docs/images/.
+
+The script trains the run that they show.
 
     python -m scripts.screenshots
     python -m scripts.screenshots --views=graphs,report
@@ -22,7 +24,7 @@ from tests.browser import open_browser, show, tensorboard
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("output_dir", f"{ROOT}/docs", "Where the pictures go.")
+flags.DEFINE_string("output_dir", f"{ROOT}/docs/images", "Where the pictures go.")
 flags.DEFINE_list("views", [], "Which ones; all by default.")
 
 MAX_BYTES = 300_000

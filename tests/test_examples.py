@@ -9,6 +9,7 @@ import shlex
 
 import pytest
 
+from tests.documents.blocks import read
 from tests.towers.train.runs import heard, main_here, read_settings
 from tests.variants import slow
 from towers.find_batch_size import probe
@@ -82,9 +83,9 @@ def test_it_trains(name, tmp_path):
 
 @pytest.mark.slow
 def test_the_file_of_the_page_trains(tmp_path):
-    page = (ROOT / "docs/my_model.md").read_text()
-    code = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1]
-    (tmp_path / "my_model.py").write_text(code)
+    page = read(ROOT / "docs/train/own_model.md")
+    block = next(block for block in page if block.language == "python")
+    (tmp_path / "my_model.py").write_text(block.code)
     flags = f"--model={tmp_path}/my_model.py", f"--model_dir={tmp_path}/run"
     done = main_here(*flags, "--train_epochs=1")
     assert done.returncode == 0, done.stderr

@@ -77,8 +77,7 @@ def test_a_model_of_the_catalog_trains_with_auto_and_xla(tmp_path, train):
     more = "--model=resnet20", "--dataset=synthetic:32x32x3:10:640", "--train_epochs=1"
     out = run(*train, *more, "--variable_update=auto", "--enable_xla=true")
     # On logical CPUs, all that can be tried is tried.
-    tried = "The variables are updated by", "Ways to update the variables were measured"
-    assert any(each in out for each in tried)
+    assert "Updating variables by" in out
     assert (tmp_path / "run" / "model.keras").exists()
 
 
@@ -100,7 +99,7 @@ def test_a_run_that_is_killed_continues_with_the_same_bits(tmp_path):
     process = start(*command(killed))
     with process:
         for line in process.stdout:
-            if line.startswith("epoch 3"):
+            if line.startswith("epoch 2/6 done"):
                 process.send_signal(signal.SIGKILL)
                 break
     assert process.returncode == -signal.SIGKILL

@@ -229,8 +229,8 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported(tmp_path, command, m
             "Cannot write to the data_dir .*/setup.py: no file can",
         ),
         slow(
-            "--cache_dir=setup.py/x",
-            "Cannot write to the cache_dir .*/setup.py/x: no fi",
+            "--cache=disk:setup.py/x",
+            "Cannot write to the cache .*/setup.py/x: no fi",
         ),
         ("--flagfile=none", "Unable to open flagfile: .*'none'; see --help"),
         ("cnn", "the argument 'cnn'; expected flags only"),

@@ -2,12 +2,12 @@
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.documents.blocks import read
 from tests.limits import HANG_S
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
@@ -21,7 +21,7 @@ assert loss < 0.01, loss
 
 @pytest.mark.slow
 def test_the_first_python_example(tmp_path):
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    code = next(block.code for block in read(README) if block.language == "python")
     # Keras draws the seeds of weights from `random`.
     start = f"import os, random; os.chdir({str(tmp_path)!r}); random.seed(1)\n"
     program = start + code + _CHECK

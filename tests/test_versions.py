@@ -103,6 +103,6 @@ def test_the_oldest_of_each_is_tested():
 
 
 def test_the_page_of_versions_names_them():
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs/reference/versions.md").read_text()
     for name, (major, minor) in versions.NEWEST.items():
         assert re.search(rf"(?i){name} \| \S+ to {major}\.{minor}\b", page)

@@ -22,7 +22,7 @@ def main() -> list[float]:
 
     # One GPU waits for the other. `multi_gpu_model(model, gpus=2, stages=2,
     # micro_batches=4)` divides a Keras model by itself and keeps both busy, each with
-    # another part of the batch (docs/stages.md).
+    # another part of the batch (docs/scale/stages.md).
     @tf.function
     def step():
         with tf.GradientTape() as tape:

@@ -164,7 +164,13 @@ class BlockSparseAttention(keras.layers.Layer):
             pattern, shape[1], self.block_size, self.causal, *blocks
         )
 
-    def call(self, inputs, padding_mask=None, mask=None, training=None):
+    def call(
+        self,
+        inputs: tf.Tensor,
+        padding_mask: tf.Tensor | None = None,
+        mask: tf.Tensor | None = None,
+        training: bool | None = None,
+    ) -> tf.Tensor:
         """Returns features [batch, tokens, width].
 
         Args:

@@ -17,8 +17,8 @@ class BlockSparseConv2D(keras.layers.Layer):
 
     It computes what `keras.layers.Conv2D` does. The same blocks are there at each place
     of the kernel [height, width, channels, filters], and only they are weights; so
-    gradients and the optimizer's slots have no more. docs/block_sparse.md tells which
-    pattern is for what.
+    gradients and the optimizer's slots have no more. docs/scale/block_sparse.md tells
+    which pattern is for what.
 
     The filters of an output block are one convolution of TensorFlow, of the channels
     that they read. With "block_diagonal" these are the groups of a grouped convolution

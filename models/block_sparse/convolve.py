@@ -51,8 +51,7 @@ def convolve(
     """Convolves pictures, with one convolution of TensorFlow for each output block.
 
     A product of slabs, as that of BlockSparseDense, would copy each pixel once for each
-    place of the kernel, and take several times as long. docs/block_sparse.md has what
-    was tried.
+    place of the kernel, and take several times as long.
 
     Args:
         x: Pictures with all channels of the layout.

@@ -15,8 +15,8 @@ class BlockSparseDense(keras.layers.Layer):
     """A dense layer whose kernel is zero but for some blocks.
 
     It computes `activation(x @ kernel + bias)`. Only the blocks that are there are
-    weights; so gradients and the optimizer's slots have no more. docs/block_sparse.md
-    tells which pattern is for what.
+    weights; so gradients and the optimizer's slots have no more.
+    docs/scale/block_sparse.md tells which pattern is for what.
 
     Args:
         units: Number of outputs.

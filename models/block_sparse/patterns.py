@@ -1,6 +1,6 @@
 """Patterns by name: which blocks of a matrix are there, for a share of zeros asked for.
 
-docs/block_sparse.md tells which pattern is for what.
+docs/scale/block_sparse.md tells which pattern is for what.
 """
 
 import numbers

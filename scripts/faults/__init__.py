@@ -1,1 +1,1 @@
-"""What befalls runs, on purpose; the figures are in docs/reliability.md."""
+"""What befalls runs, on purpose; the figures are in docs/trust/reliability.md."""

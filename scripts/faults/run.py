@@ -67,7 +67,7 @@ def start(model_dir: pathlib.Path, *flags: str) -> subprocess.Popen:
         text=True,
     )
     for line in process.stdout:
-        if line.startswith("epoch "):
+        if line.startswith(("epoch ", "step ")):
             break
     return process
 

@@ -180,7 +180,7 @@ def task(
         made = build_optimizer(settings, n, 1)
         if fields.get("policy") != "mixed_float16":
             return made
-        # With a small scale of the loss, no sum overflows; see docs/exactness.md.
+        # With a small scale of the loss, no sum overflows; see docs/trust/exactness.md.
         return keras.optimizers.LossScaleOptimizer(made, 2.0**8)
 
     return cases._case(

@@ -213,7 +213,7 @@ def test_text_from_training_to_a_preset(folder, texts, tmp_path):
     np.testing.assert_allclose(
         served["probabilities"], tf.nn.softmax(expected), rtol=1e-4
     )
-    # As docs/hub.md writes a preset of a run: LoRA is part of the weights there.
+    # As docs/train/hub.md writes a preset of a run: LoRA is part of the weights there.
     task = trained.model.layers[-1].task
     path = str(tmp_path / "tuned")
     task.save_to_preset(path)

@@ -132,8 +132,9 @@ def parts(nest: Any) -> Iterator[tuple[bool, tf.Tensor]]:
 # Layers that treat each example by itself.
 #
 # For Keras's own layers, this is measured: tests/towers/analysis/test_layers.py calls
-# each layer with a batch and with parts of that batch, and docs/layers.md lists the
-# results. The operations of all other layers are read one by one; see `dependence.py`.
+# each layer with a batch and with parts of that batch, and docs/trust/layers.md sums up
+# the results. The operations of all other layers are read one by one; see
+# `dependence.py`.
 
 
 def is_trusted(layer: keras.layers.Layer, inputs: Sequence[tf.Tensor] = ()) -> bool:

@@ -75,7 +75,7 @@ def _connect(membership, seconds, watch, held, server):
         )
         voice.say(
             f"TensorFlow's servers listen on all interfaces, at {ports}, without "
-            "authentication; docs/hosts.md says how to shut others out."
+            "authentication; docs/scale/hosts.md says how to shut others out."
         )
     watch.start()
     return TensorFlowWorld(membership.names, membership.rank, watch)

@@ -342,8 +342,8 @@ def _stand_in_note(count: int, wish: DeviceWish) -> str:
     note = "TensorFlow sees no GPU, so " + (
         "the one tower runs on the CPU."
         if count == 1
-        else f"{count} logical CPUs of this host stand in: the numbers are those of "
-        f"{count} GPUs, the speed is not."
+        else f"the towers run on {count} logical CPUs of this host: results are "
+        f"those of {count} GPUs, the speed is not."
     )
     names = "allow_growth", "gpu_memory_limit_mb", "gpu_memory_fraction"
     idle = [name for name in names if getattr(wish, name) is not None]

@@ -2,7 +2,7 @@
 
 import os
 import platform
-import textwrap
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from towers.devices.configuration import Devices
 from towers.machine import limits, nvml
 from towers.program import words
 
-_WIDTH = 100
 _RIGHT_ALIGNED = "tower", "stage", "host", "smi", "memory", "local batch"
 
 
@@ -21,14 +20,16 @@ def table(
     per_tower_batch: Sequence[int] | None = None,
     hosts: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
     stages: int = 1,
+    width: int | None = None,
 ) -> str:
-    """Describes the towers in plain text of at most 100 columns.
+    """Describes the towers in plain text.
 
     Args:
         devices: The result of `configure`.
         per_tower_batch: Each tower's local batch, in examples.
         hosts: With several hosts, the `rows` of each host, by its name.
         stages: The number of devices of each tower.
+        width: The most characters of a line; by default those of standard output.
 
     Returns:
         Lines without a final newline: a row for each device, then the home of the
@@ -37,6 +38,7 @@ def table(
     Raises:
         ValueError: The number of local batches is not the number of towers.
     """
+    width = width or words.line_width()
     table_rows = rows(devices, per_tower_batch, stages)
     if hosts:
         table_rows = [
@@ -46,26 +48,26 @@ def table(
         ]
         for device, row in enumerate(table_rows):
             row["tower"] = str(device // stages)
-    lines = _aligned(table_rows)
+    lines, notes = _aligned(table_rows, width), []
     if hosts:
-        lines += _wrapped(f"{words.count(len(hosts), 'host')}: {', '.join(hosts)}.")
+        notes.append(f"{words.count(len(hosts), 'host')}: {', '.join(hosts)}.")
     if per_tower_batch is not None:
         total = sum(int(row["local batch"]) for row in table_rows[::stages])
         size = words.count(total, "example")
-        lines += _wrapped(f"Each step takes {size}: the sum of the local batches.")
+        notes.append(f"Each step takes {size}: the sum of the local batches.")
     home = f"{devices.home}, {_home_in_words(devices)}"
     if stages > 1 and not devices.local_parameter_device:
         home = "the device of their layer's stage"
-    lines += _wrapped(f"Variables live on {home}.")
+    notes.append(f"Variables live on {home}.")
     if devices.physical:
-        lines += _wrapped(_numbering(os.environ))
+        notes.append(_numbering(os.environ))
     if devices.others:
         count, others = len(devices.others), ", ".join(devices.others)
         more = words.count(count, "more device is", "more devices are")
-        lines += _wrapped(f"{more} set up for later: {others}.")
+        notes.append(f"{more} set up for later: {others}.")
     if devices.note:
-        lines += _wrapped(f"Note: {devices.note}")
-    return "\n".join(lines)
+        notes.append(f"Note: {devices.note}")
+    return "\n".join([*lines, words.wrapped("\n".join(notes), width)])
 
 
 def rows(
@@ -141,13 +143,13 @@ def _cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+                return re.sub(r"\((R|TM)\)", "", line.partition(":")[2].strip())
     except OSError:
         pass
     return platform.processor() or platform.machine()
 
 
-def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+def _aligned(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
     """Aligns rows in columns, and cuts the model to the width that is left."""
     # A host without GPUs has fewer columns.
     keys = [*max(rows, key=len)]
@@ -157,22 +159,18 @@ def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
         for row in cells
     ]
     widths = {key: max(len(row[key]) for row in cells) for key in keys}
-    too_wide = sum(widths.values()) + 2 * (len(widths) - 1) - _WIDTH
+    too_wide = sum(widths.values()) + 2 * (len(widths) - 1) - width
     if too_wide > 0:
         widths["model"] = max(widths["model"] - too_wide, len("model"))
     return [
         "  ".join(
-            row[key].rjust(width)
+            row[key].rjust(size)
             if key in _RIGHT_ALIGNED
-            else row[key][:width].ljust(width)
-            for key, width in widths.items()
+            else row[key][:size].ljust(size)
+            for key, size in widths.items()
         ).rstrip()
         for row in cells
     ]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
 
 
 def _numbering(environ: Mapping[str, str]) -> str:

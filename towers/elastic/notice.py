@@ -60,7 +60,7 @@ def check(where: str, name: str = "where") -> None:
     if where in _CLOUDS or "://" in where:
         raise ValueError(
             f"Received {name}={where}; expected {expected}, such as '{COMMAND}curl -sf "
-            "URL'; docs/resuming.md has one for each cloud."
+            "URL'; docs/train/resuming.md has one for each cloud."
         )
     path = os.path.abspath(os.path.expanduser(where))
     if not where or os.path.isdir(path):

@@ -5,5 +5,5 @@ states what the rest of Towers relies on. Nothing else in the project touches a 
 name. The tests in `tests/towers/keras_adapter/` hold one contract for each name: if a
 new version breaks it, the failure names the contract and the modules that rely on it.
 
-`docs/versions.md` lists the supported versions, and their differences.
+`docs/reference/versions.md` lists the supported versions, and their differences.
 """

@@ -1,7 +1,7 @@
 """The versions of TensorFlow and Keras that Towers is tested with.
 
 `setup.py` names the oldest versions. With newer ones, Towers warns, and works if it
-can. docs/versions.md explains how to take in a new version.
+can. docs/reference/versions.md explains how to take in a new version.
 """
 
 import re

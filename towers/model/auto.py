@@ -7,9 +7,9 @@ Candidates race against the best so far, call by call, as a machine's speed drif
 candidate that is not 10% faster is not taken. A deterministic run measures nothing.
 """
 
-import collections
 import math
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ _XLA_START = 5
 _ROUNDS, _ROUND_S = 5, 0.05
 # A candidate has to beat the first one, the fall-back, by more than noise.
 _BETTER = 0.9
+_TOO_LONG = "it would take too long"
 
 
 class Choice(NamedTuple):
@@ -167,9 +168,7 @@ def choose(
     first, *left = choices
     # Measuring a call takes a call.
     if start_s > BUDGET_S and BUDGET * calls < 1:
-        return [
-            CandidateTrial(choice, None, "it would take too long") for choice in choices
-        ]
+        return [CandidateTrial(choice, None, _TOO_LONG) for choice in choices]
     contest = _Contest(first, train, drop, clock, start_s)
     call_s = clock() - begun_s
     budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), most_s)
@@ -186,9 +185,7 @@ def choose(
             break
         left.remove(choice)
         contest.enter(choice)
-    skipped = [
-        CandidateTrial(choice, None, "it would take too long") for choice in left
-    ]
+    skipped = [CandidateTrial(choice, None, _TOO_LONG) for choice in left]
     return contest.trials(steps) + skipped
 
 
@@ -268,35 +265,27 @@ def _race(one, other, clock):
     return statistics.median(times_s), statistics.median(ratios)
 
 
-def table(trials: Sequence[CandidateTrial]) -> str:
-    """Formats the results as a few lines of text."""
+def lines(trials: Sequence[CandidateTrial]) -> list[str]:
+    """Says which way was chosen and why, in a short line, and which ones failed."""
     chosen, *others = trials
-    # Candidates that were not measured for the same reason share a line.
-    left = collections.defaultdict(list)
-    for choice, step_s, why in others:
-        if step_s is None:
-            left[why].append(str(choice))
-    left = [
-        (names[0] if len(names) == 1 else words.count(len(names), "other way"), why)
-        for why, names in left.items()
+    text = f"Updating variables by {chosen.choice}"
+    measured = [step_s for _, step_s, _ in others if step_s is not None]
+    slow = sum(why == _TOO_LONG for _, _, why in others)
+    if chosen.step_s is not None:
+        text += f": {words.figure(1000 * chosen.step_s)} ms a step"
+        # Only the fall-back is preferred to a faster candidate.
+        if measured and min(measured) < chosen.step_s:
+            text += f", as none is {1 - _BETTER:.0%} faster"
+        elif measured:
+            text += f", the fastest of {len(measured) + 1} ways"
+    elif slow:
+        text += f": measuring {words.count(slow, 'other way')} would take too long"
+    notes = [
+        f"{way} is left out, as {why}"
+        for way, step_s, why in others
+        if step_s is None and why != _TOO_LONG
     ]
-    if chosen.step_s is None:
-        untried = "".join(f"; {name} not tried: {why}" for name, why in left)
-        return f"The variables are updated by {chosen.choice}{untried}."
-    rows = [
-        (str(choice), f"{1000 * step_s:10.2f} ms a step")
-        for choice, step_s, _ in trials
-        if step_s
-    ]
-    rows += [(name, f"not measured: {why}") for name, why in left]
-    width = max(len(name) for name, _ in rows)
-    # Only the fall-back is preferred to a faster candidate.
-    kept = any(step_s and step_s < chosen.step_s for _, step_s, _ in others)
-    reason = f"kept, as no other is {1 - _BETTER:.0%} faster" if kept else "chosen"
-    lines = [
-        f"Ways to update the variables were measured; the first line was {reason}."
-    ]
-    return "\n".join([*lines, *(f"  {name:{width}}  {text}" for name, text in rows)])
+    return [f"{text}.", *(textwrap.shorten(note, 92) for note in notes)]
 
 
 def remember(file: str | None, key: Any, trials: Sequence[CandidateTrial]) -> None:

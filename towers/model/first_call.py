@@ -176,7 +176,7 @@ class FirstCall:
         if recalled is not None:
             recalled = Choice(*recalled)
             program.install(recalled, self._batches.first)
-            say(f"Updating the variables by {recalled}, as chosen before.")
+            say(f"Updating variables by {recalled}, as chosen before.")
         return made_for, recalled is not None
 
     def _describe(self, ways):
@@ -277,7 +277,8 @@ class FirstCall:
             trials = auto.choose(
                 ways, train, steps, start_s, calls, drop, clock=self._clock, **limit
             )
-        say(auto.table(trials))
+        for line in auto.lines(trials):
+            say(line)
         ((program.choice, (program.builder, self._function, state)),) = made.items()
         # Of the ways that were not chosen, only their times are printed.
         program.builder.context.release()

@@ -273,17 +273,29 @@ _COLUMNS = (
 
 
 def _aligned(rows):
-    """Aligns a table, without the columns that have only a heading."""
-    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    first, *others = widths
+    """Aligns a table, without the columns that have only a heading.
+
+    Columns for which a line has no room are a table below, with the same names.
+    """
+    names, *columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
+    names = _padded(names, str.ljust)
+    tables, room = [], 0
+    for column in columns:
+        column = _padded(column, str.rjust)
+        room -= len(column[0]) + 2
+        if room < 0:
+            tables.append([names])
+            # Whoever prints the table may indent it by two columns.
+            room = words.line_width() - len(names[0]) - len(column[0]) - 4
+        tables[-1].append(column)
     return "\n".join(
-        "  ".join(
-            [row[0].ljust(first)]
-            + [cell.rjust(w) for cell, w in zip(row[1:], others, strict=True)]
-        ).rstrip()
-        for row in zip(*columns, strict=True)
+        "  ".join(row).rstrip() for table in tables for row in zip(*table, strict=True)
     )
+
+
+def _padded(column, pad):
+    width = max(map(len, column))
+    return [pad(cell, width) for cell in column]
 
 
 def _by_tag(summaries: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

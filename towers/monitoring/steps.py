@@ -1,5 +1,6 @@
-"""Counts the steps of a run: intervals between reports, and calls of training."""
+"""Counts the steps of a run: intervals between reports, calls, and the time left."""
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -69,3 +70,40 @@ class Calls:
         warm, self._builder = warm and builder is self._builder, builder
         self._steps += end - self._first
         return Call(self._first, end, seconds, warm)
+
+
+class TimeLeft:
+    """Estimates the time left from the steps so far.
+
+    It counts from the end of the first call on, as that call builds the graphs. All
+    that happens between steps counts, once it has happened: validation and saving, too.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """Starts the clock.
+
+        Args:
+            clock: Returns seconds.
+        """
+        self._clock = clock
+        self._begun_s = clock()
+        self._first: tuple[int, float] | None = None
+        self._last_step = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._begun_s
+
+    def count(self, step: int) -> None:
+        """Takes the number of steps that are done, after each call of training."""
+        self._last_step = step
+        if self._first is None:
+            self._first = step, self._clock()
+
+    def left_s(self, steps: int) -> float | None:
+        """Returns the seconds that more steps take; `None` before the second call."""
+        if self._first is None or self._last_step == self._first[0]:
+            return None
+        step, begun_s = self._first
+        return steps * (self._clock() - begun_s) / (self._last_step - step)

@@ -1,7 +1,6 @@
 """Measures examples per second."""
 
 import collections
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +10,9 @@ import keras
 from towers._deprecated import accepts_old_names
 from towers.model import fit_call
 from towers.monitoring.steps import Calls
+from towers.program import words
 
-# The most calls used for the standard error and the jitter.
+# The most calls used for the median and the slowest tenth.
 _CALLS = 1000
 
 
@@ -84,26 +84,26 @@ class Throughput(keras.callbacks.Callback):
         return self._counted_s
 
     def text(self, fraction: float = 1.0) -> str:
-        """Describes the throughput in the form of tf_cnn_benchmarks.
+        """Describes the throughput: the median, and how slow the slowest steps are.
 
-        The text has the mean, its standard error and the jitter. The jitter is the
-        standard deviation, estimated by the median of the deviations from the median.
-        Standard error and jitter are of the last 1000 calls.
+        Both are of the last 1000 calls of training. Only the text on all examples names
+        the slowest tenth of the steps.
 
         Args:
             fraction: Fraction of the examples to describe, such as that of one tower.
         """
-        if self.examples_per_sec is None:
-            return "examples/sec: not measured, as the run ended while it warmed up"
-        rates = [fraction * rate for rate in self._rates]
-        spread = statistics.pstdev(rates) / math.sqrt(len(rates))
-        median = statistics.median(rates)
-        jitter = 1.4826 * statistics.median(abs(rate - median) for rate in rates)
-        mean = fraction * self.examples_per_sec
-        text = f"examples/sec: {mean:,.1f} +/- {spread:,.1f} (jitter = {jitter:,.1f})"
-        return (
-            f"{text}, tokens/sec: {mean * self._tokens:,.0f}" if self._tokens else text
-        )
+        if not self._rates:
+            return "The speed was not measured, as the run ended while it warmed up"
+        rates = sorted(self._rates)
+        median = fraction * statistics.median(rates)
+        text = words.rate(median)
+        if self._tokens:
+            text += f", {words.rate(median * self._tokens, 'tokens')}"
+        tenth = len(rates) // 10
+        if fraction < 1 or not tenth:
+            return text
+        slow = words.rate(rates[tenth - 1])
+        return f"{text} (median); {slow} or fewer in the slowest tenth of the steps"
 
     def measured(self) -> dict[str, float]:
         """Returns examples per second since the last call, in total and by tower."""

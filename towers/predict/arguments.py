@@ -137,8 +137,10 @@ def check_model(options: ModelOptions) -> None:
         names.append(ARCHITECTURE)
     if not any(os.path.isfile(os.path.join(options.local_dir, name)) for name in names):
         ended = "that has ended" if options.checkpoint == "best" else "that has begun"
+        found = os.path.isdir(options.local_dir)
+        lacks = f"has no {names[0]}" if found else "does not exist"
         raise ValueError(
-            f"Received {options.model_dir}, which has no {names[0]}; expected the "
+            f"Received {options.model_dir}, which {lacks}; expected the "
             f"model_dir of a run of towers train {ended}."
         )
 

@@ -36,6 +36,7 @@ FEATURES = {
     "stages.phases": "recompute, without stages",
     "stages.staged": "several stages",
     "stages.table": "several stages: what is said of them",
+    "train.outputs.mistakes": "the mistakes of a model that chooses a class",
     "train.parts.auto_count": "--num_gpus=auto",
     "train.parts.fine_tune": "--init_weights, --freeze",
 }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from towers.program import voice
+from towers.program import voice, words
 
 SILENT_S = 5.0
 """Seconds during which no progress is shown."""
@@ -121,7 +121,7 @@ class Progress:
     def bar(self) -> str:
         """Returns a line for a terminal, with a bar if the total is known."""
         if not self.total:
-            return f"{self.what}: {self._counted() or _duration(self._seconds())}"
+            return f"{self.what}: {self._counted() or words.duration(self._seconds())}"
         filled = min(_BAR_WIDTH * self.done // self.total, _BAR_WIDTH)
         drawn = "=" * filled + "." * (_BAR_WIDTH - filled)
         return f"{self.what} [{drawn}] {self._counted()}"
@@ -138,7 +138,7 @@ class Progress:
         a_second = done / max(self._seconds(), 1e-9)
         text += f", {a_second:,.{0 if a_second >= 10 else 1}f} a second"
         if self.total is not None and done < self.total:
-            text += f", {_duration((self.total - done) / a_second)} left"
+            text += f", {words.duration((self.total - done) / a_second)} left"
         return text
 
     def _seconds(self) -> float:
@@ -165,13 +165,3 @@ def over(
         for item in iterable:
             yield item
             progress.add()
-
-
-def _duration(seconds: float) -> str:
-    """Formats a duration, such as "48 s" or "1:05:20"."""
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded} s"
-    minutes, seconds = divmod(rounded, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,14 +1,84 @@
 """Formats text for the user: counts, sizes, lists, tables, signals and errors."""
 
 import re
+import shutil
 import signal
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 # Lines of TensorFlow's errors without information, and prefixes of such lines.
 _NOISE = "Graph execution error", "Detected at node", "<stack traces", "[[", "File "
 # Patterns that TensorFlow adds to error messages.
 _MARKS = r"\x1b\[\d*m|\{\{function_node .*?\}\} | \[Op:\w+\]( name:)?"
+_NO_BREAK = "\xa0"
 _HEADING = r"\x1b\[\d*m|^\(\d+\) \w+:\s*|^\{\{.*?\}\} |graph __inference\S+ "
+
+# From here on, digits are no longer counted: an exponent says how large a number is.
+_MANY_DIGITS = 1e12
+
+WIDTH = 100
+"""The most characters of a line that a run prints to a file."""
+
+
+def line_width() -> int:
+    """Returns the most characters of a line of standard output.
+
+    A terminal breaks longer lines within words, so its width counts if it is smaller.
+    """
+    if not sys.stdout.isatty():
+        return WIDTH
+    return min(shutil.get_terminal_size().columns, WIDTH)
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """Wraps each line that is too long, and indents what follows by two more columns.
+
+    A line with an absolute path stays whole, so that it can be copied and searched for.
+
+    Args:
+        text: One line, or several.
+        width: The most characters of a line; by default those of standard output.
+    """
+    width = width or line_width()
+    return "\n".join(_wrapped(line, width) for line in text.splitlines())
+
+
+def _wrapped(line, width):
+    if len(line) <= width or re.search(r" /(?!device:)", line):
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(
+        # What is beside a number stays there: its name, and its unit.
+        re.sub(r"(?<=\d) |(?<![,;:]) (?=\d)", _NO_BREAK, line),
+        width,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration, such as "48 s" or "1:05:20"."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    minutes, seconds = divmod(rounded, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def figure(value: float) -> str:
+    """Formats a measured value by four significant digits, such as "0.812"."""
+    if 1000 <= abs(value) < _MANY_DIGITS:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def rate(a_second: float, noun: str = "examples") -> str:
+    """Formats a rate, such as "3,210 examples/sec"."""
+    return f"{a_second:,.{0 if a_second >= 10 else 1}f} {noun}/sec"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

@@ -81,13 +81,16 @@ def learning(run: RunRecord) -> Iterator[Figure]:
 def results(run: RunRecord) -> dict[str, float]:
     """Returns the figures that the run ended with, or has come to, by name."""
     if run.summary:
+        best = run.summary.get("best")
+        is_last = not best or best["epoch"] == run.summary.get("epochs")
+        which = "" if is_last else ", last epoch"
         found = {
-            f"{kind} {name.removeprefix(prefix).replace('_', ' ')}": value
+            f"{kind} {name.removeprefix(prefix).replace('_', ' ')}{which}": value
             for prefix, kind in (("val_", "validation"), ("train_", "train"))
             for name, value in run.summary.items()
             if name.startswith(prefix)
         }
-        if best := run.summary.get("best"):
+        if best:
             kind = "validation" if best["monitor"].startswith("val_") else "train"
             name = best["monitor"].removeprefix("val_").replace("_", " ")
             found[f"{kind} {name}, best epoch: {best['epoch']}"] = best["value"]

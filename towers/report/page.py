@@ -67,7 +67,7 @@ def render(run: RunRecord) -> str:
             ("Speed", list(figures.speed(run)), []),
             ("Devices", list(figures.devices(scalars)), figures.device_table(scalars)),
         ],
-        pictures=list(_groups(run.train)),
+        pictures=list(_groups(run.train, run.summary.get("best"))),
         texts={tag: _text(run.train, tag) for tag in ("model", "devices", "versions")},
         flags=run.flags,
     )
@@ -164,10 +164,14 @@ def _notes(run: RunRecord) -> Iterator[str]:
             yield f"The loss of {kind} is not finite at step {step:,}."
 
 
-def _groups(events: Events) -> Iterator[tuple[str, list[Picture], markupsafe.Markup]]:
+def _groups(
+    events: Events, best: dict[str, object] | None
+) -> Iterator[tuple[str, list[Picture], markupsafe.Markup]]:
     """The pictures of each tag, with its caption, and a table that belongs to them."""
     for tag in events.images:
         name = figures.in_words(tag)
+        if best and tag in ("misclassified", "confusion"):
+            name += ", by the best model"
         yield name, _pictures(events, tag), _text(events, f"{tag}_counts")
 
 

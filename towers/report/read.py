@@ -15,6 +15,7 @@ from tensorboard.util import tensor_util
 
 from towers._deprecated import rename_keys, rename_tag
 from towers.elastic import requests
+from towers.monitoring.tensorboard import AFTER_TRAINING
 from towers.program import small_file
 from towers.program.voice import warn
 
@@ -65,7 +66,8 @@ class Events:
         scalars: By tag.
         texts: The latest, in Markdown, by tag.
         images: The latest, as PNG files, by tag.
-        sessions: When each file was begun, and last written to, in seconds since 1970.
+        sessions: When the file of each training was begun, and last written to, in
+            seconds since 1970.
     """
 
     scalars: dict[str, Series] = dataclasses.field(default_factory=dict)
@@ -229,7 +231,7 @@ def _read_file(path, events, points):
             case "images":
                 # Width and height come first.
                 events.images[tag] = list(value[2:])
-    if times:
+    if times and not path.endswith(AFTER_TRAINING):
         events.sessions.append((min(times), max(times)))
 
 

@@ -129,7 +129,7 @@ class ScalingReport:
         }
 
     def predicted(self) -> list[tuple[int, float, float]]:
-        """Predicts examples/sec of more hosts, by the model of docs/scaling.md.
+        """Predicts examples/sec of more hosts, by the model of docs/scale/scaling.md.
 
         The batch stays, so each host computes its part of it.
 
@@ -226,7 +226,7 @@ class ScalingReport:
         return [
             f"Predicted, not measured: hosts with {each} each, the same batch, {size} "
             f"of gradients, {self.network.gbit:g} Gbit/s and "
-            f"{self.network.delay_ms:g} ms from host to host (docs/scaling.md).",
+            f"{self.network.delay_ms:g} ms from host to host (docs/scale/scaling.md).",
             *words.aligned([head, *rows]),
         ]
 

@@ -73,7 +73,7 @@ def train(settings: Scaling, tell: Callable[..., None]) -> None:
         examples_per_sec=watch.throughput.examples_per_sec,
         parts_ms=split.parts_ms,
         towers_ms=split.towers_ms,
-        verdict=watch.starvation.verdict,
+        verdict=str(watch.starvation.verdict or ""),
         peak_memory_mb=child.peak_memory_mb(job.devices),
         gradient_bytes=_gradient_bytes(job.model),
     )

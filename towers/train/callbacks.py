@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,12 +15,12 @@ from towers.model import fit_call
 from towers.model.fit_call import FitsAgain
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.device_report import DeviceReport
-from towers.monitoring.lines import EvaluationProgress, Lines
+from towers.monitoring.lines import EvaluationProgress, Lines, ProgressBar
 from towers.monitoring.stall.callback import Stall
 from towers.monitoring.steps import Interval
 from towers.monitoring.tensorboard.callback import TensorBoard
 from towers.monitoring.throughput import Throughput
-from towers.program import forks
+from towers.program import forks, words
 from towers.program.features import feature
 from towers.program.flags import table
 from towers.program.flags.table import About
@@ -30,7 +29,7 @@ from towers.train.job import Job
 from towers.train.outputs import files, start
 from towers.train.parts import model as model_parts
 from towers.train.parts.task import better
-from towers.train.settings import DIFFERING, NAMES, REPORTS, Settings, is_given
+from towers.train.settings import DIFFERING, NAMES, REPORTS, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,13 @@ class Watch:
 
 
 def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks of a run, in order; `lines` replace a progress bar."""
+    """Makes the callbacks of a run, in order.
+
+    Args:
+        job: The run.
+        watch: Measures it.
+        lines: Whether plain lines show how far it is, rather than a progress bar.
+    """
     settings = job.settings
     measures = watch.measures
     if settings.asynchronous:
@@ -128,10 +133,12 @@ def make(job: Job, watch: Watch, lines: bool) -> list[keras.callbacks.Callback]:
         callbacks.append(StopAtStep(settings.max_train_steps))
     if (descriptor := reports_descriptor()) is not None:
         callbacks.append(
-            Reports(descriptor, lambda: job.checkpoint.latest, settings.log_steps)
+            Reports(descriptor, lambda: job.checkpoint.latest, job.log_steps)
         )
     if lines:
-        callbacks.append(Lines(settings.log_steps, rate=watch.throughput.text))
+        callbacks.append(Lines(job.log_steps, last_step=settings.max_train_steps))
+    else:
+        callbacks.append(ProgressBar())
     return callbacks
 
 
@@ -209,20 +216,12 @@ def _shows_images(job):
     return facts.has_images and task is not None and task.kind == "class"
 
 
-def _shows_mistakes(job):
-    """Tells whether it shows which class is taken for which."""
-    task = job.setup.task
-    plain = not job.setup.defines("preprocess")
-    chooses = task is not None and (task.kind, task.of_classes) == ("class", True)
-    return chooses and plain and job.settings.dataset is not None
-
-
 def make_watch(job: Job, warmup_steps: int = 10) -> Watch:
     """Makes the callbacks that measure the run, but for its first steps."""
     size, tokens = job.batch_size, job.data.tokens_per_example
     throughput = Throughput(size, job.data.examples, warmup_steps, tokens=tokens)
     _count_towers(job, throughput)
-    every, advice = job.settings.log_steps, job.data.advice
+    every, advice = job.log_steps, job.data.advice
     return Watch(
         throughput,
         Starvation(every, advice=advice, warmup_steps=warmup_steps),
@@ -263,14 +262,6 @@ def make_resize(job: Job, watch: Watch) -> Resize | None:
     )
 
 
-def _scalar_steps(job):
-    """Steps between TensorBoard's scalars: of short epochs, each has one."""
-    settings, examples = job.settings, job.data.examples
-    if is_given(settings, "log_steps") or not examples:
-        return settings.log_steps
-    return min(settings.log_steps, math.ceil(examples / job.batch_size))
-
-
 def make_tensorboard(
     job: Job,
     measures: Sequence[Callable[[], dict[str, float]]],
@@ -289,12 +280,12 @@ def make_tensorboard(
     texts = {
         "flags": job.settings.as_text(),
         "model": start.summary_text(job.model),
-        "devices": job.table,
+        "devices": job.table(words.WIDTH),
         "versions": found,
     }
     return TensorBoard(
         job.model_dir,
-        log_steps=_scalar_steps(job),
+        log_steps=job.log_steps,
         texts={
             **{tag: as_markdown(text) for tag, text in texts.items()},
             "verdict": lambda: (
@@ -311,7 +302,6 @@ def make_tensorboard(
         histograms=job.settings.histograms,
         graph=lambda: job.parallel.builder.graph,
         examples=job.data.samples() if _shows_images(job) else None,
-        sample=job.data.evaluation if _shows_mistakes(job) else None,
         metrics=model_parts.metric_names(job.setup),
         class_names=job.setup.facts.class_names,
         timeline=watch.devices.timeline,

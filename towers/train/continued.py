@@ -3,6 +3,7 @@
 import functools
 import os
 import warnings
+from collections.abc import Collection
 
 import keras
 
@@ -235,19 +236,32 @@ def text(settings: Settings, checkpoint: Checkpoint, model: keras.Model) -> list
     return lines
 
 
-def changed_flags(before: str, settings: Settings, trains: bool = True) -> str | None:
+# What an evaluation has to share with the training, or it gets other numbers.
+OF_THE_INPUT = (
+    *("dtype", "image_size", "recipe", "image_column", "text_column", "label_column"),
+    *("feature_columns", "missing", "scale", "tokenizer", "sequence_length", "packing"),
+)
+
+
+def changed_flags(
+    before: str,
+    settings: Settings,
+    trains: bool = True,
+    names: Collection[str] = NAMES,
+) -> str | None:
     """Says which flags differ from those of the run before.
 
     Args:
         before: The flags as --flagfile reads them.
         settings: Those of this run.
         trains: Whether anything is left to train, where more is said of the data.
+        names: The flags to compare.
     """
     then, ours = _by_name(before), _by_name(settings.as_text())
     changed = []
     for name in sorted(then.keys() | ours.keys()):
         old, new = then.get(name), ours.get(name)
-        if old == new or name not in NAMES or name == "model_dir":
+        if old == new or name not in names or name == "model_dir":
             continue
         if name == "learning_rate" and settings.constant_rate:
             continue  # said when it is renewed

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -44,6 +45,8 @@ from towers.train.parts.training import scale_rate
 from towers.train.settings import Settings
 
 BAD_RECORDS = "bad_records.json"
+# Of long epochs, the steps between lines of output.
+_LOG_STEPS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +120,18 @@ class Job:
         ]
 
     @property
-    def table(self) -> str:
+    def log_steps(self) -> int:
+        """Steps between lines of output: by default, at least a line an epoch."""
+        if self.settings.log_steps is not None:
+            return self.settings.log_steps
+        if not self.data.examples:
+            return _LOG_STEPS
+        return min(_LOG_STEPS, math.ceil(self.data.examples / self.batch_size))
+
+    def table(self, width: int | None = None) -> str:
         """Describes the devices of all hosts; see `listing.table`."""
         stages = self.settings.stages
-        return listing.table(self.devices, self.sizes, self.hosts, stages)
+        return listing.table(self.devices, self.sizes, self.hosts, stages, width)
 
     def check_towers(self, devices: int, ratios: Sequence[int] | None = None) -> None:
         """Checks that a batch has rows for each of other towers, and micro-batch.

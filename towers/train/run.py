@@ -8,9 +8,12 @@ import textwrap
 from typing import Any
 
 from towers._deprecated import rename_keys
-from towers.monitoring.lines import EvaluationProgress
+from towers.lifecycle.checkpoints import store
+from towers.lifecycle.checkpoints.best import last_logs
+from towers.monitoring.lines import EvaluationProgress, in_order
 from towers.numerics.errors import NotFinite
 from towers.program import small_file, voice, words
+from towers.program.features import feature
 from towers.train import callbacks
 from towers.train.callbacks import BatchSizeChange, Watch
 from towers.train.job import Job
@@ -20,7 +23,7 @@ from towers.train.parts.training import averaged, scale_rate
 
 def run(job: Job) -> None:
     """Trains, evaluates, saves and sums up; or evaluates, if that is all."""
-    print(start.text(job), flush=True)
+    print(words.wrapped(start.text(job)), flush=True)
     if job.settings.eval_only:
         print(values_text(evaluate(job)))
         return
@@ -42,7 +45,8 @@ def _end(job, watch, values):
             "written; start over with --clean and a smaller --learning_rate."
         )
     files.end(job, figures)
-    print(closing_lines(figures, trained=watch is not None))
+    mistakes = feature("train.outputs.mistakes").show(job, figures["best"])
+    print(closing_lines(figures, trained=watch is not None, mistakes=mistakes))
 
 
 def renew_learning_rate(job: Job) -> None:
@@ -180,6 +184,7 @@ def summarise(
         "model": os.path.join(job.model_dir, "model.keras"),
         "checkpoint": job.checkpoint.latest,
         "best": best_model(job),
+        "last": last_epoch(job),
         "model_dir": job.model_dir,
     }
 
@@ -198,6 +203,13 @@ def best_model(job: Job) -> dict | None:
     }
 
 
+def last_epoch(job: Job) -> dict | None:
+    """Returns number and logs of the last epoch; `None` if the run ended within one."""
+    path = job.checkpoint.latest
+    logs = last_logs(store.load_about(path)) if path is not None else {}
+    return {"epoch": job.epoch, "logs": logs} if logs else None
+
+
 def measured(watch: Watch) -> dict:
     """Returns what this run has measured."""
     return {
@@ -206,7 +218,7 @@ def measured(watch: Watch) -> dict:
         "step_ms": watch.starvation.split and watch.starvation.split.parts_ms,
         "waiting": watch.starvation.waiting,
         "utilization": watch.devices.utilization() or None,
-        "verdict": watch.starvation.verdict,
+        "verdict": watch.starvation.verdict and str(watch.starvation.verdict),
         "measured": watch.text(),
     }
 
@@ -228,30 +240,30 @@ def measured_before(model_dir: str) -> dict:
     return {name: known.get(name) for name in (*names, "verdict", "measured")}
 
 
-def closing_lines(summary: dict, trained: bool = True) -> str:
+def closing_lines(
+    summary: dict, trained: bool = True, mistakes: str | None = None
+) -> str:
     """Says how the run ended, and where its files are.
 
     Args:
         summary: See `summarise`.
         trained: Whether the figures were measured now, not by an earlier run.
+        mistakes: Where the picture of mistakes is, and how many there are.
     """
     bad, best = summary["bad_records"], summary["best"]
-    named = best and "{model}, {monitor} {value:.4f} after epoch {epoch}".format(**best)
-    values, of_best = values_text(summary), ""
-    if best and best["epoch"] != summary["epochs"]:
-        # Two models, so it is said of which one each number is.
-        values += f" (model.keras, after epoch {summary['epochs']})"
-        of_best = values_text(best["logs"])
+    figures = _values_lines(summary)
+    if trained:
+        figures.append(textwrap.indent(summary["measured"], "  "))
     return "\n".join(
         [
             f"Done: {words.count(summary['epochs'], 'epoch')}, "
             f"{words.count(summary['steps'], 'step')} on "
             f"{words.count(len(summary['towers']), 'tower')}.",
-            f"  {values}",
-            *([textwrap.indent(summary["measured"], "  ")] if trained else []),
+            words.wrapped("\n".join(figures)),
+            # These lines stay whole, so that a path or a command can be copied.
             f"  model        {summary['model']}",
-            *([f"  best model   {named}"] if named else []),
-            *([f"               {of_best}"] if of_best else []),
+            *([f"  best model   {best['model']}"] if best else []),
+            *([f"  mistakes     {mistakes}"] if mistakes else []),
             f"  checkpoint   {summary['checkpoint']}",
             f"  TensorBoard  tensorboard --logdir {shlex.quote(summary['model_dir'])}",
             *([f"  bad records  {bad:,} passed over"] if bad is not None else []),
@@ -259,10 +271,52 @@ def closing_lines(summary: dict, trained: bool = True) -> str:
     )
 
 
+def _values_lines(summary):
+    """Names the metrics of the best epoch and of the last one."""
+    best, last, lines = summary["best"], summary["last"], []
+    evaluated = {
+        name: value
+        for name, value in summary.items()
+        if name.startswith(("val_", "train_"))
+    }
+    logs = last["logs"] if last is not None else {}
+    # The same evaluation, in another order of adding, differs by rounding.
+    if not all(
+        math.isclose(value, logs.get(name, math.nan), rel_tol=1e-4, abs_tol=1e-4)
+        for name, value in evaluated.items()
+    ):
+        # The last model was evaluated on other data, or within an epoch.
+        several = best and best["epoch"] != summary["epochs"]
+        after = f" (model.keras, after epoch {summary['epochs']})" if several else ""
+        lines.append(f"  {values_text(summary)}{after}")
+    if best:
+        is_last = last is not None and last["epoch"] == best["epoch"]
+        place = f"{best['epoch']}, the last," if is_last else f"{best['epoch']},"
+        head = f"best epoch {place} by {best['monitor']}"
+        lines.append(f"  {head}: {_metrics(best['logs'])}")
+    if last and not (best and best["epoch"] == last["epoch"]):
+        lines.append(f"  last epoch {last['epoch']}: {_metrics(last['logs'])}")
+    return lines
+
+
+def _metrics(logs):
+    return ", ".join(
+        f"{name} {_value(logs[name])}"
+        for name in in_order(logs)
+        if name != "examples_per_sec"
+    )
+
+
+def _value(value):
+    """Formats a metric by four decimals, or by four digits if that shows too little."""
+    fits = value == 0 or 0.001 <= abs(value) < 1000
+    return f"{value:.4f}" if fits else words.figure(value)
+
+
 def values_text(values: dict) -> str:
     """Says what an evaluation gave."""
     return ", ".join(
-        f"{part} {name.removeprefix(prefix).replace('_', ' ')} {value:.4f}"
+        f"{part} {name.removeprefix(prefix).replace('_', ' ')} {_value(value)}"
         for prefix, part in (("val_", "validation"), ("train_", "train"))
         for name, value in values.items()
         if name.startswith(prefix)

@@ -653,11 +653,11 @@ class Settings(DataFlags, BadRecordsFlag, CacheFlag, StoreFlags):
         about=About.HOST | About.RUN,
     )
     # Watching.
-    log_steps: int = flag(
-        100,
+    log_steps: int | None = flag(
+        None,
         "Watching",
-        "Number of steps between lines of output, and between TensorBoard scalars. By "
-        "default, each epoch has a scalar, however short it is.",
+        "Number of steps between lines of output, and between TensorBoard scalars. "
+        "Default: the steps of an epoch, at most 100.",
         at_least=1,
     )
     histograms: bool = flag(

@@ -115,5 +115,5 @@ def note(fraction: float, what: str, count: int | None) -> str:
     counted = "" if count is None else f", {count:,} in all,"
     return (
         f"{100 * fraction:.4g}% of the {what}{counted} are held out for validation; "
-        "--eval_fraction (in Python, eval_fraction) holds out more or less, or 0."
+        "--eval_fraction (in Python, eval_fraction) changes this."
     )

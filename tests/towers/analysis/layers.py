@@ -1,4 +1,4 @@
-"""What towers make of each class of `keras.layers`: the table of docs/layers.md.
+"""What towers make of each class of `keras.layers`: layers.txt, and the page of it.
 
 Whether a layer treats each example by itself is measured here, by calls of the layer
 alone: the rows of two parts have to equal those of the whole. What towers make of it is
@@ -6,12 +6,13 @@ found out as they do it. Nothing is trained.
 
     .venv/bin/python -m tests.towers.analysis.layers
 
-finds out all outcomes anew, and writes the table and the page.
+finds out all outcomes anew, and writes the table and docs/trust/layers.md.
 """
 
 import inspect
 import pathlib
 import random
+import textwrap
 from typing import Any, NamedTuple
 
 import keras
@@ -24,7 +25,7 @@ from towers.analysis.kinds import Dependence
 from towers.analysis.layer_calls import is_trusted, recorded_layers
 
 TABLE = pathlib.Path(__file__).with_name("layers.txt")
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "layers.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs/trust/layers.md"
 ROWS, PART = 5, 2
 _random = np.random.default_rng(0)
 
@@ -83,7 +84,7 @@ class Call(NamedTuple):
         inputs: What it is called with: a key of `INPUTS`.
         outcome: What towers make of it: "trusted"; "proved", by reading operations;
             "at home", on the rows of all towers; "impossible", since Keras does not do
-            it; "by design", where rows differ and docs/exactness.md says so.
+            it; "by design", where rows differ and docs/trust/exactness.md says so.
     """
 
     kind: str
@@ -101,39 +102,98 @@ def table() -> list[Call]:
 
 
 def page(rows: list[Call]) -> str:
-    """Returns the table as Markdown."""
-    lines = [_HEAD]
-    for row in rows:
-        arguments = f"`{row.arguments}`" if row.arguments else ""
-        lines.append(f"| {row.kind} | {arguments} | {row.inputs} | {row.outcome} |")
-    return "\n".join(lines) + "\n"
+    """Returns a summary of the table as Markdown: what is not plainly on the towers."""
+    kinds = {row.kind: [r for r in rows if r.kind == row.kind] for row in rows}
+    outcomes = {kind: {row.outcome for row in kinds[kind]} for kind in kinds}
+    usable = {kind: found - {"impossible"} for kind, found in outcomes.items()}
+    apart = [kind for kind, found in usable.items() if found and found <= ON_TOWERS]
+    home = [kind for kind, found in usable.items() if found == {"at home"}]
+    some = [kind for kind in kinds if "at home" in usable[kind] and kind not in home]
+    empty = [kind for kind, found in usable.items() if not found]
+    design = [kind for kind in kinds if "by design" in usable[kind]]
+    assert len(kinds) == sum(map(len, (apart, home, some, empty, design)))
+
+    # Classes that differ from others in nothing share a row.
+    cells = {}
+    for kind in some:
+        cells.setdefault(_at_home(kinds[kind]), []).append(kind)
+    lines = [f"| {_names(names)} | {cell} |" for cell, names in cells.items()]
+    return _PAGE.format(
+        classes=len(kinds),
+        calls=len(rows),
+        count_apart=len(apart),
+        apart=textwrap.fill(f"{_names(apart)}.", 100),
+        count_some=len(some),
+        some="\n".join(lines),
+        count_home=len(home),
+        home=_names(home),
+        design=_names(design),
+        empty=_names(empty),
+        impossible=sum(row.outcome == "impossible" for row in rows),
+    )
 
 
-_HEAD = """# Keras's layers on towers
+def _at_home(rows: list[Call]) -> str:
+    """Returns the inputs that one device computes, with arguments where they matter."""
+    cells = []
+    for inputs in dict.fromkeys(row.inputs for row in rows):
+        alike = [row for row in rows if row.inputs == inputs]
+        home = [row for row in alike if row.outcome == "at home"]
+        if not home:
+            continue
+        if len(home) == len(alike):
+            cells.append(f"{inputs}")
+        else:
+            cells.append(f"{inputs}: " + ", ".join(f"`{r.arguments}`" for r in home))
+    return "; ".join(cells)
 
-Towers give the numbers of one device. A layer runs on the towers if it treats each
-example by itself. Otherwise one device computes it, with the rows of all towers. The
-table lists every class of `keras.layers`, with its arguments, its inputs and the
-outcome on towers. In the column of inputs, n is the number of examples, and "2 x"
-stands for two inputs.
 
-`tests/towers/analysis/test_layers.py` measures the outcomes. It computes a whole batch
-and parts of it, and compares the rows. It tries each axis that an argument can name.
-Layers that draw random numbers in training are measured in inference only.
+def _names(kinds: list[str]) -> str:
+    return ", ".join(kinds)
 
-| outcome | meaning |
+
+# Outcomes of rows that towers compute, each tower its own.
+ON_TOWERS = {"trusted", "proved"}
+
+_PAGE = """# Layers: every Keras layer, measured
+
+Towers give the numbers of one device for every Keras layer except BatchNormalization.
+To check your own model:
+
+```bash
+towers parity --dataset=csv:flowers.csv --model=my_model.py:build
+```
+
+A layer runs on the towers if it treats each example by itself. Otherwise one device
+computes it, with the rows of all towers, and a line says so. For `Lambda` and your own
+layers, Towers reads the operations in them.
+
+| classes of `keras.layers` | outcome |
 |---|---|
-| trusted | The layer treats each example by itself. |
-| proved | The layer treats each example by itself. Towers reads that from its \
-operations, each time. |
-| at home | Examples depend on one another, or Towers cannot read the operations. One \
-device computes them, with the rows of all towers. A line says so. A layer that wraps \
-other code, such as `JaxLayer`, is read like a layer of yours. |
-| by design | BatchNormalization; see [exactness](exactness.md). |
-| impossible | Keras does not support it, or not with an unknown number of examples. |
+| {count_apart} | on the towers |
+| {count_some} | on the towers, except for the calls listed below |
+| {count_home} | on one device: {home} |
+| 1 | {design}: differs [by design](exactness.md#what-differs-by-design) |
+| 2 | {empty}: not for use by themselves |
 
-| class | arguments | inputs | outcome |
-|---|---|---|---|"""
+A test compares the rows of a batch with those of its parts, for all {classes} classes,
+in [{calls} calls](../../tests/towers/analysis/layers.txt). Keras itself cannot do
+{impossible} of them. Layers that draw random numbers in training are measured in
+inference only.
+
+## On one device with some inputs or arguments
+
+n is the number of examples, and "2 x" stands for two inputs. For pictures, (n, 8, 3) is
+one picture without a batch. Arguments are named where they matter.
+
+| class | computed on one device |
+|---|---|
+{some}
+
+## On the towers
+
+{apart}
+"""
 
 
 def classes() -> dict[str, type]:

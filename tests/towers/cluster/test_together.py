@@ -139,7 +139,7 @@ def test_a_host_that_is_killed_or_stopped_ends_all(name):
 
 def test_hosts_notice_within_the_time_that_documents_say():
     """The tests above wait longer: the machine may be busy."""
-    text = (ROOT / "docs/hosts.md").read_text()
+    text = (ROOT / "docs/scale/hosts.md").read_text()
     assert f"notice after {tensorflow_watch.SILENT_S:.0f} s" in text
     assert f"MPI, after {mpi_watch.SILENT_S:.0f} s" in text
 

@@ -22,6 +22,7 @@ from towers.hosts.group import Membership
 from towers.machine import limits, nvml
 from towers.machine.limits import Processors
 from towers.machine.nvml import Gpu
+from towers.program import words
 
 # Before tests replace it.
 list_gpus = nvml.gpus.__wrapped__
@@ -59,6 +60,8 @@ def machine(monkeypatch):
     It is TensorFlow's own Context, before it is initialised, so its rules hold,
     and what it would ask of the GPUs can be read from `_compute_gpu_options()`.
     """
+    # Without a context of its own, TensorFlow crashes as it makes a tensor.
+    tf.zeros([])
 
     def make(gpus: int) -> context.Context:
         made = context.Context()
@@ -396,7 +399,7 @@ def test_logical_cpus_stand_in(machine):
     result = devices.configure(2, gpu_split=2, gpu_memory_limit_mb=8)
     assert result.towers == tuple(f"/device:CPU:{i}" for i in range(4))
     assert result.home == "/device:CPU:0"
-    assert "4 logical CPUs of this host stand in" in result.note
+    assert "on 4 logical CPUs of this host" in result.note
     assert "gpu_memory_limit_mb has no effect" in result.note
     assert [len(parts) for parts in made._virtual_device_map.values()] == [4]
 
@@ -662,7 +665,7 @@ def test_table_of_gpus(machine, environ):
     assert rest[1] == (
         "Variables live on /device:GPU:0, the first tower's GPU, as towers are on GPUs."
     )
-    assert "from 0 among CUDA_VISIBLE_DEVICES=1,0" in " ".join(rest)
+    assert "from 0 among CUDA_VISIBLE_DEVICES=1,0" in " ".join(" ".join(rest).split())
 
 
 def test_table_fits_whatever_the_model(environ):
@@ -682,6 +685,15 @@ def test_table_fits_whatever_the_model(environ):
     )
     assert "\nNote: word word" in text
     assert text.count("100000") == 12
+
+
+def test_table_fits_the_terminal_or_the_width_that_is_asked_for(environ):
+    environ.setattr(listing, "_cpu_model", lambda: "Processor of some maker")
+    environ.setattr(words, "line_width", lambda: 80)
+    made = devices.Devices(("/device:CPU:0",), "/device:CPU:0", note="word " * 50)
+    of_terminal, whole = devices.table(made, [9]), devices.table(made, [9], width=100)
+    assert max(map(len, of_terminal.splitlines())) <= 80
+    assert "maker" in whole and "maker" not in of_terminal
 
 
 def test_table_of_all_hosts():

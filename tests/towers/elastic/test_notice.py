@@ -131,8 +131,8 @@ class Cloud(http.server.BaseHTTPRequestHandler):
 
 
 def of_the_documents():
-    """Returns the commands for clouds that docs/resuming.md has."""
-    text = (ROOT / "docs" / "resuming.md").read_text()
+    """Returns the commands for clouds that docs/train/resuming.md has."""
+    text = (ROOT / "docs/train/resuming.md").read_text()
     return re.findall(r"^[ \w]+='(command:.*)'$", text, re.M)
 
 
@@ -178,7 +178,7 @@ def test_where_notices_may_come_from(where):
         *(
             (
                 former,
-                ".* such as 'command:curl -sf URL'; docs/resuming.md has one for e",
+                ".* such as 'command:curl -sf URL'; docs/train/resuming.md has one ",
             )
             for former in ("aws", "azure", "gcp", "http://a/b")
         ),
@@ -435,7 +435,7 @@ def test_a_run_of_the_program(tmp_path):
     flags = ("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", "--log_steps=10")
     flags += (f"--model_dir={folder}", f"--preemption_notice={path}")
     process = start(*flags, "--train_epochs=100000")
-    wait_for(process, "epoch 1/")
+    wait_for(process, "step 10/")
     whole = tmp_path / "whole"
     whole.write_text("by the operator\n")
     whole.rename(path)

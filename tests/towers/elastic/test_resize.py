@@ -380,7 +380,7 @@ def test_a_run_of_the_program(tmp_path):
     flags = ("--dataset=synthetic:4x4x1:3:1472", "--model=mlp", "--max_gpus=4")
     flags += ("--deterministic", "--log_steps=10", f"--model_dir={folder}")
     process = start(*flags, "--train_epochs=200")
-    wait_for(process, "epoch 1/")
+    wait_for(process, "step 10/")
     said = []
     for argv in (["--num_gpus=4"], ["--gpu_indices=3,1", "--split_ratios=2,1"]):
         assert program.main(["", str(folder), *argv]) == 0

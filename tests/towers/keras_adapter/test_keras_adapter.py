@@ -1,7 +1,7 @@
 """A contract for each private name of Keras and TensorFlow that Towers relies on.
 
 When one fails with a new version, it says what broke, what was promised and which
-modules rely on it. `docs/versions.md` says what to do then.
+modules rely on it. `docs/reference/versions.md` says what to do then.
 """
 
 import ast

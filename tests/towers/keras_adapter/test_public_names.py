@@ -1,6 +1,6 @@
 """Public names of Keras and TensorFlow that our code writes out exist in every version.
 
-With the oldest versions that `docs/versions.md` promises, too: `make test-oldest`.
+`make test-oldest` runs this with the oldest versions of docs/reference/versions.md.
 """
 
 import ast

@@ -19,7 +19,7 @@ from towers.lifecycle.checkpoints.best import Monitor
 from towers.lifecycle.continuing import resume
 from towers.model.tower_model import TowerModel
 from towers.train import continued
-from towers.train.settings import Settings
+from towers.train.settings import NAMES, Settings
 
 pytestmark = pytest.mark.usefixtures("record")
 
@@ -173,6 +173,10 @@ def test_changed_flags_are_said():
         "(before --nodeterministic); no --image_size (before 32); --momentum=0.5 "
         "(not given before)."
     )
+    # Of an evaluation, those that change what the model sees.
+    of_input = continued.changed_flags(before, now, False, continued.OF_THE_INPUT)
+    assert of_input == "Changed since the last run: no --image_size (before 32)."
+    assert {*continued.OF_THE_INPUT} <= {*NAMES}
     assert continued.changed_flags(now.as_text(), now) is None
     # The flags of 0.2 are read as those that replace them.
     now = Settings(save_every=("3", "0min"), monitor="min:loss", dataset="digits")

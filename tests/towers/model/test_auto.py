@@ -175,46 +175,49 @@ def test_what_fails_is_passed_over():
         assert trials[1] == auto.CandidateTrial(COPIES, None, f"it fails: {words}")
 
 
-def test_the_table_says_all():
+def test_a_line_says_what_was_chosen_and_why():
+    updating = "Updating variables by"
+    for seconds, said in (
+        (0.019, f"{updating} parameter_server: 20 ms a step, as none is 10% faster."),
+        (0.021, f"{updating} parameter_server: 20 ms a step, the fastest of 2 ways."),
+        (0.01, f"{updating} {COPIES}: 10 ms a step, the fastest of 2 ways."),
+    ):
+        assert auto.lines(choose({SERVER: 0.02, COPIES: seconds})) == [said]
+
+
+def test_what_fails_has_a_line():
     host = COPIES._replace(all_reduce_alg="cpu")
     found = choose({SERVER: 0.02, COPIES: ValueError("no"), host: 0.03})
-    _, *lines = auto.table(found).splitlines()
-    assert [line.split(maxsplit=1) for line in lines[:1]] == [
-        ["parameter_server", "20.00 ms a step"]
-    ]
-    assert [line.split(maxsplit=2)[1:] for line in lines[1:]] == [
-        ["(cpu)", "30.00 ms a step"],
-        ["(ring)", "not measured: it fails: no"],
+    assert auto.lines(found)[1:] == [
+        "replicated (ring) is left out, as it fails: no",
     ]
 
 
-def test_the_table_says_why_a_faster_one_is_not_chosen():
-    heads = [
-        auto.table(choose({SERVER: 0.02, COPIES: seconds})).splitlines()[0]
-        for seconds in (0.019, 0.021, 0.01)
-    ]
-    assert [head.partition("the first line was ")[2] for head in heads] == [
-        "kept, as no other is 10% faster.",
-        "chosen.",
-        "chosen.",
-    ]
-
-
-def test_what_is_left_out_for_one_reason_is_one_line():
+def test_what_would_take_too_long_is_counted():
     ways = auto.candidates(TOWERS, False, None, synchronized=False)
-    slow = [auto.CandidateTrial(way, None, "it would take too long") for way in ways]
-    assert auto.table(slow) == (
-        f"The variables are updated by parameter_server; {len(ways) - 1} other ways "
-        "not tried: it would take too long."
-    )
+    slow = [auto.CandidateTrial(way, None, auto._TOO_LONG) for way in ways]
+    assert auto.lines(slow) == [
+        "Updating variables by parameter_server: measuring "
+        f"{len(ways) - 1} other ways would take too long."
+    ]
     measured = [auto.CandidateTrial(ways[0], 0.02), *slow[1:]]
-    _, *lines = auto.table(measured).splitlines()
-    assert [line.split(maxsplit=1) for line in lines] == [
-        ["parameter_server", "20.00 ms a step"],
-        [str(len(ways) - 1), "other ways      not measured: it would take too long"],
+    assert auto.lines(measured) == [
+        "Updating variables by parameter_server: 20 ms a step."
     ]
     alone = auto.CandidateTrial(ways[0], None, "nothing to compare it with")
-    assert auto.table([alone]) == "The variables are updated by parameter_server."
+    assert auto.lines([alone]) == ["Updating variables by parameter_server."]
+
+
+@pytest.mark.parametrize("faster_s", [11.9, 20.0])
+def test_the_line_fits_100_characters(faster_s):
+    longest = Choice("replicated", "device", xla=True)
+    trials = [
+        auto.CandidateTrial(longest, 12.3456),
+        auto.CandidateTrial(Choice(), faster_s),
+    ]
+    fails = auto.CandidateTrial(longest, None, f"it fails: {'word ' * 12}")
+    for line in auto.lines([*trials, fails]):
+        assert len(f"towers: {line}") <= 100
 
 
 @pytest.mark.parametrize(
@@ -775,8 +778,8 @@ def test_on_gpus_what_fails_at_first_goes_on_by_the_simplest(monkeypatch, capsys
     _, expected = _expected(1, _no_more)
     all_reduce = reduce.all_reduce
 
-    def failing(towers, sources, devices, algorithm):
-        sums, packed = all_reduce(towers, sources, devices, algorithm)
+    def failing(towers, sources, devices, *options):
+        sums, packed = all_reduce(towers, sources, devices, *options)
         if len({*devices}) > 1:  # those of the copies
             with tf.control_dependencies([tf.debugging.assert_equal(1, 2, "no NCCL")]):
                 sums = tf.nest.map_structure(tf.identity, sums)

@@ -165,7 +165,7 @@ def test_what_is_kept_is_not_to_be_kept_again():
         kept_already = each is kept
         job = types.SimpleNamespace(
             batch_size=4,
-            settings=types.SimpleNamespace(log_steps=1),
+            log_steps=1,
             setup=types.SimpleNamespace(
                 facts=types.SimpleNamespace(input_kind="image", input_shape=(4, 4, 3))
             ),

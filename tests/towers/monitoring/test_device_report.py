@@ -1,5 +1,7 @@
 """The device report, with made-up GPUs and drivers, and this real process."""
 
+import functools
+import operator
 import re
 import sys
 import types
@@ -92,8 +94,16 @@ def of(values, device):
 
 
 def columns(text):
-    """The cells of a table, by heading, of each row."""
-    head, *rows = text.splitlines()
+    """The cells of a table, by heading, of each row; it may be in several parts."""
+    # Only headings begin with a space: there is none for the names of rows.
+    lines = text.splitlines()
+    heads = [k for k, line in enumerate(lines) if line[0] == " "]
+    parts = [_cells(lines[a:b]) for a, b in zip(heads, [*heads[1:], None], strict=True)]
+    return [functools.reduce(operator.or_, rows) for rows in zip(*parts, strict=True)]
+
+
+def _cells(lines):
+    head, *rows = lines
     # Numbers are aligned to the right: a column ends where its heading does.
     ends = [match.end() for match in re.finditer(r"\S+( \S+)*", head)]
     return [
@@ -103,7 +113,7 @@ def columns(text):
         }
         | {"": row[:first].strip()}
         for row in rows
-        if (first := len(re.match(r".*?(?=  )", row)[0]))
+        if (first := len(re.match(r".*?(?=  |$)", row)[0]))
     ]
 
 
@@ -151,6 +161,7 @@ class TestGpus:
             "power": "300 W",
             "load": "",
         }
+        assert all(len(line) <= 98 for line in device_report.text().splitlines())
         assert second[""] == "/device:GPU:0, nvidia-smi's 2"
         assert second["busy"] == "25%"
         assert process["limit"] == process["power"] == ""

@@ -36,7 +36,7 @@ def test_a_host_that_is_late_is_named_with_its_reason():
     late = told(input=31, sum=2)
     others = told(input=1, sum=32)
     times = heard([others, late, others], [others, late, others])
-    said = hosts.sentence(times, times.totals())
+    said = hosts.finding(times, times.totals()).text
     assert said == (
         "hosts: host 1 (b) holds up the others for 30.0 ms of a step of 36.0: it "
         "waits for input 30.0 ms longer than the others; adding 2.0 MB over 3 hosts "
@@ -46,7 +46,7 @@ def test_a_host_that_is_late_is_named_with_its_reason():
         times = heard([told(**{part: 50, "sum": 3}), *[told(sum=52)] * 2])
         assert (
             f"host 0 holds up the others for 49.0 ms of a step of 56.0: it {why}"
-            in (hosts.sentence(times, times.totals()))
+            in (hosts.finding(times, times.totals()).text)
         )
 
 
@@ -54,19 +54,19 @@ def test_hosts_that_are_late_in_turn():
     late, other = told(compute=30, sum=2), told(compute=1, sum=31)
     steps = [[late, other, other], [other, late, other], [other, other, late]]
     times = heard(*steps)
-    said = hosts.sentence(times, times.totals())
+    said = hosts.finding(times, times.totals()).text
     assert "each holds up the others in turn, for 29.0 ms of a step of 35" in said
     times = heard([told(sum=2)] * 3)
-    said = hosts.sentence(times, times.totals())
+    said = hosts.finding(times, times.totals()).text
     assert "none holds up the others in a step of 6.0 ms" in said
-    assert hosts.sentence(times, []) is None
-    assert hosts.sentence(times, HostTimes(Hosts(), 1.0).totals()) is None
+    assert hosts.finding(times, []) is None
+    assert hosts.finding(times, HostTimes(Hosts(), 1.0).totals()) is None
 
 
 def test_lines_and_scalars_of_each_host(monkeypatch):
     times = heard([told(sum=2), told(sum=5), told(sum=5)])
     first, second, _ = hosts.lines(times, times.totals(), rate=1000.0)
-    assert first.startswith("host 0: examples/sec: 250.0, waits for others 0.0 ms of a")
+    assert first.startswith("host 0: 250 examples/sec, waits for others 0.0 ms of a")
     assert "waits for others 3.0 ms" in second
     found = hosts.scalars(times, times.totals())
     assert found["step_ms/host_1/waits_for_others"] == pytest.approx(3.0)
@@ -77,7 +77,9 @@ def test_lines_and_scalars_of_each_host(monkeypatch):
     silent = HostTotals(*[0.0] * len(PARTS))
     assert len(hosts.lines(times, [silent, *others], rate=None)) == 2
     monkeypatch.setattr(HostTimes, "latency_s", 0.0005)
-    assert "(1,000 MB/s; 16 bytes take 0.5)" in hosts.sentence(times, times.totals())
+    assert (
+        "(1,000 MB/s; 16 bytes take 0.5)" in hosts.finding(times, times.totals()).text
+    )
 
 
 def test_the_parts_of_a_step_with_hosts_add_up_to_it():

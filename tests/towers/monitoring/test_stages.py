@@ -42,13 +42,14 @@ def test_a_stage_is_at_work_from_when_it_may_begin():
     ],
 )
 def test_the_slowest_stage_is_named(of_layers, busy, words):
-    said = stages.sentence(busy, pipeline(*of_layers))
+    text, advice = stages.finding(busy, pipeline(*of_layers))
+    said = text if advice is None else f"{text}; {advice.text}"
     assert all(word in said for word in words)
 
 
 def test_nothing_is_said_of_stages_that_are_about_equal():
-    assert stages.sentence([0.7, 0.75], pipeline(0, 1)) is None
-    assert stages.sentence([], Pipeline()) is None
+    assert stages.finding([0.7, 0.75], pipeline(0, 1)) is None
+    assert stages.finding([], Pipeline()) is None
 
 
 @pytest.mark.slow

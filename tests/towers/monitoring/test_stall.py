@@ -691,7 +691,7 @@ def test_a_service_whose_worker_is_killed(tmp_path):
             *(f"--model_dir={tmp_path / 'run'}", f"--data_service=grpc://{address}"),
             *("--model=mlp", "--batch_size=8", "--train_epochs=100000"),
             *("--variable_update=parameter_server", "--image_size=4"),
-            *("--on_stall=stop:10"),
+            "--on_stall=stop:10",
         )
         for line in run.stdout:
             if line.startswith("epoch 2/"):

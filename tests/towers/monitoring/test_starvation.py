@@ -19,10 +19,17 @@ from tests.limits import HANG_S
 from towers import multi_gpu_model
 from towers.input_pipeline import ArraySource, make_dataset, open_source
 from towers.loop.timers import Totals
-from towers.monitoring.bottleneck import tfdata_stats
+from towers.monitoring.bottleneck import tfdata_stats, uneven
 from towers.monitoring.bottleneck.starvation import Starvation
 from towers.monitoring.bottleneck.tfdata_stats import Stage
-from towers.monitoring.bottleneck.verdict import bound_by, verdict
+from towers.monitoring.bottleneck.verdict import (
+    Advice,
+    News,
+    SpeedFinding,
+    SpeedVerdict,
+    bound_by,
+    verdict,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,15 +47,85 @@ def waits(waiting, step_ms):
 
 
 def judge(parts_ms, found=(), advice=None):
-    return verdict(parts_ms, bound_by(parts_ms), found, advice)
+    return str(verdict(parts_ms, bound_by(parts_ms), found, advice))
 
 
 def test_nothing_is_advised_about_copies_that_may_wait_for_a_thread():
     copying = parts(copy=60, compute=30, python=10)
     bound = bound_by(copying)
-    assert "try a larger batch" in verdict(copying, bound, ())
+    (tip,) = verdict(copying, bound, ()).advice
+    assert tip.text.startswith("try a larger batch")
     crowded = verdict(copying, bound, (), copies_wait=True)
-    assert crowded.startswith("copy-bound:") and "try" not in crowded
+    assert (crowded.kind, crowded.advice) == ("copy-bound", ())
+
+
+# Which verdicts are news.
+
+
+def a_verdict(kind, *topics):
+    tips = tuple(Advice(topic, f"try {topic}") for topic in topics)
+    return SpeedVerdict(f"{kind}-bound", "towers waited", tips)
+
+
+def said_of_intervals(*verdicts):
+    news = News()
+    return [news.of_interval(each) for each in verdicts]
+
+
+def test_a_kind_is_said_once_it_has_lasted_two_intervals():
+    compute, copy = a_verdict("compute"), a_verdict("copy")
+    said = said_of_intervals(compute, compute, compute, copy, compute, copy, copy)
+    assert [each and each.partition(":")[0] for each in said] == [
+        *(None, "compute-bound", None),
+        *(None, None, None, "copy-bound"),
+    ]
+
+
+def test_new_advice_is_said_at_once_and_only_once():
+    said = said_of_intervals(
+        a_verdict("input", "cache"),
+        a_verdict("input", "cache"),
+        a_verdict("input", "cache", "prefetch"),
+        a_verdict("copy"),
+        a_verdict("copy"),
+        a_verdict("input", "cache"),
+        a_verdict("input", "cache"),
+    )
+    assert said == [
+        "input-bound: towers waited; try cache",
+        None,
+        "input-bound: towers waited; try prefetch",
+        None,
+        "copy-bound: towers waited",
+        None,
+        "input-bound: towers waited",
+    ]
+
+
+def test_advice_with_other_figures_is_not_new():
+    news, one = News(), a_verdict("compute")
+    for ratios, is_new in (("3,2", True), ("5,3", False)):
+        tip = Advice("split_ratios", f"try --split_ratios={ratios}")
+        said = news.of_interval(one.plus(SpeedFinding("tower 1 is slowest", tip)))
+        assert (said is not None) is is_new
+
+
+def test_ratios_are_advised_once_whichever_tower_is_slow():
+    news, one = News(), a_verdict("compute")
+    for times_ms, is_new in (([1.0, 3.0], True), ([3.0, 1.0], False)):
+        said = news.of_interval(one.plus(uneven.finding(times_ms, [1, 1])))
+        assert ("--split_ratios" in (said or "")) is is_new
+
+
+def test_the_last_verdict_is_always_said():
+    news, one = News(), a_verdict("input", "cache")
+    assert news.of_interval(one) == str(one)
+    assert news.sentence(one) == "input-bound: towers waited"
+
+
+def test_a_verdict_with_a_finding():
+    one = a_verdict("compute").plus(SpeedFinding("hosts: none")).plus(None)
+    assert str(one) == "compute-bound: towers waited; hosts: none"
 
 
 PREFETCH = Stage("prefetch", "", 0.1, 1, 1, 2)
@@ -178,7 +255,7 @@ def test_enough_batches_are_ahead():
         "computing took 89%; a batch that is ready is handed over in 3.1 ms"
     )
     said = judge(waits(0.6, 0.2), ready)
-    assert "is handed over in 0.3 ms, so try a larger batch, or more steps" in said
+    assert "is handed over in 0.3 ms; try a larger batch, or more steps" in said
 
 
 def test_too_small_a_prefetch():
@@ -506,6 +583,11 @@ class Run:
             self.now += 5.0
 
 
+def starts(run):
+    """The beginnings of what was said, up to the share of waiting."""
+    return [line.partition(" of the")[0] for line in run.said]
+
+
 @pytest.fixture
 def run():
     run = Run()
@@ -521,12 +603,14 @@ def test_the_share_is_that_of_the_training_calls(run):
     run.steps(4, waits_s=0.0)
     run.callback.on_train_end()
     assert run.callback.waiting == pytest.approx(4 / 12)
-    assert [line.partition(" of the")[0] for line in run.said] == [
+    assert starts(run) == [
         "step 4: input- and Python-bound: towers waited 50%",
-        "step 8: Python-bound: towers waited 33%",
         "whole run: Python-bound: towers waited 33%",
     ]
-    assert run.said[-1] == f"whole run: {run.callback.verdict}"
+    # What it advises was said before.
+    verdict = run.callback.verdict
+    last = " ".join(run.said[-1].split())
+    assert last == f"whole run: {verdict.kind}: {verdict.text}"
 
 
 def test_data_that_end_keep_their_stages(run):
@@ -536,13 +620,13 @@ def test_data_that_end_keep_their_stages(run):
     for _ in range(4):
         next(iterator)
     run.steps(5, waits_s=0.002, takes_s=0.001)
-    assert "the slowest stage is `map` (load)" in run.callback.verdict
+    assert "the slowest stage is `map` (load)" in run.callback.verdict.text
     for _ in iterator:
         pass
     # Of what is left of the pipeline, nobody could tell.
     run.steps(4, waits_s=0.002, takes_s=0.001)
-    assert len(run.said) == 2
-    assert "the slowest stage is `map` (load)" in run.callback.verdict
+    assert len(run.said) == 1
+    assert "the slowest stage is `map` (load)" in run.callback.verdict.text
 
 
 def test_measured_is_what_came_since(run):
@@ -577,10 +661,9 @@ def test_sentences_split_and_curves_have_the_same_figures(run):
         "Python"
     )
     assert run.callback.waiting == pytest.approx(waited_ms / step_ms)
-    assert f"towers waited {waited_ms / step_ms:.0%} of" in run.callback.verdict
-    assert [line.partition(" of the")[0] for line in run.said] == [
+    assert f"towers waited {waited_ms / step_ms:.0%} of" in run.callback.verdict.text
+    assert starts(run) == [
         "step 4: Python-bound: towers waited 40%",
-        "step 8: input-bound: towers waited 70%",
         "step 12: input-bound: towers waited 68%",
         "whole run: input-bound: towers waited 64%",
     ]
@@ -604,7 +687,28 @@ def test_on_a_terminal_the_progress_bar_stays_whole():
         assert len(run.said) == epoch
     run.callback.on_train_end()
     kinds = [line.partition(":")[0] for line in run.said]
-    assert kinds == ["step 8", "whole run"]
+    assert kinds == ["step 4", "whole run"]
+
+
+def test_on_a_terminal_a_run_of_one_epoch_says_all_at_its_end():
+    run = Run(terminal=True)
+    run.callback.on_train_begin()
+    run.callback.on_epoch_begin(0)
+    run.steps(8, waits_s=0.0)
+    assert run.said == []
+    run.callback.on_train_end()
+    first, last = run.said
+    assert first.startswith("step 4: Python-bound") and "try a larger batch" in first
+    assert last.startswith("whole run: ") and "try" not in last
+
+
+def test_a_long_verdict_is_wrapped(run):
+    run.steps(4, waits_s=1.0)
+    first, *others = run.said[0].splitlines()
+    assert first.startswith("step 4: ")
+    assert len(others) > 1
+    assert all(len(line) <= 100 for line in run.said[0].splitlines())
+    assert all(line.startswith("  ") for line in others)
 
 
 def test_what_does_not_fit():
@@ -690,6 +794,5 @@ def test_what_bounds_a_run_is_named(case):
     trained(0.075, per_call).fit(
         data(), steps_per_epoch=steps, callbacks=[callback], verbose=0, shuffle=False
     )
-    assert named in callback.verdict
-    assert said[0].startswith("step ")
-    assert said[-1] == f"whole run: {callback.verdict}"
+    assert named in str(callback.verdict)
+    assert said[-1].startswith(f"whole run: {callback.verdict.kind}: ")

@@ -483,16 +483,20 @@ class TestPictures:
         # Labels are random, so that some are wrong for sure, and more than 16 not.
         model = small.build()
         run.train(model, epochs=1, sample=pixels(), class_names=names)
-        counts, wrong = np.zeros((3, 3), int), []
+        counts, wrong, margins = np.zeros((3, 3), int), [], []
         for images, labels in pixels():
             outputs = model(tf.cast(images, tf.float32)).numpy()
-            for image, label, guess in zip(
-                images, labels.numpy(), outputs.argmax(-1), strict=True
+            for image, label, output in zip(
+                images, labels.numpy(), outputs, strict=True
             ):
+                guess = output.argmax()
                 counts[label, guess] += 1
                 if label != guess:
                     wrong.append((image, label, guess))
+                    margins.append(float(output[guess] - output[label]))
         assert 0 < len(wrong) <= 16
+        # The worst ones come first.
+        wrong = [wrong[i] for i in np.argsort(-np.array(margins), kind="stable")]
         board = run.read()
         step, (found,) = board.pictures("train", "misclassified")
         assert step == 3
@@ -520,15 +524,47 @@ class TestPictures:
         x = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
         y = np.arange(6) % 3
         sample = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-        writer = tf.summary.create_file_writer(str(run.folder / "train"))
-        with writer.as_default(0):
-            pictures.write_mistakes(model, sample, pictures.Classes())
-        writer.close()
-        board = run.read()
+        board = self._mistakes_of(run, model, sample)
         guesses = model(x).numpy().argmax(-1)
         assert board.tags("train", "images") == {"confusion"}
         text = board.text("train", "misclassified_as")[1]
         assert len(text.splitlines()) == (guesses != y).sum() > 0
+
+    def test_of_many_examples_the_first_are_looked_at(self, monkeypatch):
+        monkeypatch.setattr(pictures, "MOST_EXAMPLES", 6)
+        read = itertools.count()
+
+        def batches():
+            for _ in range(3):
+                next(read)
+                # A mistake in each batch: the third row is taken for class 2.
+                yield tf.eye(3)[:, :, tf.newaxis, tf.newaxis], tf.constant([0, 1, 0])
+
+        def predict(x):
+            return x[:, :, 0, 0].numpy()
+
+        found = pictures.find_mistakes(predict, batches(), most=1)
+        assert next(read) == 2 and found.confusions.examples == 6
+        assert found.confusions.mistakes == 2 and len(found.worst) == 1
+        (worst,) = found.worst
+        assert (worst.label, worst.guess, worst.margin) == (0, 2, 1.0)
+        np.testing.assert_array_equal(worst.image[:, 0, 0], [0, 0, 1])
+
+    def test_a_label_that_names_no_class_is_left_out(self):
+        images = tf.eye(3)[:, :, tf.newaxis, tf.newaxis]
+        batches = [(images, tf.constant([-1, 3, 0]))]
+        outputs = images[:, :, 0, 0].numpy()
+        mistakes = pictures.find_mistakes(lambda x: outputs, batches)
+        assert (mistakes.confusions.examples, mistakes.confusions.mistakes) == (1, 1)
+        (worst,) = mistakes.worst
+        assert (worst.label, worst.guess) == (0, 2)
+        np.testing.assert_array_equal(worst.image[:, 0, 0], [0, 0, 1])
+
+    def test_photographs_are_shrunk(self):
+        images = np.full((4, 700, 900, 3), 200, np.uint8)
+        drawn = pictures.sheet(images, ["one"] * 4)
+        # Two by two, of 199 x 256 pixels each, and their captions.
+        assert 400 < drawn.shape[0] < 460 and 512 < drawn.shape[1] < 540
 
     def test_a_picture_of_a_matrix(self):
         counts = np.array([[4, 0, 0], [1, 0, 3], [0, 0, 0]])
@@ -575,6 +611,17 @@ class TestPictures:
         wider = pictures.sheet(images[:1], ["taken for validation"])
         assert 108 < wider.shape[1] <= 132
 
+    @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 16])
+    def test_pictures_of_any_number_of_channels(self, channels):
+        images = np.full([1, 96, 96, channels], 200, np.uint8)
+        images[..., 3:] = 255
+        found = pictures.sheet(images, ["ant"])
+        assert (found[6:102, 6:102] == 200).all()
+
+    def test_a_folder_that_is_no_utf_8(self):
+        name = pictures.Classes([os.fsdecode(b"caf\xe9")])[0]
+        assert name == "caf?" and tf.constant(name).numpy() == b"caf?"
+
     def test_a_font_of_ascii(self):
         assert pictures.plain("Ägyptische Katze") == "Agyptische Katze"
         assert pictures.plain("本") is pictures.plain("a\n") is None
@@ -583,13 +630,13 @@ class TestPictures:
         assert classes[1] == "本"
 
     def test_many_classes_have_no_table(self, run):
-        board = self._mistakes_of(run, 21)
+        board = self._mistakes_of_seven(run, 21)
         assert "confusion" in board.tags("train", "images")
         assert "confusion_counts" not in board.tags("train", "text")
 
     def test_of_many_classes_the_most_confused_are_drawn(self, run):
         """All pairs of 100,000 classes would not fit in memory."""
-        board = self._mistakes_of(run, 100_000)
+        board = self._mistakes_of_seven(run, 100_000)
         _, (picture,) = board.pictures("train", "confusion")
         confusions = pictures.Confusions()
         confusions.add(np.array([0, 20]), np.array([7, 7]), 100_000)
@@ -600,7 +647,7 @@ class TestPictures:
         np.testing.assert_array_equal(picture, expected)
         assert (picture != pictures.confusion(counts, names)).any()
 
-    def _mistakes_of(self, run, count):
+    def _mistakes_of_seven(self, run, count):
         """Writes those of a model that always gives class 7, of two examples."""
         model = keras.Sequential(
             [
@@ -611,9 +658,13 @@ class TestPictures:
             ]
         )
         rows = tf.data.Dataset.from_tensor_slices((np.ones((2, 2)), [0, 20])).batch(2)
+        return self._mistakes_of(run, model, rows)
+
+    def _mistakes_of(self, run, model, batches):
+        found = pictures.find_mistakes(model.predict_on_batch, batches)
         writer = tf.summary.create_file_writer(str(run.folder / "train"))
         with writer.as_default(0):
-            pictures.write_mistakes(model, rows, pictures.Classes())
+            pictures.write_mistakes(found, pictures.Classes())
         writer.close()
         return run.read()
 

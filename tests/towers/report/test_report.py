@@ -177,8 +177,9 @@ def test_what_the_page_of_a_whole_run_says(tmp_path, capsys):
     said = words_of(tmp_path)
     for part in (
         "cnn on digits | Finished: 5 epochs, 100 steps. | ",
-        "| 0.9375 | validation accuracy | 0.2500 | validation loss | "
-        "0.1250 | validation loss, best epoch: 3 | 1,034.2 | examples/sec | "
+        "| 0.9375 | validation accuracy, last epoch | "
+        "0.1250 | validation loss, best epoch: 3 | "
+        "0.2500 | validation loss, last epoch | 1,034.2 | examples/sec | "
         "132,384 | tokens/sec | 43% | of the time waiting, last part | "
         "2 | towers | 12,345 | parameters | ",
         f"| training, in 4 parts | {VERDICT} | examples/sec: 1,034.2 | "
@@ -191,8 +192,8 @@ def test_what_the_page_of_a_whole_run_says(tmp_path, capsys):
         "cpu:0 | 812 | 55% | gpu:0 | 4,321 | 75% | 61 | "
         "Memory, MB: gpu:0 | Resident, MB: cpu:0 | Utilisation | "
         "Temperature, °C: gpu:0 | Pictures | Input | three | <i>four</i> | five | "
-        "Misclassified | 3, taken for 8 | 9, taken for 1 | "
-        "Confusion | is | 0 | 1 | 0 | 35 | 17 | Environment | ",
+        "Misclassified, by the best model | 3, taken for 8 | 9, taken for 1 | "
+        "Confusion, by the best model | is | 0 | 1 | 0 | 35 | 17 | Environment | ",
         "| Python 3.11 <script>fails()</script> | Flags | ",
     ):
         assert part in said
@@ -295,7 +296,7 @@ def test_curves_are_the_values(whole, page):
 def test_pictures_and_texts(whole, page):
     page.goto(f"file://{whole[0]}")
     assert page.locator("#pictures h3").all_inner_texts() == [
-        *("Input", "Misclassified", "Confusion")
+        *("Input", "Misclassified, by the best model", "Confusion, by the best model")
     ]
     assert page.locator("#pictures figcaption").all_inner_texts() == [
         *("three", "<i>four</i>", "five", "3, taken for 8", "9, taken for 1")

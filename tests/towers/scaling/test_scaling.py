@@ -209,7 +209,7 @@ def test_hosts_are_predicted_by_the_model_of_the_docs():
     report = ScalingReport([one], 64, more_hosts=8, network=Network(0.1, 10.0))
     found = {hosts: (slow, fast) for hosts, slow, fast in report.predicted()}
     assert [*found] == [2, 4, 8]
-    # docs/scaling.md has 36 ms for 4 MB on 8 hosts at 10 Gbit/s.
+    # docs/scale/scaling.md has 36 ms for 4 MB on 8 hosts at 10 Gbit/s.
     slow, fast = found[8]
     assert 64 / slow - 0.3 / 8 == pytest.approx(0.036, abs=0.001)
     assert 64 / fast == pytest.approx(0.3 / 8)
@@ -293,15 +293,14 @@ def test_the_step_with_other_ratios():
 
 
 def test_a_slow_tower_is_named():
-    said = uneven.sentence([61.0, 45.0, 45.0], (1, 1, 1))
-    assert said == (
-        "tower 0 is slowest: 61.0 ms, others 45.0 ms; try --split_ratios=3,4,4"
-    )
+    text, advice = uneven.finding([61.0, 45.0, 45.0], (1, 1, 1))
+    assert text == "tower 0 is slowest: 61.0 ms, others 45.0 ms"
+    assert advice == ("split_ratios", "try --split_ratios=3,4,4")
     # Of so many, none may have less.
-    said = uneven.sentence([12.0, *[10.0] * 23], (1,) * 24)
-    assert said == "tower 0 is slowest: 12.0 ms, others 10.0 ms"
-    assert uneven.sentence([10.0, 10.5], (1, 1)) == ""
-    assert uneven.sentence([10.0], (1,)) == ""
+    found = uneven.finding([12.0, *[10.0] * 23], (1,) * 24)
+    assert found == ("tower 0 is slowest: 12.0 ms, others 10.0 ms", None)
+    assert uneven.finding([10.0, 10.5], (1, 1)) is None
+    assert uneven.finding([10.0], (1,)) is None
 
 
 # The whole program.

@@ -151,7 +151,7 @@ def test_a_clean_run(trained, tmp_path, capsys):
     assert first_done(capsys.readouterr().out) == 1
     assert (path / "notes.txt").read_text() == "mine"
     assert not (path / "checkpoints/ckpt-4-0").exists()
-    assert len(list((path / "train").iterdir())) == 1
+    assert len(list((path / "train").glob("*.v2"))) == 1
 
 
 def test_checkpoint_of_another(trained, data_dir):
@@ -195,7 +195,10 @@ def test_what_has_changed_is_said(worse):
     assert "Learning rate: 1, after 0.001." in worse.stdout
     # Ratios are no part of what is saved.
     assert continued(worse.stdout, worse.path) == (8, 0)
-    (line,) = re.findall(r"^Changed since the last run: .*$", worse.stdout, re.M)
+    # Long lines are wrapped, and go on with blanks.
+    changed = r"^Changed since the last run: .*(?:\n  .*)*"
+    (line,) = re.findall(changed, worse.stdout, re.MULTILINE)
+    line = " ".join(line.split())
     for flag in (
         "--split_ratios=2,3,3 (not given before)",
         *("--train_epochs=9 (before 8)", "--loss_placement=gathered (before auto)"),
@@ -221,8 +224,8 @@ def test_a_worse_run_leaves_the_best_model(worse, resumed):
         "checkpoint": f"{worse.path}/checkpoints/ckpt-{epoch}-0",
     }
     assert summary["val_loss"] > 2 * first["val_loss"]
-    value = f"val_loss {first['best']['value']:.4f} after epoch {epoch}\n"
-    assert f"best model   {best}, {value}" in worse.stdout
+    assert f"best epoch {epoch}, by val_loss: " in worse.stdout
+    assert f"  best model   {best}\n" in worse.stdout
     ours, theirs, last = (
         keras.models.load_model(path).get_weights()
         for path in (best, first["best"]["model"], summary["model"])
@@ -239,6 +242,9 @@ def test_the_best_is_evaluated(resumed):
     )
     said = start_lines.text(job)
     assert f"Evaluating {resumed.path}/checkpoints/{name}" in said
+    assert "Changed since" not in said
+    other = start_lines.text(assembled(*flags, "--dtype=bf16"))
+    assert "Changed since the last run: --dtype=bf16 (before fp32)." in other
 
 
 @pytest.mark.slow

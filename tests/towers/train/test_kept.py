@@ -41,7 +41,8 @@ def _write(path, kind):
 
 def _epochs(out):
     """What was measured of each epoch."""
-    return dict(re.findall(r"^epoch (\d+)/3 done.*?(accuracy .*)$", out, re.M))
+    line = r"epoch (\d+)/3 done, step \S+ (loss .*?), (?:[\d,.]+ examples|after)"
+    return dict(re.findall(line, " ".join(out.split())))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import signal
 import types
 from unittest import mock
@@ -35,6 +36,7 @@ from towers.tower.errors import ModelError
 from towers.train import __main__ as train
 from towers.train import callbacks, checks
 from towers.train import run as train_run
+from towers.train.job import Job
 from towers.train.outputs import files
 from towers.train.outputs import start as first_lines
 from towers.train.parts import data as data_parts
@@ -438,21 +440,73 @@ def test_a_model_whose_call_is_wrong():
         model_parts.build_model(setup(shape=(2,)), "/CPU:0")
 
 
-def test_each_number_at_the_end_is_said_of_its_model():
-    best = {"monitor": "val_loss", "value": 0.5, "epoch": 3, "model": "best.keras"}
-    best["logs"] = {"val_loss": 0.5, "val_accuracy": 0.9, "loss": 0.1}
-    summary = dict.fromkeys(("measured", "bad_records", "model", "checkpoint"))
-    summary |= {"steps": 9, "towers": [], "model_dir": "runs", "best": best}
-    summary |= {"val_loss": 0.7, "val_accuracy": 0.8}
-    last = "  validation loss 0.7000, validation accuracy 0.8000"
-    of_best = " " * 15 + "validation loss 0.5000, validation accuracy 0.9000"
-    said = train_run.closing_lines({**summary, "epochs": 4}, trained=False).splitlines()
-    assert said[1] == f"{last} (model.keras, after epoch 4)"
-    line = "  best model   best.keras, val_loss 0.5000 after epoch 3"
-    assert said[said.index(line) + 1] == of_best
-    # Where the last is the best, there is but one model.
-    said = train_run.closing_lines({**summary, "epochs": 3}, trained=False).splitlines()
-    assert said[1] == last and of_best not in said
+def closing(**summary):
+    """The closing lines of a run that has nothing but this."""
+    names = "measured", "bad_records", "model", "checkpoint", "best", "last"
+    known = {**dict.fromkeys(names), "steps": 9, "towers": [], "model_dir": "runs"}
+    return train_run.closing_lines(known | summary, trained=False).splitlines()
+
+
+def test_numbers_at_the_end_are_short_but_not_nothing():
+    logs = {"loss": 3.68e17, "mse": 1.5e-5, "mae": 12345.678, "zero": 0.0, "r": -0.5}
+    best = {"monitor": "loss", "epoch": 3, "model": "best.keras", "logs": logs}
+    said = closing(epochs=3, train_loss=1.5e-5, best=best)
+    assert said[1] == "  train loss 1.5e-05"
+    figures = "loss 3.68e+17, mse 1.5e-05, mae 12,346, zero 0.0000, r -0.5000"
+    assert said[2] == f"  best epoch 3, by loss: {figures}"
+
+
+def test_each_number_at_the_end_is_said_of_its_epoch():
+    best = {"monitor": "val_loss", "epoch": 3, "model": "best.keras"}
+    best["logs"] = {"loss": 0.1, "val_loss": 0.5, "examples_per_sec": 9.0}
+    # In Keras's order.
+    logs = {"accuracy": 0.9, "loss": 0.05, "val_accuracy": 0.8, "val_loss": 0.7}
+    last = {"epoch": 4, "logs": logs}
+    said = closing(epochs=4, val_loss=0.7, best=best, last=last)
+    assert said[1:3] == [
+        "  best epoch 3, by val_loss: loss 0.1000, val_loss 0.5000",
+        "  last epoch 4: loss 0.0500, accuracy 0.9000, val_loss 0.7000, "
+        "val_accuracy 0.8000",
+    ]
+    assert "  best model   best.keras" in said
+    # Where the last is the best, it is said once.
+    last = {"epoch": 3, "logs": best["logs"]}
+    said = closing(epochs=3, val_loss=0.5, best=best, last=last)
+    first = "  best epoch 3, the last, by val_loss: loss 0.1000, val_loss 0.5000"
+    assert said[1] == first and not any("last epoch" in line for line in said)
+    # A run that is done is evaluated on other data.
+    said = closing(epochs=3, val_loss=0.9, best=best, last=last)
+    assert said[1:3] == ["  validation loss 0.9000", first]
+    # What was evaluated is no log of an epoch: it ended within one.
+    said = closing(epochs=3, val_loss=0.7, best={**best, "epoch": 2})
+    assert said[1] == "  validation loss 0.7000 (model.keras, after epoch 3)"
+
+
+def test_many_metrics_at_the_end_take_several_lines():
+    logs = {f"val_a_long_name_of_a_metric_{k}": k / 7 for k in range(9)}
+    last = {"epoch": 1, "logs": logs}
+    first, *more = closing(epochs=1, last=last, **logs)[1:6]
+    assert first.startswith("  last epoch 1: ")
+    assert all(line.startswith("    val_") for line in more)
+    assert all(60 < len(line) <= 100 for line in (first, *more[:-1]))
+    parts = re.findall(r"(\S+) ([\d.]+)", "\n".join([first[15:], *more]))
+    assert dict(parts) == {name: f"{value:.4f}" for name, value in logs.items()}
+
+
+@pytest.mark.parametrize(
+    ("asked", "examples", "expected"),
+    [
+        *((None, 1437, 23), (None, 10**6, 100), (None, None, 100)),
+        *((100, 1437, 100), (5, 1437, 5)),
+    ],
+)
+def test_short_epochs_have_lines(asked, examples, expected):
+    data = types.SimpleNamespace(
+        examples=examples, settings=types.SimpleNamespace(batch_size=64)
+    )
+    some = dict.fromkeys(field.name for field in dataclasses.fields(Job))
+    some |= {"data": data, "settings": types.SimpleNamespace(log_steps=asked)}
+    assert Job(**some).log_steps == expected
 
 
 @pytest.mark.slow
@@ -478,10 +532,8 @@ def test_short_epochs_have_scalars(tmp_path, flags, expected):
 
 
 def test_commands_that_are_printed_quote_paths():
-    summary = dict.fromkeys(("measured", "bad_records", "best", "model"))
-    summary |= {"epochs": 1, "steps": 1, "towers": [], "model_dir": "/my runs/a"}
-    said = train_run.closing_lines({**summary, "checkpoint": None}, trained=False)
-    assert "  tensorboard --logdir '/my runs/a'" in said
+    said = closing(epochs=1, model_dir="/my runs/a")
+    assert "  TensorBoard  tensorboard --logdir '/my runs/a'" in said
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from towers.program.extras import install_command
 __all__ = ["SeenMachine", "look"]
 
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minor version compatibility"
-# (docs/gpus.md)
+# (docs/reference/gpus.md)
 _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 # The driver that came with it, which compiles kernels that the wheel has no code of.
 _COMPILING_DRIVER = {"12.5": "555.42.02"}
 # From this version on, cuDNN lacks GPUs of lower compute capabilities, and crashes.
 _CUDNN, _WITHOUT_OLD, _OLD = "nvidia-cudnn-cu12", (9, 11), (7, 5)
-# No release of TensorFlow is known to have kernels of this generation (docs/gpus.md).
+# No release of TensorFlow is known to have kernels of this generation
+# (docs/reference/gpus.md).
 _BLACKWELL = (10, 0)
 _ORDER = "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"

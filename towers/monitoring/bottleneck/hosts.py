@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from towers.loop.host_times import HostTimes, HostTotals
+from towers.monitoring.bottleneck.verdict import SpeedFinding
 from towers.program import words
 
 # As a fraction of a step: a host that is this much later holds up the others.
@@ -26,7 +27,7 @@ _TAGS = {
 }
 
 
-def sentence(times: HostTimes, hosts: Sequence[HostTotals]) -> str | None:
+def finding(times: HostTimes, hosts: Sequence[HostTotals]) -> SpeedFinding | None:
     """Reports which host holds up the others, and what adding over hosts costs.
 
     Args:
@@ -50,7 +51,7 @@ def sentence(times: HostTimes, hosts: Sequence[HostTotals]) -> str | None:
             f"{times.names[latest]} holds up the others for {late[latest]:,.1f} ms of "
             f"a step of {step_ms:,.1f}: {_why(hosts, latest)}"
         )
-    return f"hosts: {clause}; {_of_network(times, hosts)}"
+    return SpeedFinding(f"hosts: {clause}; {_of_network(times, hosts)}")
 
 
 def _why(hosts, latest):
@@ -94,7 +95,7 @@ def lines(
             continue
         parts = []
         if rate is not None:
-            parts.append(f"examples/sec: {rate * host.share / host.steps:,.1f}")
+            parts.append(words.rate(rate * host.share / host.steps))
         waits = _ms(host, "sum_s") - _ms(host, "network_s")
         parts.append(f"waits for others {waits:,.1f} ms of a step")
         parts += [f"{why} {_ms(host, part):,.1f}" for part, why in _WHY.items()]

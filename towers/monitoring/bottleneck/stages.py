@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from towers.layers.pipeline import Pipeline, weighted
+from towers.monitoring.bottleneck.verdict import Advice, SpeedFinding
 
 # A stage is slower if it works longer than another by this fraction of the time.
 _MORE = 0.1
 
 
-def sentence(busy: Sequence[float], pipeline: Pipeline) -> str | None:
+def finding(busy: Sequence[float], pipeline: Pipeline) -> SpeedFinding | None:
     """Names the stage that the others wait for; `None` if they are about equal.
 
     Args:
@@ -29,6 +30,7 @@ def sentence(busy: Sequence[float], pipeline: Pipeline) -> str | None:
     layers = pipeline.layers
     own = [x.name for x in weighted(pipeline.model) if layers.get(id(x)) == slowest]
     if len(own) < 2:
-        return text
+        return SpeedFinding(text)
     layer = own[0] if idlest < slowest else own[-1]
-    return f"{text}, so try to move {layer} to stage {idlest} (placement)"
+    tip = f"try to move {layer} to stage {idlest} (placement)"
+    return SpeedFinding(text, Advice(f"stage {slowest}", tip))

@@ -9,9 +9,10 @@ from towers._deprecated import accepts_old_names
 from towers.devices import configuration
 from towers.model import fit_call
 from towers.monitoring.bottleneck import tfdata_stats, uneven
-from towers.monitoring.bottleneck.verdict import bound_by, verdict
+from towers.monitoring.bottleneck.verdict import News, SpeedVerdict, bound_by, verdict
 from towers.monitoring.step_time import StepTime
 from towers.monitoring.steps import Interval
+from towers.program import words
 from towers.program.features import feature
 
 # To look at tf.data's counters takes a millisecond or two.
@@ -21,13 +22,14 @@ _LOOK_EVERY_S = 1.0
 @fit_call.changes_no_variable
 @accepts_old_names
 class Starvation(StepTime):
-    """Says what limits the speed of training, at intervals and at the end.
+    """Says what limits the speed of training, when that changes and at the end.
 
-    The sentence of an interval describes the steps since the last one. It can name the
-    slowest stage of the input if the data are a `tf.data.Dataset` with autotuning.
+    The verdict on an interval describes the steps since the last one. It can name the
+    slowest stage of the input if the data are a `tf.data.Dataset` with autotuning. It
+    is said if it is news: see `News`.
 
     Attributes:
-        verdict: The last sentence. After `fit`, it describes the whole run. `None`
+        verdict: The last verdict. After `fit`, it describes the whole run. `None`
             before the first one.
     """
 
@@ -79,9 +81,7 @@ class Starvation(StepTime):
     def on_epoch_begin(self, epoch, logs=None):
         """Says on a terminal what was found in the last epoch."""
         # Its progress bar ends only after all callbacks have heard of its end.
-        if self._unsaid:
-            self._say(self._unsaid)
-            self._unsaid = None
+        self._say_held()
 
     def on_train_batch_end(self, batch, logs=None):
         """Stops the clock, and gives a verdict if the interval is over."""
@@ -96,10 +96,12 @@ class Starvation(StepTime):
 
     def on_train_end(self, logs=None):
         """Gives the verdict of the whole run."""
-        self._unsaid = None
+        self._say_held()
         self._look()
-        if self._judge(self.split, self._stages):
-            self._say(f"{self._part}: {self.verdict}")
+        judged = self._judge(self.split, self._stages)
+        if judged is not None:
+            self.verdict = judged
+            self._say_line(f"{self._part}: {self._news.sentence(judged)}")
         # They keep the data alive.
         self._reading = self._first = self._since = None
 
@@ -109,13 +111,15 @@ class Starvation(StepTime):
         super()._forget()
         self._iterator = self._reading = None
         self._first = self._since = None
+        self._news, self._held = News(), []
         self._forget_verdicts()
 
     def _forget_verdicts(self):
-        self._judged, self._bound, self.verdict = None, (), None
+        self._judged, self._bound = None, ()
+        self.verdict: SpeedVerdict | None = None
         # Of the whole run, and of the interval.
         self._stages, self._lately = [], []
-        self._looked_s, self._unsaid = float("-inf"), None
+        self._looked_s = float("-inf")
 
     def _start(self, timers):
         super()._start(timers)
@@ -150,34 +154,42 @@ class Starvation(StepTime):
         judged = self._judge(lately, found, self._bound)
         self._judged = split
         self._since, self._lately = self._reading, []
-        if not judged:
+        if judged is None:
             return
-        line = f"step {self._interval.step}: {self.verdict}"
-        if self._terminal:
-            self._unsaid = line
-        else:
-            self._say(line)
+        self.verdict = judged
+        if (said := self._news.of_interval(judged)) is not None:
+            self._held.append(f"step {self._interval.step}: {said}")
+        if not self._terminal:
+            self._say_held()
+
+    def _say_held(self):
+        """Says what was held back for the end of a progress bar."""
+        held, self._held = self._held, []
+        for line in held:
+            self._say_line(line)
+
+    def _say_line(self, line):
+        self._say(words.wrapped(line))
 
     def _judge(self, split, found, before=()):
-        """Gives a verdict, if there was a step; tells whether there was one."""
+        """Returns the verdict on some steps; `None` if there were none."""
         parts = split.parts_ms if split else {}
         if not any(parts.values()):
-            return False
+            return None
         self._bound = bound_by(parts, before)
         crowded = "copy" in self._bound and self._is_crowded()
-        said = [verdict(parts, self._bound, found, self._words(), crowded)]
+        judged = verdict(parts, self._bound, found, self._words(), crowded)
         times = self._timers.hosts
         if times is not None:
             hosts = feature("monitoring.bottleneck.hosts")
-            said.append(hosts.sentence(times, split.hosts))
+            judged = judged.plus(hosts.finding(times, split.hosts))
         if split.stages_busy and "compute" in self._bound:
             pipeline = self.model.builder.plan.pipeline
             stages = feature("monitoring.bottleneck.stages")
-            said.append(stages.sentence(split.stages_busy, pipeline))
+            judged = judged.plus(stages.finding(split.stages_busy, pipeline))
         if times is None and "compute" in self._bound:
-            said.append(self._uneven(split))
-        self.verdict = "; ".join(filter(None, said))
-        return True
+            judged = judged.plus(self._uneven(split))
+        return judged
 
     def _uneven(self, split):
         """Says which tower is slow; hosts say it of hosts."""
@@ -185,7 +197,7 @@ class Starvation(StepTime):
         towers = plan.replicas
         if not uneven.comparable(len(towers), plan.on_gpus):
             return None
-        return uneven.sentence(split.towers_ms, [each.ratio for each in towers])
+        return uneven.finding(split.towers_ms, [each.ratio for each in towers])
 
     def _is_crowded(self):
         """Tells whether towers may keep all the threads that copies need."""

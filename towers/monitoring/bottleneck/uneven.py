@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 
 from towers.machine import limits
+from towers.monitoring.bottleneck.verdict import Advice, SpeedFinding
 
 # A tower is slow if it takes this much longer than the mean of all.
 _SLOW = 1.15
@@ -102,8 +103,10 @@ def step_with(
     return max(each_ms) / max(towers_ms)
 
 
-def sentence(towers_ms: Sequence[float], split_ratios: Sequence[int]) -> str:
-    """Names the slow tower, and gives advice; empty if no tower is slow.
+def finding(
+    towers_ms: Sequence[float], split_ratios: Sequence[int]
+) -> SpeedFinding | None:
+    """Names the slow tower, and better ratios; `None` if no tower is slow.
 
     Args:
         towers_ms: Milliseconds of a step in which each tower computes.
@@ -111,14 +114,16 @@ def sentence(towers_ms: Sequence[float], split_ratios: Sequence[int]) -> str:
     """
     slow = slowest(towers_ms)
     if slow is None:
-        return ""
+        return None
     others_ms = [ms for index, ms in enumerate(towers_ms) if index != slow]
     mean_ms = sum(others_ms) / len(others_ms)
     text = f"tower {slow} is slowest: {towers_ms[slow]:.1f} ms, others {mean_ms:.1f} ms"
     ratios = better_ratios(towers_ms, split_ratios)
     if ratios == tuple(split_ratios):
-        return text
-    return f"{text}; try --split_ratios={','.join(map(str, ratios))}"
+        return SpeedFinding(text)
+    tip = f"try --split_ratios={','.join(map(str, ratios))}"
+    # Of one topic: if now one tower is slow, now another, other ratios do not help.
+    return SpeedFinding(text, Advice("split_ratios", tip))
 
 
 def _divide(parts, speeds, most):

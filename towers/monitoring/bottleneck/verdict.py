@@ -1,6 +1,7 @@
-"""Describes in a sentence what a run is bound by, with advice."""
+"""Describes what a run is bound by, with advice."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 from towers.monitoring.bottleneck.tfdata_stats import Stage, pace_ms, slowest
 
@@ -114,14 +115,97 @@ def bound_by(
     )
 
 
+class Advice(NamedTuple):
+    """A remedy for a finding.
+
+    Attributes:
+        topic: Its subject, which stays where figures in the text vary from one interval
+            to the next.
+        text: The advice.
+    """
+
+    topic: str
+    text: str
+
+
+class SpeedFinding(NamedTuple):
+    """A measured result, with advice if there is any.
+
+    Attributes:
+        text: What was measured.
+        advice: The remedy; `None` if there is none.
+    """
+
+    text: str
+    advice: Advice | None = None
+
+
+class SpeedVerdict(NamedTuple):
+    """The bottleneck of some steps. As a string, it is a sentence with all advice.
+
+    Attributes:
+        kind: Which parts of a step take most, such as "compute-bound".
+        text: What was measured.
+        advice: What to do about it.
+    """
+
+    kind: str
+    text: str
+    advice: tuple[Advice, ...] = ()
+
+    def __str__(self) -> str:
+        return self.sentence(self.advice)
+
+    def sentence(self, advice: Sequence[Advice]) -> str:
+        """Returns kind, text and some of the advice."""
+        return "; ".join([f"{self.kind}: {self.text}", *(tip.text for tip in advice)])
+
+    def plus(self, finding: SpeedFinding | None) -> Self:
+        """Returns the verdict with another finding."""
+        if finding is None:
+            return self
+        more = self.advice if finding.advice is None else (*self.advice, finding.advice)
+        return self._replace(text=f"{self.text}; {finding.text}", advice=more)
+
+
+class News:
+    """Tells which verdicts on a run are news.
+
+    A verdict is news if it has another kind than the last one that was said, for two
+    intervals, or if it has advice that was not given yet. Each advice is given once.
+    """
+
+    def __init__(self):
+        self._said: str | None = None
+        self._before: str | None = None
+        self._topics: set[str] = set()
+
+    def of_interval(self, verdict: SpeedVerdict) -> str | None:
+        """Returns what is to be said after an interval; `None` if nothing is new."""
+        lasts = verdict.kind == self._before
+        self._before = verdict.kind
+        changes = lasts and verdict.kind != self._said
+        return self.sentence(verdict) if changes or self._new(verdict) else None
+
+    def sentence(self, verdict: SpeedVerdict) -> str:
+        """Returns the verdict, with the advice that was not given yet."""
+        new = self._new(verdict)
+        self._said = verdict.kind
+        self._topics.update(tip.topic for tip in new)
+        return verdict.sentence(new)
+
+    def _new(self, verdict):
+        return [tip for tip in verdict.advice if tip.topic not in self._topics]
+
+
 def verdict(
     parts_ms: Mapping[str, float],
     bound: Sequence[str],
     stages: Sequence[Stage],
     advice: Mapping[str, str] | None = None,
     copies_wait: bool = False,
-) -> str:
-    """Describes in a sentence what a run is bound by, with advice.
+) -> SpeedVerdict:
+    """Describes what a run is bound by, with advice.
 
     Args:
         parts_ms: As for `bound_by`.
@@ -129,26 +213,33 @@ def verdict(
         stages: The stages of the input, the last one first; empty if unknown.
         advice: The pipeline's own advice on a stage, by its label, if it has any; see
             `advice.advise`.
-        copies_wait: Whether the time of copying may be waiting for a thread; then the
-            sentence has no advice on copying.
+        copies_wait: Whether the time of copying may be waiting for a thread; then there
+            is no advice on copying.
     """
     step_ms = sum(parts_ms.values())
     waiting = parts_ms["input"] / step_ms
     named = [name for name in _TOOK if name in bound or name == "input"]
     shares = [_TOOK[name].format(_share(parts_ms[name] / step_ms)) for name in named]
-    known = _TRY.keys() - ({"copy"} if copies_wait else ())
-    tips = [f"try {_TRY[name]}" for name in bound if name in known]
+    kinds = [_KINDS.get(name, name) for name in bound]
+    kind = " and ".join(f"{name}-" for name in kinds) + "bound"
+    measured = SpeedVerdict(kind, ", ".join(shares))
     if "input" in bound or waiting >= _WORTHWHILE:
         wait_ms = parts_ms["input"]
         cause = _cause(wait_ms, step_ms - wait_ms, stages, advice or {})
         if cause is None:
-            cause = f"a batch that is ready is handed over in {wait_ms:.1f} ms"
+            cause = SpeedFinding(
+                f"a batch that is ready is handed over in {wait_ms:.1f} ms"
+            )
             if "input" in bound and "python" not in bound:
-                cause += f", so try {_TRY['python']}"
-        tips.insert(0, cause)
-    kinds = [_KINDS.get(name, name) for name in bound]
-    kind = " and ".join(f"{name}-" for name in kinds) + "bound"
-    return "; ".join([f"{kind}: {', '.join(shares)}", *tips])
+                cause = cause._replace(advice=_try("python"))
+        measured = measured.plus(cause)
+    known = _TRY.keys() - ({"copy"} if copies_wait else ())
+    tips = [_try(name) for name in bound if name in known]
+    return measured._replace(advice=(*measured.advice, *tips))
+
+
+def _try(name):
+    return Advice(name, f"try {_TRY[name]}")
 
 
 def _share(part):
@@ -158,21 +249,25 @@ def _share(part):
 def _cause(wait_ms, step_ms, stages, advice):
     """Explains why towers wait, with advice; `None` if batches are ready."""
     if not stages:
-        return (
-            "tf.data has no statistics of this input, so the slowest stage is unknown; "
-            "try a tf.data.Dataset, with options.autotune left on"
+        return SpeedFinding(
+            "tf.data has no statistics of this input, so the slowest stage is unknown",
+            Advice(
+                "statistics", "try a tf.data.Dataset, with options.autotune left on"
+            ),
         )
     if pace_ms(stages) >= _AS_SLOW * step_ms:
         name, tip = advise(slowest(stages), stages, advice)
-        return f"the slowest stage is {name}; try this: {tip}"
+        return SpeedFinding(
+            f"the slowest stage is {name}", Advice(name, f"try this: {tip}")
+        )
     ahead = next((s.ahead for s in stages if s.ahead and s.segment == 1), 0)
     if wait_ms < _HANDED_MS or ahead >= _ENOUGH:
         return None
     tip = f".prefetch({_ENOUGH}) at its end, or more steps in a call"
     runs = f"no more than {ahead} ahead of the towers" if ahead else "no batch ahead"
-    return (
-        f"no stage is slower than a step, but the input runs {runs}; "
-        f"try {advice.get('prefetch', tip)}"
+    return SpeedFinding(
+        f"no stage is slower than a step, but the input runs {runs}",
+        Advice("prefetch", f"try {advice.get('prefetch', tip)}"),
     )
 
 

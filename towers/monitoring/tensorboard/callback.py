@@ -331,7 +331,9 @@ class TensorBoard(keras.callbacks.Callback):
                 if callable(text):
                     tf.summary.text(tag, text())
             if self._sample is not None:
-                pictures.write_mistakes(self.model, self._sample, self._classes)
+                predict = self.model.predict_on_batch
+                mistakes = pictures.find_mistakes(predict, self._sample)
+                pictures.write_mistakes(mistakes, self._classes)
         self._close()
 
     def around_fit(self, call: FitCall) -> contextlib.AbstractContextManager[None]:

@@ -1,21 +1,21 @@
 """Shows a model's examples and mistakes in TensorBoard."""
 
 import collections
+import dataclasses
 import math
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw, ImageFont
 
 from towers.program import progress
 
-# Of more examples than that, the first ones: it takes as long as their evaluation.
-_MOST_EXAMPLES = 10_000
+MOST_EXAMPLES = 10_000
+"""Mistakes are sought in no more examples: it takes as long as their evaluation."""
 # Of more classes than that, nobody reads a table.
 _MOST_CLASSES = 20
 # A picture of all pairs of classes grows with the square of their number: of more
@@ -31,6 +31,8 @@ _LINE = _FONT + 4
 _GAP = 6
 # Smaller pictures are magnified to about this.
 _PICTURE = 96
+# Larger pictures are shrunk to this: files of many photographs would be tens of MB.
+_LARGEST = 256
 # A confusion matrix without its words. Of more classes, only some are named.
 _MATRIX = 480
 _MOST_NAMED = 25
@@ -49,7 +51,9 @@ class Classes:
         self._names = names
 
     def __getitem__(self, label: Any) -> str:
-        return self._names[int(label)] if self._names else str(int(label))
+        name = self._names[int(label)] if self._names else str(int(label))
+        # A folder may have any bytes as its name.
+        return name.encode("utf-8", "replace").decode()
 
     def drawn(self, label: Any) -> str:
         """The name as it is drawn: the number, if the font lacks a letter."""
@@ -100,48 +104,142 @@ def write_examples(batches: Iterable, classes: Classes, most: int = 9) -> None:
     _write_list("input_labels", [classes[label] for label in labels[:most]])
 
 
-def write_mistakes(
-    model: keras.Model, batches: Iterable, classes: Classes, most: int = 16
-) -> None:
-    """Writes what a model takes for what, all together and some of it as pictures.
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """An example that a model takes for another class.
+
+    Attributes:
+        label: Its class.
+        guess: The class that the model takes it for.
+        margin: By how much the output of the guess exceeds that of the class.
+        image: The example [H, W, C], if it is a picture.
+    """
+
+    label: int
+    guess: int
+    margin: float
+    image: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistakes:
+    """The mistakes of a model: counts of all, and the worst ones.
+
+    Attributes:
+        confusions: How many examples of each class were taken for each class.
+        worst: Some mistakes, those of the largest margin first.
+    """
+
+    confusions: "Confusions"
+    worst: Sequence[Mistake]
+
+
+def find_mistakes(
+    predict: Callable[[Any], np.ndarray], batches: Iterable, most: int = 16
+) -> Mistakes:
+    """Finds the mistakes of a model, in the first examples if there are many.
+
+    Examples whose label is no class of the outputs are left out.
+
+    Args:
+        predict: Returns a value for each class, of a batch of inputs.
+        batches: As for `write_examples`, or of rows of numbers or dicts of columns,
+            which are no pictures. The first is the largest.
+        most: How many mistakes to keep.
+    """
+    confusions, worst = Confusions(), []
+    predicted = _predicted(predict, batches)
+    for images, labels, outputs in progress.over(predicted, _LOOKING, None, "batches"):
+        # Labels that name no class, such as -1, mark examples to leave out.
+        kept = np.flatnonzero((labels >= 0) & (labels < outputs.shape[-1]))
+        labels, outputs, rows = labels[kept], outputs[kept], np.arange(len(kept))
+        guesses = np.argmax(outputs, axis=-1)
+        confusions.add(labels, guesses, outputs.shape[-1])
+        margins = outputs[rows, guesses] - outputs[rows, labels]
+        wrong = np.flatnonzero(guesses != labels)
+        # The sort is stable: of equal margins, the first examples.
+        for i in wrong[np.argsort(-margins[wrong], kind="stable")][:most]:
+            image = images[kept[i]].numpy() if _are_pictures(images) else None
+            worst.append(
+                Mistake(int(labels[i]), int(guesses[i]), float(margins[i]), image)
+            )
+        worst = sorted(worst, key=lambda mistake: -mistake.margin)[:most]
+        if confusions.examples >= MOST_EXAMPLES:
+            break
+    return Mistakes(confusions, worst)
+
+
+def _are_pictures(inputs):
+    return isinstance(inputs, tf.Tensor) and len(inputs.shape) == 4
+
+
+def write_mistakes(mistakes: Mistakes, classes: Classes) -> None:
+    """Writes the confusion matrix and misclassified images to TensorBoard.
 
     Tags are `confusion` (a picture; of many classes, of the most confused),
     `confusion_counts` (a table, if there are few classes), `misclassified` (one picture
-    of some) and `misclassified_as`.
+    of the worst mistakes) and `misclassified_as`.
 
     Args:
-        model: The model; it returns a value for each class.
-        batches: As for `write_examples`, or of rows of numbers or dicts of columns,
-            which are no pictures. The first is the largest.
+        mistakes: The mistakes.
         classes: The names of the classes.
-        most: How many examples to show.
     """
-    pictures, captions, lines, confusions = [], [], [], Confusions()
-    predicted = _predicted(model.predict_on_batch, batches)
-    for images, labels, outputs in progress.over(predicted, _LOOKING, None, "batches"):
-        guesses = np.argmax(outputs, axis=-1)
-        confusions.add(labels, guesses, outputs.shape[-1])
-        for i in np.flatnonzero(guesses != labels)[: most - len(lines)]:
-            if isinstance(images, tf.Tensor):  # columns are none
-                pictures.append(images[i])
-            lines.append(f"{classes[labels[i]]}, taken for {classes[guesses[i]]}")
-            names = (classes.drawn(each) for each in (labels[i], guesses[i]))
-            captions.append("\ntaken for ".join(names))
-        if confusions.examples >= _MOST_EXAMPLES:
-            break
-    if lines:
-        if pictures and len(pictures[0].shape) == 3:
-            _write_image("misclassified", sheet(np.stack(pictures), captions))
+    images = _misclassified(mistakes, classes)
+    if images is not None:
+        _write_image("misclassified", images)
+    if mistakes.worst:
+        lines = [
+            f"{classes[mistake.label]}, taken for {classes[mistake.guess]}"
+            for mistake in mistakes.worst
+        ]
         _write_list("misclassified_as", lines)
+    _write_image("confusion", _confused(mistakes.confusions, classes))
+    if mistakes.confusions.classes <= _MOST_CLASSES:
+        counts = mistakes.confusions.among(range(mistakes.confusions.classes))
+        tf.summary.text("confusion_counts", table(counts, classes))
+
+
+def draw_mistakes(mistakes: Mistakes, classes: Classes) -> np.ndarray:
+    """Draws the confusion matrix, and misclassified images below it.
+
+    Args:
+        mistakes: The mistakes.
+        classes: The names of the classes.
+
+    Returns:
+        A picture, uint8 [H, W, 3].
+    """
+    parts = [_confused(mistakes.confusions, classes), _misclassified(mistakes, classes)]
+    papers = [Image.fromarray(part) for part in parts if part is not None]
+    size = max(part.width for part in papers), sum(part.height for part in papers)
+    paper, top = Image.new("RGB", size, _PAPER), 0
+    for part in papers:
+        paper.paste(part, (0, top))
+        top += part.height
+    return np.asarray(paper)
+
+
+def _misclassified(mistakes, classes):
+    """Draws the worst mistakes; `None` if there are none, or they are no pictures."""
+    shown = [mistake for mistake in mistakes.worst if mistake.image is not None]
+    if not shown:
+        return None
+    captions = [
+        f"{classes.drawn(mistake.label)}\ntaken for {classes.drawn(mistake.guess)}"
+        for mistake in shown
+    ]
+    return sheet(np.stack([mistake.image for mistake in shown]), captions)
+
+
+def _confused(confusions, classes):
+    """Draws the confusion matrix; of many classes, of those most confused."""
     drawn = confusions.drawn()
     counts = confusions.among(drawn)
     names = [*map(classes.drawn, drawn), *[_OTHERS] * (len(counts) > len(drawn))]
     note = ""
     if len(drawn) < confusions.classes:
         note = f", the {len(drawn)} most confused of {confusions.classes:,}"
-    _write_image("confusion", confusion(counts, names, note))
-    if confusions.classes <= _MOST_CLASSES:
-        tf.summary.text("confusion_counts", table(counts, classes))
+    return confusion(counts, names, note)
 
 
 class Confusions:
@@ -150,10 +248,11 @@ class Confusions:
     Attributes:
         classes: How many classes there are.
         examples: How many examples were counted.
+        mistakes: How many of these were taken for another class.
     """
 
     def __init__(self):
-        self.classes = self.examples = 0
+        self.classes = self.examples = self.mistakes = 0
         self._counts = collections.Counter()
 
     def add(self, labels: np.ndarray, guesses: np.ndarray, classes: int) -> None:
@@ -165,6 +264,7 @@ class Confusions:
             classes: How many classes there are.
         """
         self.classes, self.examples = classes, self.examples + len(labels)
+        self.mistakes += int((guesses != labels).sum())
         self._counts.update(zip(labels.tolist(), guesses.tolist(), strict=True))
 
     def drawn(self) -> list[int]:
@@ -199,7 +299,7 @@ def table(counts: np.ndarray, classes: Classes) -> str:
     """Returns a confusion matrix as a table in Markdown: a row for each true class."""
     names = [classes[label].replace("|", "\\|") for label in range(len(counts))]
     rows = [
-        ["is \\ taken for", *names],
+        ["true \\ predicted", *names],
         ["---", *["---:"] * len(names)],
         *(
             [f"**{name}**", *(str(count) if count else "" for count in row)]
@@ -242,13 +342,16 @@ def sheet(images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     """Puts pictures side by side, each above its caption.
 
     Args:
-        images: uint8 [N, H, W, C], of 1, 3 or 4 channels.
+        images: uint8 [N, H, W, C]; of more than 4 channels, the first 3 are drawn. Both
+            sides are shrunk if one has more than 256 pixels.
         captions: What stands below each, in one or more lines, of ASCII.
 
     Returns:
         A picture, uint8 [H, W, 3].
     """
     tiles = [_rgb(image) for image in images]
+    for tile in tiles:
+        tile.thumbnail((_LARGEST, _LARGEST))  # leaves smaller ones as they are
     scale = max(1, math.ceil(_PICTURE / max(tiles[0].size)))
     width, height = (scale * side for side in tiles[0].size)
     lines = [caption.split("\n") for caption in captions]
@@ -383,6 +486,10 @@ def _upright(paper, text, at, anchor):
 
 def _rgb(image):
     image = np.asarray(image)
+    channels = image.shape[-1]
+    if channels not in (1, 3, 4):
+        # Other channels are not of light; three of them show where something is.
+        image = image[..., : 3 if channels > 3 else 1]
     if image.shape[-1] == 1:
         image = image[..., 0]
     return Image.fromarray(image).convert("RGB")

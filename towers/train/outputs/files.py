@@ -28,7 +28,7 @@ LOG = "log.csv"
 _WRITTEN_BY_OTHERS = {"report.html", *requests.FILES}
 FILES = (
     *("model.keras", "best.keras", "unfinished.keras", "summary.json", "flags.txt"),
-    *("log.csv", "variable_update.json", "report.html"),
+    *("mistakes.png", "log.csv", "variable_update.json", "report.html"),
     *(PREPROCESSING, preprocessing.CLASSES, ARCHITECTURE, requests.RATIOS, BAD_RECORDS),
     *(NOT_FINITE, *requests.FILES),
 )

@@ -18,7 +18,7 @@ from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import files
 from towers.train.parts.task import described
-from towers.train.settings import OWN_NAMES, is_given
+from towers.train.settings import NAMES, OWN_NAMES, is_given
 
 # Of more groups of classes that may be meant for one, only their number is said.
 _MOST_ALIKE = 3
@@ -31,7 +31,7 @@ def text(job: Job) -> str:
     """Says what will run where."""
     data, settings = job.data, job.settings
     lines = [
-        job.table,
+        job.table(),
         f"Model {settings.model}: {size_text(job.model)}.",
         *job.notes,
         _data_line(job),
@@ -46,10 +46,10 @@ def text(job: Job) -> str:
     if data.examples is not None and data.examples < job.batch_size:
         lines.append("Note: the batch is larger than the data, so an epoch is a step.")
     lines += continued.text(settings, job.checkpoint, job.model)
-    if job.checkpoint.latest and not settings.eval_only:
-        before = files.read(job, "flags.txt")
-        trains = not job.is_finished
-        lines.append(before and continued.changed_flags(before, settings, trains))
+    if job.checkpoint.latest and (before := files.read(job, "flags.txt")):
+        trains = not (settings.eval_only or job.is_finished)
+        names = continued.OF_THE_INPUT if settings.eval_only else NAMES
+        lines.append(continued.changed_flags(before, settings, trains, names))
     return "\n".join(filter(None, lines))
 
 
