@@ -149,7 +149,7 @@ class ProgressBar(keras.callbacks.ProgbarLogger):
     """
 
     def on_train_batch_end(self, batch, logs=None):
-        """Draws the bar."""
+        """Draws the bar with the values for which there is room."""
         super().on_train_batch_end(batch, self._fitted(logs))
 
     def on_epoch_end(self, epoch, logs=None):
@@ -208,7 +208,7 @@ class EvaluationProgress(keras.callbacks.Callback):
             yield
 
     def on_test_begin(self, logs=None):
-        """Begins to count."""
+        """Begins to count the batches of an evaluation."""
         progress = Progress("Evaluating", self._batches, "batches")
         self._shown = self._open.enter_context(progress)
 
@@ -218,7 +218,7 @@ class EvaluationProgress(keras.callbacks.Callback):
         self._shown.add(batch - self._shown.done)
 
     def on_test_end(self, logs=None):
-        """Ends it."""
+        """Shows the last batch, and ends the line."""
         if self._batches is not None:
             self._shown.add(self._batches - self._shown.done)
         self._open.close()

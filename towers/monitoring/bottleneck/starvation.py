@@ -204,7 +204,7 @@ class Starvation(StepTime):
         return len(self.model.builder.plan.towers) >= configuration.inter_op()
 
     def _words(self):
-        """What to do about stages of a pipeline that has words of its own."""
+        """Returns a pipeline's own advice on its stages, if it has any."""
         dataset = self._reading and self._reading.dataset
         pipeline = getattr(dataset, "pipeline", None)
         return self._advice or getattr(pipeline, "advice", None)

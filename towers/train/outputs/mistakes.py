@@ -1,7 +1,7 @@
 """Shows the mistakes of a run's best model: its confusion matrix and worst images.
 
-They are looked for after all else is saved. A run that is killed meanwhile has lost
-nothing, and draws them when it is started again.
+A run looks for them after it has saved everything else. A run that is killed meanwhile
+has lost nothing, and draws them when it is started again.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ NAME = "mistakes.png"
 def show(job: Job, best: dict[str, Any] | None) -> str | None:
     """Writes mistakes.png, and the same to TensorBoard.
 
-    All hosts call it together: they predict together.
+    All hosts have to call this function, as they predict together.
 
     Args:
         job: A run that is saved.
