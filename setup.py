@@ -45,6 +45,7 @@ ARRAY_RECORD = ["array-record>=0.8,<1"]
 TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
 # Its own requirement, huggingface-hub, is for downloads, which Towers never asks for.
 TOKENIZERS = ["tokenizers>=0.21,<1"]
+DALI = ["nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'"]
 MPI = ["mpi4py>=4,<5"]
 # Read s3://, gs:// and az:// for fsspec, and https://.
 CLOUD = ["s3fs>=2024.2", "gcsfs>=2024.2", "adlfs>=2024.2", "aiohttp>=3.9,<4"]
@@ -140,6 +141,8 @@ setup(
         "plots": PLOTS,
         "report": REPORT,
         "profile": PROFILE,
+        # --decode_on=gpu
+        "dali": DALI,
         # Connects hosts that mpirun has started, with any MPI that is there.
         "mpi": MPI,
         # Starts hosts on its cluster, towers launch --launcher=ray, and runs, towers
@@ -156,7 +159,7 @@ setup(
             *EXAMPLES,
             # What peers in scripts/bench_input.py need, and its photographs.
             "torchvision>=0.29,<1",
-            "nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'",
+            *DALI,
             "grain>=0.2.18,<0.3",
             "simplejpeg>=1.9,<2",
             "opencv-python-headless>=4.13,<6",

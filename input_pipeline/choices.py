@@ -4,6 +4,8 @@
 RECIPES = ("none", "imagenet", "cifar")
 # The places where examples are kept; see cache/.
 CACHES = ("auto", "memory", "disk", "none")
+# The decoders of images: TensorFlow's, or DALI.
+DECODE_ON = ("cpu", "gpu")
 # Whether `convert` writes pixels.
 RAW = ("auto", "true", "false")
 # The scaling of rows of numbers.

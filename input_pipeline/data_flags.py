@@ -4,7 +4,8 @@ import dataclasses
 import re
 from typing import Any, Literal
 
-from towers.input_pipeline.choices import CACHES, MISSING
+from towers.input_pipeline.choices import CACHES, DECODE_ON, MISSING
+from towers.program.extras import import_extra
 from towers.program.flags import table
 from towers.program.flags.table import About, flag
 
@@ -141,29 +142,31 @@ class CacheFlag:
     cache: str = flag(
         "auto",
         "Input pipeline",
-        "Where to keep examples: auto, memory, none, disk:DIR or auto:DIR. auto: in "
+        "Where to keep examples: auto, memory, devices, none, disk:DIR or auto:DIR. "
+        "devices (towers train): training examples on each tower's device; for one "
+        "host, without augmentation but --mix. auto: in "
         "memory if a quarter of the free memory is enough, else in the folder DIR if "
         "it is given; with --deterministic, in memory up to 1 GB. Images are kept as "
         "pixels if they have one size, or if --recipe=none or cifar resizes them to "
-        "one (in memory for more than one epoch only). Other images are kept as "
-        "encoded files, in memory. The memory is filled while the first epoch is "
-        "read; disk is written before.",
+        "one (in memory for more than one epoch only). Others are kept as encoded "
+        "files, in memory.",
         about=About.EXAMPLES | About.HOST,
         defined_by=("train_data",),
     )
 
     @property
     def cache_kind(self) -> str:
-        """The first part of --cache: one of `CACHES`.
+        """The first part of --cache: one of `CACHES`, or "devices".
 
         Raises:
             ValueError: --cache has another form.
         """
         kind, colon, folder = self.cache.partition(":")
-        wrong = kind not in CACHES or (colon and kind not in ("auto", "disk"))
+        kinds = (*CACHES, "devices")
+        wrong = kind not in kinds or (colon and kind not in ("auto", "disk"))
         if wrong or bool(colon) != bool(folder) or (kind == "disk" and not folder):
             raise ValueError(
-                f"Received --cache={self.cache}; expected one of {', '.join(CACHES)}, "
+                f"Received --cache={self.cache}; expected one of {', '.join(kinds)}, "
                 "and disk or auto with a folder, such as disk:FOLDER."
             )
         return kind
@@ -172,6 +175,51 @@ class CacheFlag:
     def cache_dir(self) -> str | None:
         """The folder where examples are kept, if it is given."""
         return self.cache.partition(":")[2] or None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeFlag:
+    """The flag --decode_on."""
+
+    decode_on: Literal[*DECODE_ON] = flag(
+        "cpu",
+        "Input pipeline",
+        "Device that decodes, crops and resizes JPEG files. gpu: by DALI.",
+        about=About.HOST | About.EXAMPLES,
+        defined_by=("train_data",),
+    )
+
+
+# Kinds of data sets that may have JPEG files.
+_WITH_JPEG = ("array_record", "folder", "parquet", "tfds", "tfrecord")
+
+
+def check_decoding(options: Any) -> None:
+    """Checks that JPEG files can be decoded where --decode_on says.
+
+    Args:
+        options: has the flags as its attributes.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if options.decode_on == "cpu":
+        return
+    for name, why in (
+        ("randaugment", "which changes images one by one on the CPU"),
+        ("data_service", "whose workers decode themselves"),
+    ):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"Received --decode_on=gpu with --{name}, {why}; expected one of the "
+                "two."
+            )
+    if options.dataset.partition(":")[0] not in _WITH_JPEG:
+        raise ValueError(
+            f"Received --decode_on=gpu for {options.dataset}; expected it only for "
+            f"{', '.join(f'{kind}:' for kind in _WITH_JPEG)}, so leave it out."
+        )
+    import_extra("nvidia.dali", "dali")
 
 
 NAMES = tuple(table.fields(DataFlags))

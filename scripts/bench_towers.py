@@ -43,7 +43,8 @@ Behind towers and one_device, +xla compiles with XLA, @N
 trains N steps a call, as in towers:parameter_server+xla@10. The first step is then the
 first N. At the end, ?NAME=VALUE&... gives towers further arguments of multi_gpu_model
 or options of the way, as in 'towers:replicated?all_reduce=cpu', or jit_compile=auto,
-which compiles the update if the variables are on a GPU.
+which compiles the update if the variables are on a GPU, or inter_op=N, the number of
+operations that TensorFlow runs at once.
 
 With fewer GPUs than towers, each GPU is split into logical ones, of
 --gpu_memory_limit_mb each. One device is then a whole GPU.

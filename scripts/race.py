@@ -73,6 +73,7 @@ class Runner:
         environ: Mapping[str, str] = os.environ,
         limit_s: float | None = None,
         launcher: Sequence[str] = (),
+        root: pathlib.Path = ROOT,
     ):
         """Starts it, and waits until it is warm.
 
@@ -83,6 +84,7 @@ class Runner:
             environ: Its environment.
             limit_s: Most seconds until it is warm. None: any.
             launcher: The command that starts its processes, if it has several.
+            root: The checkout whose program and packages it runs.
 
         Raises:
             Failed: If it does not get there.
@@ -93,7 +95,7 @@ class Runner:
                 *launcher,
                 *(sys.executable, "-m", package, json.dumps(dataclasses.asdict(job))),
             ],
-            cwd=ROOT,
+            cwd=root,
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

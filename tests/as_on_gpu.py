@@ -44,12 +44,9 @@ def made_up_gpus(*gpus: str, measures: bool = False) -> Iterator[None]:
             if name.startswith("towers") and getattr(module, "is_gpu", None) is real:
                 patches.enter_context(mock.patch.object(module, "is_gpu", is_gpu))
         if not measures:
-            patches.enter_context(mock.patch.object(auto, "choose", _keep_the_first))
+            no_time = {"BUDGET_S": -1.0, "BUDGET": 0.0}
+            patches.enter_context(mock.patch.multiple(auto, **no_time))
         yield
-
-
-def _keep_the_first(choices, *_, **__):
-    return [auto.CandidateTrial(choice, None, "not measured") for choice in choices]
 
 
 def without_kernel(nodes: Nodes, gpus: Sequence[str]) -> list[str]:

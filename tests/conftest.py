@@ -14,6 +14,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # What is said of slow work depends on how busy the machine is.
 os.environ.setdefault("TOWERS_PROGRESS", "0")
+# Nothing is written to the user's folder, and nothing is read there.
+os.environ["TOWERS_XLA_CACHE"] = "false"
 
 import pytest
 

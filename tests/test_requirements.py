@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "absl": "absl-py",
     "google": "protobuf",
     "grpc": "grpcio",
+    "nvidia": "nvidia-dali-cuda120",
 }
 # The core asks for these, and imports them by no statement: `towers.machine.nvml` the
 # first, TensorFlow Datasets the second.
@@ -27,6 +28,7 @@ BY_OTHERS = {"nvidia-ml-py", "importlib-resources"}
 # These files import packages of an extra when they are imported, and so are imported
 # late: after a check that says how to install the extra.
 OF_EXTRAS = {
+    "input_pipeline/images/dali.py": "dali",
     "input_pipeline/text/hugging_face.py": "tokenizers",
     "input_pipeline/text/pieces.py": "text",
     "towers/launch/on_ray/": "ray",

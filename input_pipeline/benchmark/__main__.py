@@ -111,8 +111,11 @@ def set_up(options: BenchmarkOptions) -> tuple[Pipeline, list[str]]:
         deterministic=options.deterministic or not training,
         shuffle_mb=options.shuffle_mb,
         data_service=options.data_service,
+        decode_on=options.decode_on,
         repeat=training,
     )
+    if pipeline.decode_note:
+        print(pipeline.decode_note, file=sys.stderr)
     return pipeline, towers
 
 

@@ -7,7 +7,12 @@ from typing import Literal
 
 from towers.input_pipeline import specs
 from towers.input_pipeline.choices import RECIPES
-from towers.input_pipeline.data_flags import CacheFlag, DataFlags
+from towers.input_pipeline.data_flags import (
+    CacheFlag,
+    DataFlags,
+    DecodeFlag,
+    check_decoding,
+)
 from towers.input_pipeline.local_store import store_flags
 from towers.program.commands import (
     check_data_service,
@@ -20,7 +25,7 @@ from towers.program.flags.table import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchmarkOptions(DataFlags, CacheFlag, store_flags.StoreFlags):
+class BenchmarkOptions(DataFlags, CacheFlag, DecodeFlag, store_flags.StoreFlags):
     """The flags of towers.input_pipeline.benchmark."""
 
     dataset: str = flag(
@@ -121,6 +126,7 @@ def read(argv: Sequence[str], doc: str) -> BenchmarkOptions:
             "measure on a worker's machine without --data_service."
         )
     check_data_service(options.data_service)
+    check_decoding(options)
     check_plot(options.plot, "stages.png")
     return options
 

@@ -178,7 +178,7 @@ def _prefixes(pipeline: Pipeline) -> dict[str, tf.data.Dataset]:
         return {}  # they run on its workers
     size, prefixes = pipeline.batch_size, {}
     for name, dataset in pipeline.stages()[:-1]:
-        if name == "decode":
+        if name == "window" or (name == "decode" and "window" not in prefixes):
             # Reading one by one in Python would be slower than the stage: instead, one
             # of each `size` examples is read, and counts for all.
             dataset = dataset.shard(size, size - 1)

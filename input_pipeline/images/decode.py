@@ -10,6 +10,7 @@ from towers.input_pipeline.images import augment
 # Change this when the pixels of `decode_window` change.
 VERSION = "v1"
 _JPEG = b"\xff\xd8\xff"
+_JPEG_END = b"\xff\xd9"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,59 @@ def decode_window(
     image.set_shape([None, None, channels])
     image = augment.resize(image, height, width, antialias=antialias, mixed=mixed)
     return tf.ensure_shape(image, size)
+
+
+def cut(
+    encoded: tf.Tensor,
+    window: Callable[[tf.Tensor], tf.Tensor] | None,
+    size: tuple[int, int, int],
+    mirrored: bool | tf.Tensor,
+    *,
+    antialias: str = "none",
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Prepares an image for a decoder of batches, such as `dali.Decoders`.
+
+    Such a decoder gets only whole JPEGs, in grey or RGB. Any other file is decoded
+    here, and goes on as a PNG of the requested size. Thus broken files fail as in
+    `decode_window`.
+
+    Args:
+        encoded: See `decode_window`.
+        window: See `decode_window`.
+        size: See `decode_window`.
+        mirrored: Whether the decoder is to mirror the image left to right.
+        antialias: See `augment.resize`.
+
+    Returns:
+        The file, a scalar string, and the cut, int32 [6]: y, x, height and width of the
+        window; 1 where resizing weighs all pixels, 0 where it mixes the nearest two;
+        and 1 to mirror. All pixels count where `decode_window` averages.
+    """
+    height, width, _ = size
+    starts = is_jpeg(encoded) & (tf.strings.substr(encoded, -2, 2) == _JPEG_END)
+
+    def of_jpeg():
+        shape = tf.io.extract_jpeg_shape(encoded)
+        chosen = augment.whole_window(shape) if window is None else window(shape)
+        shrinks = chosen[2:] / tf.constant([height, width])
+        averages = tf.reduce_min(shrinks) >= 2
+        if antialias != "none":
+            averages |= tf.reduce_max(shrinks) > augment.MIXED
+        return encoded, tf.concat([chosen, [tf.cast(averages, tf.int32)]], axis=0)
+
+    def of_other():
+        image = decode_window(encoded, window, size, antialias=antialias)
+        # Uncompressed, as it is decoded at once.
+        return tf.io.encode_png(image, compression=0), tf.constant(
+            [0, 0, height, width, 0]
+        )
+
+    def has_colours():
+        return tf.io.extract_jpeg_shape(encoded)[2] <= 3
+
+    usable = tf.cond(starts, has_colours, lambda: tf.constant(False))
+    file, chosen = tf.cond(usable, of_jpeg, of_other)
+    return file, tf.concat([chosen, [tf.cast(mirrored, tf.int32)]], axis=0)
 
 
 def _decode_jpeg(

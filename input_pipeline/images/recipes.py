@@ -22,6 +22,8 @@ class Recipe:
         window: Takes the image's shape and its draws, and chooses y, x, height and
             width of the part to resize; None for the whole image.
         antialias: See `augment.resize`.
+        mirror: The position of the draw that mirrors an image where it is below 1/2;
+            None mirrors none.
         one: Takes an image of the requested size and its draws, and returns it changed.
         batch: Takes images of the requested size, [B, H, W, C], and their draws [B,
             draws], and returns them changed.
@@ -30,6 +32,7 @@ class Recipe:
     draws: int = 0
     window: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
     antialias: str = "fast"
+    mirror: int | None = None
     one: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
     batch: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
 
@@ -83,7 +86,7 @@ def _imagenet() -> Recipe:
         windows + 1,
         window=lambda shape, u: augment.random_window(shape, u[:windows]),
         antialias="none",
-        one=lambda image, u: augment.flip(image, u[windows]),
+        mirror=windows,
     )
 
 
@@ -93,11 +96,10 @@ def _middle(height: int, width: int) -> Recipe:
 
 def _with_randaugment(recipe: Recipe, layers: int, magnitude: int) -> Recipe:
     """Adds RandAugment after the operations on the image or on the batch."""
-    begin, before = recipe.draws, recipe.one
+    begin = recipe.draws
     added = randaugment.randaugment_draws(layers)
 
     def one(image, u):
-        image = before(image, u[:begin]) if before else image
         return randaugment.randaugment(image, u[begin:], layers, magnitude)
 
     def batch(images, u):

@@ -12,7 +12,8 @@ _TEXTS = {
     "load": "keep the data in memory ({cache}), or more of them in the local store "
     "({local_store_gb})",
     "decode": "store the images no larger than needed, as JPEG, take a lighter "
-    "{recipe}, or have other machines decode ({data_service})",
+    "{recipe}, or decode on the GPU ({decode_on}) or on other machines "
+    "({data_service})",
     "batch": "take a smaller {image_size}, to copy less",
     "augment": "take a lighter {recipe}, no {randaugment}, or a larger {batch_size}",
     "service": "start more workers",
@@ -30,11 +31,13 @@ _NAMES = "batch_size data_service ram_budget_mb randaugment recipe shuffle_mb".s
 _FLAGS = {name: f"--{name}" for name in (*_NAMES, "cache", "image_size")} | {
     "local_store": "--local_store",
     "local_store_gb": "--local_store=GB:FOLDER",
+    "decode_on": "--decode_on=gpu",
     "steps": "--steps_per_loop=10",
     "tfrecord": "tfrecord:",
 }
 _ARGUMENTS = {name: name for name in _NAMES} | {
     "cache": "input_pipeline.cached",
+    "decode_on": 'decode_on="gpu"',
     "image_size": "image_shape",
     "local_store": "input_pipeline.LocalStore",
     "local_store_gb": "input_pipeline.LocalStore",

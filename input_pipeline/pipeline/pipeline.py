@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from towers.input_pipeline.choices import DECODE_ON
 from towers.input_pipeline.images import draws, recipes
 from towers.input_pipeline.images.decode import ALL_TRICKS, Tricks
 from towers.input_pipeline.local_store.ahead import EPOCHS_AT_ONCE
@@ -29,6 +30,7 @@ from towers.input_pipeline.pipeline.stages import RecordStages
 from towers.input_pipeline.records.checks import check_image_shape
 from towers.input_pipeline.sources import Source
 from towers.input_pipeline.sources.base import StreamSource
+from towers.program.extras import import_extra
 from towers.program.python_calls import until_exit
 
 _TOKENS_AT_ONCE = 2**17
@@ -73,6 +75,12 @@ class Pipeline:
         scaling: how rows of numbers are scaled; None leaves them as they are.
         exact: whether rows of numbers stay as the source has them, such as float64;
             else they become float32, once they are scaled.
+        compact: whether labels, masks, tokens and ids have the smallest integer types
+            that hold them, and weights, which are 0 or 1, are uint8. A batch on its way
+            to a device is then smaller. Keras's losses and metrics take these types;
+            other code may have to cast them, as `towers train` does on the towers.
+        numbered: whether a batch has the numbers of its records and nothing else: int64
+            [B]. They come in the order in which the records would.
         seed: seed of order and augmentation, at least 0. ``tf.random.set_seed`` has no
             influence.
         deterministic: True gives the same order for the same seed. False may return
@@ -89,7 +97,9 @@ class Pipeline:
             the same files. None: the pipeline runs here.
         ram_budget_mb: memory that tf.data may take for buffers of batches. None: half
             of the machine's, and in a container with a limit a quarter of what is free.
-        tricks: optimizations of decoding; all by default.
+        tricks: optimizations of decoding on the CPU; all by default.
+        decode_on: "cpu", or "gpu" for DALI, which decodes, crops, resizes and mirrors
+            images on the GPUs; see `decode_note`. Pixels differ a little.
         group_by_length: whether batches are made of rows of tokens of like length. A
             batch is as long as its longest row, rounded up to a multiple of an eighth
             of the rows' length, so that there are eight lengths at most. The order is
@@ -115,6 +125,8 @@ class Pipeline:
     randaugment: tuple[int, int] | None = None
     scaling: Scaling | None = None
     exact: bool = False
+    compact: bool = False
+    numbered: bool = False
     seed: int = 0
     deterministic: bool = True
     shuffle_mb: int = 256
@@ -124,6 +136,7 @@ class Pipeline:
     data_service: str | None = None
     ram_budget_mb: int | None = None
     tricks: Tricks = ALL_TRICKS
+    decode_on: str = "cpu"
     group_by_length: bool = False
     most_batches: int | None = None
     share: Share | None = None
@@ -167,6 +180,11 @@ class Pipeline:
                 "would give each host other batches: expected deterministic=True, or "
                 "no data service, as each host decodes its own rows only"
             )
+        if self.numbered and (self.share is not None or self.group_by_length):
+            raise ValueError(
+                "numbered is True, with share or group_by_length, which need the "
+                "records; expected neither"
+            )
         if self.group_by_length and not source.has_padding:
             raise ValueError(
                 f"group_by_length is True, but {source.name} has no padded rows "
@@ -188,6 +206,21 @@ class Pipeline:
                 f"randaugment is {self.randaugment}, which changes images without "
                 f"their masks, and {source.name} has masks: expected None"
             )
+        if self.decode_on not in DECODE_ON:
+            raise ValueError(
+                f"decode_on is {self.decode_on!r}, expected one of "
+                f"{', '.join(DECODE_ON)}: choose one"
+            )
+        for name, refused in (
+            ("data_service", service),
+            ("randaugment", self.randaugment is not None),
+            ("masks", source.target.kind == "mask"),
+        ):
+            if self.decode_on == "gpu" and refused:
+                raise ValueError(
+                    f"decode_on is 'gpu' with {name}: expected 'cpu', as only images "
+                    "by themselves are decoded on the GPU, by the process that trains"
+                )
         plain = self.recipe == "none" and self.randaugment is None
         if len(shape) == 1 and not plain:
             raise ValueError(
@@ -201,7 +234,8 @@ class Pipeline:
 
         Returns:
             A dataset of (uint8 images [B, H, W, C], int64 labels [B]), or of what else
-            the source's `target` says in the place of labels. Masks and tags have
+            the source's `target` says in the place of labels, and in smaller types with
+            `compact`. Masks and tags have
             sample weights behind them, 0 where there is no class. Its cardinality is
             known if the source knows its size and the dataset starts at the beginning
             of an epoch. Its attribute ``pipeline`` is this object. A run that continues
@@ -225,6 +259,27 @@ class Pipeline:
         else:
             why = source.reads_whole(self.split)
         return why and f"Each host reads all of {source.name}, as {why}."
+
+    @property
+    def decode_note(self) -> str:
+        """Says where images are decoded if not where `decode_on` has it, else ""."""
+        if self.decode_on == "cpu":
+            return ""
+        if not self.source.encoded:
+            return f"The GPU decodes nothing, as {self.source.name} has no JPEG files."
+        if not tf.config.get_visible_devices("GPU"):
+            return "DALI decodes on the CPU, as there is no GPU."
+        return ""
+
+    @functools.cached_property
+    def _decoder(self):
+        """What decodes batches, if the images are to be decoded by DALI."""
+        if self.decode_on == "cpu" or not self.source.encoded:
+            return None
+        import_extra("nvidia.dali", "dali")
+        from towers.input_pipeline.images import dali
+
+        return dali.decoders(self.image_shape, self._rows_given)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -335,7 +390,9 @@ class Pipeline:
         options.threading.max_intra_op_parallelism = 1
         if self.data_service is None:
             # Workers of a service would keep the threads of every epoch.
-            room.limit(options, threads, EPOCHS_AT_ONCE if self.source.is_far else 0)
+            waiting = EPOCHS_AT_ONCE if self.source.is_far else 0
+            waiting += self._decoder.count if self._decoder else 0
+            room.limit(options, threads, waiting)
         # Where each example has operations of its own, these make it faster; but to try
         # them, TensorFlow copies what the graph holds: rows that are in memory. Of an
         # epoch that comes into memory, its MapAndBatch loses the size of the batch.
@@ -347,6 +404,10 @@ class Pipeline:
         return options
 
     def _behind(self, raw):
+        if self.numbered:
+            # Several batches may come at once.
+            numbers = raw.map(lambda _, numbers, *records: (numbers,))
+            return [("read", numbers.rebatch(self._rows_given))]
         recipe = recipes.find(
             self.recipe, self.training, self.image_shape[:2], self.randaugment
         )
@@ -358,6 +419,8 @@ class Pipeline:
             self.tricks,
             self.scaling,
             self.exact,
+            self.compact,
+            self._decoder,
         )
         return stages.behind(raw)
 

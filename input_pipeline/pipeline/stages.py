@@ -1,23 +1,41 @@
 """The stages of a pipeline, from batches of raw records to batches of images.
 
 Starting an operation takes microseconds. So small records are parsed, and draw, in
-batches; images are decoded one by one, in parallel.
+batches; images are decoded one by one, in parallel, unless a decoder takes batches.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from towers.input_pipeline.images import augment, draws, masks
+from towers.input_pipeline.images import decode as decoding
 from towers.input_pipeline.images.decode import Tricks, decode_image, decode_window
 from towers.input_pipeline.images.recipes import Recipe
 from towers.input_pipeline.pipeline.room import THREADS
 from towers.input_pipeline.pipeline.scaling import Scaling, as_float32
 from towers.input_pipeline.records.checks import assert_good
 from towers.input_pipeline.sources import Source
+from towers.input_pipeline.sources.targets import smallest_dtype
+from towers.program.python_calls import until_exit
 
 _FEW_CORES = 8
+
+
+class BatchDecoder(Protocol):
+    """Decodes batches of images.
+
+    Attributes:
+        count: the number of calls that run at the same time.
+    """
+
+    count: int
+
+    def __call__(self, encoded: Sequence[bytes], cuts: np.ndarray) -> np.ndarray:
+        """Returns uint8 images [B, H, W, C] of files and their cuts (`decode.cut`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +44,8 @@ class RecordStages:
 
     Attributes:
         rows: number of rows of each batch, except an epoch's last one.
+        compact: whether integers have the smallest types; see ``Pipeline``.
+        decoder: decodes whole batches of encoded images; None decodes one by one.
     """
 
     source: Source
@@ -35,6 +55,8 @@ class RecordStages:
     tricks: Tricks
     scaling: Scaling | None = None
     exact: bool = False
+    compact: bool = False
+    decoder: BatchDecoder | None = None
 
     def behind(self, raw: tf.data.Dataset) -> list[tuple[str, tf.data.Dataset]]:
         """Returns the names of the stages, and the datasets that end with each.
@@ -55,13 +77,21 @@ class RecordStages:
                 dataset = dataset.map(self._load, name="load")
                 stages.append(("load", dataset))
             # Decoding is the costly stage: image by image, on all cores.
-            dataset = dataset.map(self._one(), num_parallel_calls=auto, name="decode")
-            stages.append(("decode", dataset))
+            if self.decoder is None:
+                one, name = self._one(), "decode"
+            else:
+                one, name = self._cut(), "window"
+            dataset = dataset.map(one, num_parallel_calls=auto, name=name)
+            stages.append((name, dataset))
             # The short last batch stays: every example is seen once in an epoch.
             # Copying in parallel costs more than it gains, except on many cores.
             copies = auto if THREADS > _FEW_CORES else None
             dataset = dataset.batch(self.rows, num_parallel_calls=copies)
             stages.append(("batch", dataset))
+            if self.decoder is not None:
+                calls = self.decoder.count
+                dataset = dataset.map(self._decoded(), calls, name="decode")
+                stages.append(("decode", dataset))
         dataset = dataset.map(self._many(), num_parallel_calls=auto, name="augment")
         if self.source.input_kind == "tokens":
             # Several batches came at once.
@@ -127,11 +157,50 @@ class RecordStages:
             if self._of_masks:
                 label = masks.resize(self._mask(label), height, width)
                 label = tf.ensure_shape(label, [height, width])
+            if recipe.mirror is not None:
+                image, label = self._changed(
+                    lambda image, u: augment.flip(image, u[recipe.mirror]),
+                    *(image, label, u),
+                )
             if recipe.one is not None:
                 image, label = self._changed(recipe.one, image, label, u)
             return tf.ensure_shape(image, self.image_shape), u, label, *beside
 
         return one
+
+    def _cut(self) -> Callable:
+        recipe, size = self.recipe, self.image_shape[:2]
+        fits = self.source.image_shape[:2] == size
+
+        def whole(shape):
+            tf.debugging.assert_equal(shape[:2], size)
+            return augment.whole_window(shape)
+
+        @tf.autograph.experimental.do_not_convert
+        def cut(image, u, label, *beside):
+            if not self.source.is_far:
+                image, u, label, *beside = self._load(image, u, label, *beside)
+            window = recipe.window and (lambda shape: recipe.window(shape, u))
+            file, chosen = decoding.cut(
+                image,
+                window or (whole if fits else None),
+                self.image_shape,
+                recipe.mirror is not None and u[recipe.mirror] < 0.5,
+                antialias=recipe.antialias,
+            )
+            return (file, chosen), u, label, *beside
+
+        return cut
+
+    def _decoded(self) -> Callable:
+        decode = until_exit(self.decoder)
+
+        @tf.autograph.experimental.do_not_convert
+        def decoded(cut, u, *others):
+            images = tf.numpy_function(decode, cut, tf.uint8)
+            return tf.ensure_shape(images, [None, *self.image_shape]), u, *others
+
+        return decoded
 
     def _mask(self, mask: tf.Tensor) -> tf.Tensor:
         if mask.dtype != tf.string:
@@ -175,11 +244,39 @@ class RecordStages:
                 images = self.scaling(images)
             elif not self.exact:
                 images = as_float32(images)
-            labels = tf.cast(labels, self.source.target.dtype)
-            weights = self.source.target.weights(labels)
-            if self.source.target.kind == "tokens" and self.source.has_padding:
+            target = self.source.target
+            labels = tf.cast(
+                labels, target.compact_dtype if self.compact else target.dtype
+            )
+            weights = target.weights(labels)
+            if target.kind == "tokens" and self.source.has_padding:
                 weights = tf.cast(images != 0, tf.float32)
+            if self.compact:
+                images = self._compact(images)
+                # They are 0 or 1.
+                weights = None if weights is None else tf.cast(weights, tf.uint8)
             weights = () if weights is None else (weights,)
             return images, labels, *weights, *beside
 
         return many
+
+    def _compact(self, x: Any) -> Any:
+        """Returns tokens, or columns of ids, in the smallest types that hold them."""
+        if self.source.tokenizer is not None:
+            return _in_smallest(x, self.source.tokenizer.size)
+        sizes = self.source.table_sizes
+        if not sizes:
+            return x
+        return {
+            name: _in_smallest(column, sizes[name]) if name in sizes else column
+            for name, column in x.items()
+        }
+
+
+def _in_smallest(ids: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns ids from 0 to `count` - 1 in the smallest type."""
+    small = tf.cast(ids, smallest_dtype(0, count - 1))
+    # Another id would become one of those, without an error of the model.
+    same = tf.reduce_all(tf.cast(small, ids.dtype) == ids)
+    tf.debugging.Assert(same, [f"an id is not 0 to {count - 1}:", ids])
+    return small

@@ -52,6 +52,15 @@ class Target:
         return np.float32 if self.kind in _OF_FLOATS else np.int64
 
     @property
+    def compact_dtype(self) -> type:
+        """The smallest type that holds the values of good records."""
+        if self.kind == "numbers":
+            return np.float32
+        most = {"mask": max(self.size - 1, IGNORED), "labels": 1}
+        least = -1 if self.kind == "tags" else 0
+        return smallest_dtype(least, most.get(self.kind, self.size - 1))
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row's value in a table: () for a class, (size,) for numbers."""
         return (self.size,) if self.kind in _OF_FLOATS else ()
@@ -113,6 +122,18 @@ class Target:
         if self.kind == "numbers":
             return f"{field} is {value:g}, expected {expected_number(value)}"
         return f"{field} is {value:g}, expected {self.expected}"
+
+
+def smallest_dtype(least: float, most: float) -> type:
+    """Returns the smallest integer type of NumPy's for numbers in [least, most].
+
+    >>> smallest_dtype(0, 255).__name__, smallest_dtype(-1, 200).__name__
+    ('uint8', 'int16')
+    """
+    if not math.isfinite(most):
+        return np.int64
+    ends = np.min_scalar_type(int(least)), np.min_scalar_type(int(most))
+    return np.promote_types(*ends).type
 
 
 def expected_number(value: float) -> str:

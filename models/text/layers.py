@@ -216,6 +216,10 @@ class Projection(keras.layers.EinsumDense):
         """Multiplies by the kernel and adds the bias."""
         return tf.einsum(self.equation, inputs, self.kernel) + self.bias
 
+    def compute_output_shape(self, input_shape):
+        """Tells the shape of what `call` returns: of as many tokens as it gets."""
+        return (*input_shape[:2], *super().compute_output_shape(input_shape)[2:])
+
 
 def project(
     equation: str, shape: tuple[int | None, ...], depth: int = 0, **kwargs: Any

@@ -86,8 +86,8 @@ class Contender:
         steps_per_call: Steps that one call of the compiled function trains.
         tables: How embedding tables lie on the towers' devices.
         shards_state: Whether each tower has a part of the optimizer's state.
-        options: Further arguments of `multi_gpu_model`, options of the way, and
-            `jit_compile`.
+        options: Further arguments of `multi_gpu_model`, options of the way,
+            `jit_compile`, and `inter_op`, the operations that run at once.
     """
 
     text: str

@@ -158,7 +158,10 @@ def configure(job: Job) -> Any:
 
     from towers import devices
 
-    home = dict(job.parsed.options).get("device")
+    options = dict(job.parsed.options)
+    home, threads = options.get("device"), options.get("inter_op")
+    if threads is not None:
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus and job.parsed.name in ("one_device", "micro_batches"):
         return devices.configure(1)

@@ -26,6 +26,8 @@ class Work:
         dropout: Of a language model.
         known_rows: Whether the number of examples is known when a step is traced.
         rows: Of the table of an embedding, or of each.
+        sent: What goes to the devices in each step: "float32", or pictures as "uint8",
+            which are scaled there, or the "numbers" of pictures that stay there.
     """
 
     shape: tuple[int, ...]
@@ -41,8 +43,10 @@ class Work:
     dropout: float = 0.0
     known_rows: bool = True
     rows: int = 1_000_000
+    sent: str = "float32"
 
 
+_SMALL_RESNET50 = Work((64, 64, 3), 2, warmup=1, steps=2)
 _RESNET50 = Work(
     (224, 224, 3), 128, warmup=10, steps=20, classes=1000, policy="mixed_float16"
 )
@@ -73,10 +77,14 @@ WORKS = {
     "dcgan": Work((32, 32, 1), 32, warmup=5, steps=10, width=64, own_step=True),
     "wgan_gp": Work((32, 32, 1), 32, warmup=5, steps=10, width=64, own_step=True),
     # For the time to the first step, and for memory.
-    "resnet50": Work((64, 64, 3), 2, warmup=1, steps=2),
+    "resnet50": _SMALL_RESNET50,
+    "resnet50_uint8": dataclasses.replace(_SMALL_RESNET50, sent="uint8"),
+    "resnet50_kept": dataclasses.replace(_SMALL_RESNET50, sent="numbers"),
     # For GPUs.
     "resnet56": Work((32, 32, 3), 64, warmup=20, steps=50),
     "resnet50_224": _RESNET50,
+    "resnet50_224_uint8": dataclasses.replace(_RESNET50, sent="uint8"),
+    "resnet50_224_kept": dataclasses.replace(_RESNET50, sent="numbers"),
     "resnet50_224_bf16": dataclasses.replace(_RESNET50, policy="mixed_bfloat16"),
     "resnet50_224_frozen": dataclasses.replace(_RESNET50, frozen=True),
     "lm_bf16": _LM_BF16,
@@ -103,6 +111,10 @@ def batch(name: str, towers: int):
     work = WORKS[name]
     count = work.examples * towers
     random = np.random.default_rng(0)
+    if work.sent == "numbers":
+        return np.arange(count, dtype="int64"), pictures(name, towers)[1]
+    if work.sent == "uint8":
+        return pictures(name, towers)
     if work.own_step:
         return random.random((count, *work.shape), "float32")
     if work.layers:
@@ -120,6 +132,16 @@ def batch(name: str, towers: int):
     return x, random.integers(0, work.classes, count).astype("int32")
 
 
+def pictures(name: str, towers: int):
+    """Makes the pictures of a batch, and their labels: arrays of small integers."""
+    import numpy as np
+
+    work, random = WORKS[name], np.random.default_rng(0)
+    count = work.examples * towers
+    x = random.integers(0, 256, (count, *work.shape), np.uint8)
+    return x, random.integers(0, work.classes, count, np.uint16)
+
+
 def dataset(name: str, towers: int):
     """Makes an endless `tf.data.Dataset` of the batch of `batch`."""
     import tensorflow as tf
@@ -133,11 +155,74 @@ def dataset(name: str, towers: int):
     return data.repeat().prefetch(tf.data.AUTOTUNE)
 
 
-def build(name: str):
-    """Builds the Keras model, from examples to logits.
+def build(name: str, towers: int = 1):
+    """Builds the Keras model, from what is sent to logits.
 
     A model with a step of its own is compiled.
+
+    Args:
+        name: The work.
+        towers: Of how many towers a batch is, for pictures that stay in the model.
     """
+    import keras
+
+    model, work = build_network(name), WORKS[name]
+    if work.sent == "float32":
+        return model
+    if work.sent == "uint8":
+        inputs = x = keras.Input(work.shape, dtype="uint8")
+    else:
+        inputs = keras.Input((), dtype="int64")
+        x = _kept(pictures(name, towers)[0])(inputs)
+    return keras.Model(inputs, model(keras.layers.Rescaling(1 / 127.5, -1)(x)))
+
+
+def _kept(examples):
+    """Makes a layer that keeps examples on the model's device, and looks up rows."""
+    import keras
+    import tensorflow as tf
+
+    class Kept(keras.layers.Layer):
+        def build(self, input_shape):
+            self.examples = self.add_weight(
+                shape=examples.shape,
+                initializer=lambda shape, dtype: tf.constant(examples),
+                dtype="uint8",
+                trainable=False,
+            )
+
+        def call(self, numbers):
+            # GPUs look up bytes in variables only.
+            return tf.gather(self.examples.value, numbers)
+
+    return Kept()
+
+
+def preprocess(name: str, towers: int):
+    """Makes what towers do with what is sent, before `build_network`'s model.
+
+    Returns:
+        The `preprocess` of `multi_gpu_model`; None if they do nothing.
+    """
+    import keras
+
+    from towers import input_pipeline
+    from towers.tower.kept import KeptExamples
+    from towers.tower.preprocess import OfSmallTypes
+
+    sent, dtype = WORKS[name].sent, keras.config.dtype_policy().compute_dtype
+    if sent == "float32":
+        return None
+    kept = KeptExamples((*pictures(name, towers), None)) if sent == "numbers" else None
+
+    def scaled(x, y, training):
+        return input_pipeline.normalize(x, dtype), y
+
+    return OfSmallTypes(scaled, (None, "int64", None), kept)
+
+
+def build_network(name: str):
+    """Builds the Keras model as `build`, from examples that are floats to logits."""
     import keras
 
     from towers import models

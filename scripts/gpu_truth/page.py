@@ -44,6 +44,8 @@ def _found(place: pathlib.Path) -> Iterator[str]:
         ("figures.jsonl", _figures),
         ("junit.xml", _tests),
         ("trace.json", _text),
+        ("second_start.txt", _text),
+        ("decoding.json", _text),
         ("run/summary.json", _summary),
     ]:
         if (place / name).exists():

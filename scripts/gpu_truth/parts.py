@@ -92,6 +92,7 @@ class Race:
         tower_mb: Memory of a logical GPU, in MB.
         limit_s: Most seconds it may take.
         steps: Steps of a round. None: the work's own.
+        rounds: How many there are.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Race:
     tower_mb: int = SMALL_TOWER_MB
     limit_s: int = 150
     steps: int | None = None
+    rounds: int = 7
 
 
 _SERVER = "towers:parameter_server"
@@ -108,7 +110,29 @@ _ON_CPU = f"{_SERVER}?device=cpu"
 _XLA = "one_device+xla", _SERVER, f"{_SERVER}+xla"
 _FEW = "one_device+xla", f"{_SERVER}+xla", "mirrored"
 _IMAGENET = {"tower_mb": IMAGENET_TOWER_MB, "limit_s": 280, "steps": 10}
+_SENT = _IMAGENET | {"steps": 100, "rounds": 5}
 RACES = [
+    Race(
+        "resnet50_uint8",
+        "ResNet-50, 2 x 128 at 224, batches of uint8 scaled on the GPU",
+        ("one_device+xla", f"{_SERVER}+xla"),
+        work="resnet50_224_uint8",
+        **_SENT,
+    ),
+    Race(
+        "resnet50_kept",
+        "the same, of pictures that stay on the GPU",
+        ("one_device+xla", f"{_SERVER}+xla"),
+        work="resnet50_224_kept",
+        **_SENT,
+    ),
+    Race(
+        "resnet50_float32",
+        "the same, batches of float32",
+        ("one_device+xla", f"{_SERVER}+xla"),
+        work="resnet50_224",
+        **_SENT,
+    ),
     Race(
         "resnet50_fp16",
         "ResNet-50, 2 x 128 at 224",
@@ -183,6 +207,16 @@ def _timings(machine: Machine) -> Iterator[Part]:
         yield from _parts_of(race, machine)
     yield from (_trace(each, "mlp", SMALL_TOWER_MB) for each in traced)
     yield Part(
+        "second_start",
+        "second start with XLA's results at hand",
+        (
+            *("-m", "scripts.gpu_truth.second_start", f"--towers={TOWERS}"),
+            f"--work={'resnet50_224' if machine.gpus else 'mlp'}",
+            *(f"--gpu_memory_limit_mb={IMAGENET_TOWER_MB}", "--output={out}"),
+        ),
+        420 if machine.gpus else 300,
+    )
+    yield Part(
         "alone",
         "who holds the GPU, memory, utilization, queue, scaling",
         (*PYTEST, ALONE, "-k", "not largest_batch"),
@@ -195,12 +229,24 @@ def _timings(machine: Machine) -> Iterator[Part]:
         (*PHOTOS, *_photos(machine)),
         240,
     )
+    yield from _decoding(machine)
     yield Part(
         "largest_batch",
         "find_batch_size against out-of-memory",
         (*PYTEST, ALONE, "-k", "largest_batch"),
         240,
         environ=_on_cpu(machine),
+    )
+
+
+def _decoding(machine: Machine) -> Iterator[Part]:
+    """Yields the part that decodes on GPUs; it needs `nvidia-dali-cuda120`."""
+    few = () if machine.gpus else ("--photos=64", "--batch_size=16", "--cores=1")
+    yield Part(
+        "decoding",
+        "JPEG files decoded on the GPU: images/s, and pixels against the CPU's",
+        ("-m", "scripts.gpu_truth.decoding", "--output={out}", *few),
+        120 if machine.gpus else 600,
     )
 
 
@@ -243,7 +289,11 @@ def _parts_of(race: Race, machine: Machine) -> Iterator[Part]:
                 *(BENCH, f"--work={race.work or race.name}", f"--towers={TOWERS}"),
                 f"--contenders={','.join(contenders)}",
                 f"--gpu_memory_limit_mb={race.tower_mb}",
-                *("--verbosity=1", "--rounds=7", "--json={out}/figures.jsonl"),
+                *(
+                    "--verbosity=1",
+                    f"--rounds={race.rounds}",
+                    "--json={out}/figures.jsonl",
+                ),
                 *((f"--steps={race.steps}",) if race.steps else ()),
                 *on_gpu,
             ),

@@ -179,6 +179,7 @@ class Context:
             if preprocess is not None:
                 unpacked = keras.utils.unpack_x_y_sample_weight(data)
                 with tf.name_scope("preprocess"):
+                    unpacked = preprocess.widened(unpacked)
                     data = preprocess(unpacked, step == "train_step")
                 data = keras.utils.pack_x_y_sample_weight(*data)
                 if not has_own_steps(model):
@@ -188,6 +189,17 @@ class Context:
                 return getattr(model, step)(data)
 
         return function
+
+    def local_spec(self, data: Any) -> Any:
+        """Returns the specs of a local batch of any size, as a step takes it.
+
+        It may be sent in smaller types; see `Preprocess.widened`.
+
+        Args:
+            data: A batch, or its `tf.TypeSpec`s.
+        """
+        spec = batch.local_spec(batch.specs(batch.rows_given(data)), None)
+        return spec if self.preprocess is None else self.preprocess.widened(spec)
 
     def micro_batch_spec(self, data: Any) -> Any:
         """Returns the specs of (x, y, sample_weight) of a micro-batch at the loss.

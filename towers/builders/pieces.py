@@ -223,8 +223,9 @@ class LocalBatches:
     def copy(self, device: str, local: Any) -> Any:
         """Copies a local batch to the device of a tower."""
         kept = () if self._sends_indices or not is_gpu(device) else _INDICES
+        as_taken = self.context.local_spec(local) if kept else local
         with tf.device(device), tf.name_scope("place"):
-            return packing.copy(local, kept)
+            return packing.copy(local, kept, as_taken)
 
     @functools.cached_property
     def _sends_indices(self):

@@ -78,7 +78,7 @@ class Steps:
             return logs
         data = tf.nest.map_structure(batch.as_tensor, data)
         data = context.begin(step.removesuffix("_step"), data)
-        partitioned = self._partition(step, _local_spec(data))
+        partitioned = self._partition(step, context.local_spec(data))
         if plan.hosts.count > 1:
             refuse_draws(model, partitioned.draws_of_host)
         if local_batches is None:
@@ -97,11 +97,22 @@ class Steps:
             if partitioned.copied is not None:
                 self.pieces.store.follow_learning_rates()
             whole_batch = data if batch.part_of(data) is None else None
+            if (examples := self._looked_up(local_batches)) is not None:
+                local_batches, whole_batch = examples, None
             size = batch.batch_size(data)
             execution = context.execution(step)
             return partitioned(
                 plan, local_batches, size, whole_batch, execution, timers, guard
             )
+
+    def _looked_up(self, local_batches):
+        """Looks up the towers' rows of examples that stay on their devices, if any."""
+        preprocess = self.pieces.context.preprocess
+        devices = self.pieces.context.plan.devices
+        if preprocess is None:
+            return None
+        examples = [*map(preprocess.looked_up, local_batches, devices)]
+        return None if None in examples else examples
 
     def create_variables(self, data: Any) -> None:
         """Traces the step to create its variables; `data` is a batch or its specs."""
@@ -127,7 +138,7 @@ class Steps:
                 variables.move(context.model, context.plan.home_of)
         # Gradient tapes record nothing within an `init_scope`.
         with tf.device(context.plan.home):
-            partitioned = self._partition(step, _local_spec(data))
+            partitioned = self._partition(step, context.local_spec(data))
         if step == "train_step":
             with tf.init_scope():
                 describe_stages(self.pieces, partitioned, data)
@@ -161,7 +172,7 @@ class Steps:
         context = self.pieces.context
         verdict = judge(
             self._reading_stand_ins(context.step_function("train_step")),
-            sized(data, None),
+            sized(context.local_spec(data), None),
             updates_apart=self.pieces.store,
             home=context.plan.home,
             pipeline=pipeline,
@@ -252,10 +263,6 @@ class Steps:
         size = sum(math.prod(v.shape) * 4 for v in model.trainable_variables)
         # A function returns all results at once: no gradient before the last one.
         return len(layers_of(model)) > _MANY_LAYERS and not hosts.overlaps(size)
-
-
-def _local_spec(data):
-    return batch.local_spec(batch.specs(batch.rows_given(data)), None)
 
 
 def is_synchronized(model: keras.Model) -> bool:

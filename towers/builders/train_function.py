@@ -31,7 +31,9 @@ def train_function(
     def step(data, local_batches, fetched):
         if not tf.executing_eagerly():
             context.facts.graph = tf.compat.v1.get_default_graph()
-        with scope(), context.timers.step(data, local_batches, fetched):
+        devices = context.plan.devices
+        timed = context.timers.step(data, local_batches, devices, fetched)
+        with scope(), timed as local_batches:
             return training.train_step(data, local_batches)
 
     def cut(data):

@@ -23,20 +23,22 @@ INTEGER = tf.int32
 _ALIGNED_BYTES = 64
 
 
-def copy(nest: Any, kept: Collection[tf.DType] = ()) -> Any:
+def copy(nest: Any, kept: Collection[tf.DType] = (), like: Any = None) -> Any:
     """Copies the tensors of a nest to the current device, one by one.
 
     Args:
         nest: A nest of dense, ragged or sparse tensors of numbers, and of `None`.
         kept: Types that are not copied.
+        like: The nest whose tensors, or specs, have these types; by default `nest`.
     """
 
-    def one(value):
-        if value is None or getattr(value, "dtype", None) in kept:
+    def one(value, like):
+        if value is None or getattr(like, "dtype", None) in kept:
             return value
         return tf.identity(value)
 
-    return tf.nest.map_structure(one, nest, expand_composites=True)
+    like = nest if like is None else like
+    return tf.nest.map_structure(one, nest, like, expand_composites=True)
 
 
 def pack(tensors: Sequence[Any]) -> list[tf.Tensor]:

@@ -15,7 +15,7 @@ from towers.devices.names import HOST, is_gpu
 from towers.devices.wish import DeviceWish
 from towers.hosts import group
 from towers.machine import limits, nvml
-from towers.program import startup
+from towers.program import compilation_cache, startup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def configure(
     )
     joined = group.join_as_started(hosts) if hosts is not None else None
     startup.prepare_gpus()
-    with startup.quiet_gpus():
+    with startup.quiet_gpus(), compilation_cache.begun():
         gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
     chosen = _choose(len(gpus), [gpus.index(gpu) for gpu in visible], wish)
@@ -402,12 +402,3 @@ def set_up(parts: int = 1) -> str:
     except RuntimeError:
         changes = []  # Once TensorFlow is initialised, its threads stay.
     return cpus.note("Threads" if any(changes) else "Threads of the input")
-
-
-def inter_op() -> int:
-    """Returns the number of operations that TensorFlow runs at once on the CPUs."""
-    threads = tf.config.threading.get_inter_op_parallelism_threads()
-    from_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    if threads == 0 and from_environment.isdecimal():
-        threads = int(from_environment)
-    return threads or limits.processors().count

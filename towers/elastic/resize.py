@@ -130,12 +130,13 @@ class Resize(keras.callbacks.Callback):
                     wish.refused(str(error))
 
     def _change(self, wish):
-        before = self.model.builder
+        # Builders also change while ways to update the variables race.
+        before = self.model.builder.plan.replicas
         if self._check is not None:
             self._check(len(wish.gpus), wish.split_ratios)
         self.model.resize(gpus=wish.gpus, split_ratios=wish.split_ratios)
         wish.applied()
-        if self.model.builder is before:
+        if self.model.builder.plan.replicas == before:
             return wish.done("Nothing to change: the run has these towers already.")
         if self._on_change is not None:
             self._on_change()

@@ -1,6 +1,7 @@
 """TensorFlow's graphs: operations, their definitions and order, and functions."""
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import (
     Callable,
@@ -23,6 +24,9 @@ from tensorflow.python.eager import context, forwardprop_util
 from tensorflow.python.eager.polymorphic_function import (
     atomic_function,
     autograph_util,
+)
+from tensorflow.python.eager.polymorphic_function.concrete_function import (
+    ConcreteFunction,
 )
 from tensorflow.python.framework import (
     auto_control_deps_utils,
@@ -423,7 +427,69 @@ def traced(
         function = tf.function(
             function, autograph=False, jit_compile=xla or None, **options
         )
-        return function.get_concrete_function(*specs)
+        concrete = function.get_concrete_function(*specs)
+    return _named_by_content(concrete) if xla else concrete
+
+
+def _named_by_content(
+    concrete: tf.types.experimental.ConcreteFunction,
+) -> tf.types.experimental.ConcreteFunction:
+    """Returns a traced function under a name that depends on its content alone.
+
+    TensorFlow numbers names by all that was traced before. The name is part of the key
+    under which TensorFlow keeps XLA's results on disk.
+    """
+    known, renamed = context.context(), {}
+    traced_as = concrete.inference_fn
+    name = _rename(traced_as.definition, renamed)
+    called = [
+        atomic_function.AtomicFunction(inner, known, None)
+        for inner in renamed.values()
+        if inner != name
+    ]
+    function = atomic_function.AtomicFunction(
+        name,
+        known,
+        concrete.function_type,
+        called,
+        traced_as.call_options,
+        cached_graph=concrete.graph,
+    )
+    # The graph is now the new function's.
+    concrete._garbage_collector.release()
+    return ConcreteFunction(function, shared_func_graph=False)
+
+
+def _rename(definition, renamed):
+    """Makes copies of a function and of those that it calls, named by their content.
+
+    Args:
+        definition: The function.
+        renamed: The new names, by the old ones. Those of the copies are added.
+
+    Returns:
+        The new name.
+    """
+    copy = FunctionDef()
+    copy.CopyFrom(definition)
+    old, copy.signature.name = copy.signature.name, ""
+    # Attributes that are numbered, too, and of which XLA makes nothing.
+    for argument in copy.arg_attr.values():
+        argument.attr.pop("_user_specified_name", None)
+    for node in copy.node_def:
+        node.attr.pop("_gradient_op_type", None)
+        node.ClearField("experimental_debug_info")
+        for attribute in node.attr.values():
+            functions = [attribute.func] if attribute.HasField("func") else []
+            for inner in [*functions, *attribute.list.func]:
+                if inner.name not in renamed:
+                    _rename(function_definition(inner.name), renamed)
+                inner.name = renamed[inner.name]
+    content = copy.SerializeToString(deterministic=True)
+    copy.signature.name = f"{_COMPILED}{hashlib.sha256(content).hexdigest()[:16]}"
+    context.context().add_function_def(copy)
+    renamed[old] = copy.signature.name
+    return renamed[old]
 
 
 class PartFunction:
@@ -557,6 +623,7 @@ class PartFunction:
 
 _COUNT = itertools.count()
 _PART, _GATE, _DONE = "towers_part_", "towers_gate", "towers_made"
+_COMPILED = "towers_compiled_"
 _READ_ONLY = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
 
 

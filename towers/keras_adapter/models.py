@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.models.functional import Functional
 from keras.src.trainers.trainer import Trainer
 
 from towers.keras_adapter.patching import Target, patched, swapped
@@ -141,17 +142,52 @@ def symbolic_build(model: keras.Model, data: Any) -> None:
     built = all(part is None or part.built for part in parts)
     if not built and any(isinstance(s, tf.TypeSpec) for s in tf.nest.flatten(data)):
         backend.compute_output_spec(_call_and_measure, model, data)
-    model._symbolic_build(data_batch=data)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    measures = []
+    if not built and (y_pred := _outputs_known(model, x)) is not None:
+        # Keras would call the model for it, which takes half as long as to trace it.
+        backend.compute_output_spec(_measure, model, x, y, y_pred, sample_weight)
+        measures = [model._compile_metrics, model._compile_loss]
+        measures = [measure for measure in measures if measure is not None]
+    with swapped(measures, "built", [True] * len(measures)):
+        model._symbolic_build(data_batch=data)
+
+
+def _outputs_known(model, x):
+    """Returns the outputs of a built functional model as symbols; `None` of others.
+
+    Their number of rows may be unknown. If another of their dimensions is, or if one of
+    an input is not the one that the model was made for, a call tells more about shapes.
+    """
+    by = Functional if isinstance(model, Functional) else keras.Sequential
+    if getattr(model.call, "__func__", None) is not by.call:
+        return None
+    if not all(layer.built for layer in model._flatten_layers()):
+        return None
+    # A sequential model of layers that cannot be called on symbols has none.
+    expected = [symbol.shape[1:] for symbol in getattr(model, "inputs", None) or ()]
+    received = [getattr(symbol, "shape", ())[1:] for symbol in keras.tree.flatten(x)]
+    if not expected or received != expected:
+        return None
+    if any(None in symbol.shape[1:] for symbol in model.outputs):
+        return None
+    # As in `call`, a list of one output is this output.
+    return model.outputs[0] if len(model.outputs) == 1 else model.output
 
 
 def _call_and_measure(model, data):
     """Calls the parts that Keras builds, as Keras does, with ragged placeholders."""
     data = tf.nest.map_structure(_placeholder, data)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = model(x, training=False)
-    if model._compile_metrics is not None:
+    _measure(model, x, y, model(x, training=False), sample_weight)
+
+
+def _measure(model, x, y, y_pred, sample_weight):
+    """Calls the compiled metrics and losses that are not built, as Keras does."""
+    metrics, loss = model._compile_metrics, model._compile_loss
+    if metrics is not None and not metrics.built:
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-    if model._compile_loss is not None:
+    if loss is not None and not loss.built:
         model._compute_loss(x, y, y_pred, sample_weight=sample_weight, training=False)
 
 

@@ -199,15 +199,13 @@ def assign(model: keras.Model, start: Sequence[np.ndarray]) -> None:
 
 
 @contextlib.contextmanager
-def unchanged(model: keras.Model, others: Sequence[tf.Variable] = ()) -> Iterator[None]:
-    """Restores the values of all trained and other variables after the context."""
-    start, other_values = values(model), [variable.numpy() for variable in others]
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Restores the values of all variables `of` a model after the context."""
+    start = values(model)
     try:
         yield
     finally:
         assign(model, start)
-        for variable, value in zip(others, other_values, strict=True):
-            variable.assign(value)
 
 
 def digest(values: Iterable[Any]) -> tf.Tensor:

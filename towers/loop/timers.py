@@ -6,6 +6,10 @@ These times divide the interval from the end of a step to that of the next, so t
 add up to it. Overlapped work, such as fetching a batch while the towers compute, counts
 no time. A reading takes some microseconds a step, so all steps are measured. On a GPU,
 a copy of an empty tensor signals the host that the work before it is done.
+
+On the CPUs, a clock is an operation that needs one of TensorFlow's threads, and towers
+can keep all of them. So a tower on a CPU begins after its clock, and what waits for a
+thread from then on waits for towers that compute.
 """
 
 import contextlib
@@ -17,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from towers.devices.names import HOST
+from towers.collectives import packing
+from towers.devices.names import HOST, is_gpu
 from towers.keras_adapter.graphs import is_stateful, makers, run_independently
 from towers.keras_adapter.runtime import now
 
@@ -31,7 +36,8 @@ class Totals(NamedTuple):
         steps: Number of measured steps.
         input_s: Towers waited for a batch.
         copy_s: Local batches were split and copied to the towers, and parameters sent
-            to them from another memory.
+            to them from another memory. Towers on CPUs share the memory of the host:
+            what is copied to others once one computes is part of `compute_s`.
         compute_s: Towers computed, until the last had its gradients.
         reduce_s: Gradients were added; variables and metrics were updated.
         towers_s: Each tower computed.
@@ -143,26 +149,38 @@ class StepTimers:
             self._iterator = weakref.ref(iterator)
 
     @contextlib.contextmanager
-    def step(self, data: Any, local_batches: Any, fetched: tf.Tensor) -> Iterator[None]:
+    def step(
+        self,
+        data: Any,
+        local_batches: Sequence[Any],
+        devices: Sequence[str],
+        fetched: tf.Tensor,
+    ) -> Iterator[Sequence[Any]]:
         """Measures the step whose operations are made in the context.
 
         Args:
             data: The batch.
             local_batches: The towers' local batches.
+            devices: The device of each local batch.
             fetched: Times, float64 [n, 3], in seconds, of each batch fetched since the
                 last step, for this step or a later one: when it was requested, arrived,
                 and was placed. The last two are equal if it is not placed yet.
+
+        Yields:
+            The local batches, from which the towers have to compute.
         """
         graph, before = None, 0
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             before = len(graph.get_operations())
-        self._times = {
-            "begun": timestamp_after(data),
-            "placed": timestamp_after(local_batches),
-        }
+        begun = timestamp_after(data)
+        if graph is None or any(map(is_gpu, devices)):
+            placed = timestamp_after(local_batches)
+        else:
+            placed, local_batches = _begin(local_batches, devices)
+        self._times = {"begun": begun, "placed": placed}
         try:
-            yield
+            yield local_batches
             if "computed" in self._times:
                 created = graph.get_operations()[before:] if graph else ()
                 done = timestamp_after([op for op in created if is_stateful(op)])
@@ -238,6 +256,8 @@ class StepTimers:
     ):
         with tf.name_scope(_SCOPE), tf.device(HOST):
             last = self._last.read_value()
+            # If all threads are busy, the clock may be read late, but never early.
+            begun = tf.minimum(begun, placed)
             # The part of the time since the last step in which batches were fetched.
             ends = tf.minimum(fetched[:, 1:], begun)
             spans = _positive(ends - tf.maximum(fetched[:, :-1], last))
@@ -246,7 +266,6 @@ class StepTimers:
             begun = tf.maximum(begun, last)
             if received is not None:
                 placed = tf.maximum(placed, received)
-            # If all threads are busy, the clock may be read late, but never early.
             computed = [tf.minimum(end, done) for end in computed]
             placed = tf.minimum(placed, tf.reduce_min(computed))
             placed, all_computed = tf.maximum(placed, begun), tf.reduce_max(computed)
@@ -276,10 +295,11 @@ class StepTimers:
             self._last.assign(done)
 
 
-def timestamp_after(after: Any = ()) -> tf.Tensor:
+def timestamp_after(after: Any = (), device: str = HOST) -> tf.Tensor:
     """Returns the time at which all tensors and operations of a nest are available.
 
-    The time is in seconds, a float64 scalar on the host. `None` in the nest is skipped.
+    The time is in seconds, a float64 scalar on a CPU, by default the host's first.
+    `None` in the nest is skipped.
     """
     parts = tf.nest.flatten(after, expand_composites=True)
     with tf.name_scope(_SCOPE):
@@ -288,12 +308,27 @@ def timestamp_after(after: Any = ()) -> tf.Tensor:
             operations = [part for part in parts if not tf.is_tensor(part)]
             parts = [*operations, *makers(filter(tf.is_tensor, parts))]
         parts = [*map(_itself, parts)]
-        with tf.control_dependencies(parts), tf.device(HOST):
+        with tf.control_dependencies(parts), tf.device(device):
             timestamp = now()
     if not tf.executing_eagerly():
         # By default, TensorFlow would make it wait for random operations.
         run_independently([timestamp.op])
     return timestamp
+
+
+def _begin(local_batches, devices):
+    """Returns the time at which the first tower begins, and all local batches.
+
+    Each tower is on a CPU, where its clock is read before it has its local batch.
+    """
+    begun, ready = [], []
+    for local, device in zip(local_batches, devices, strict=True):
+        begun.append(timestamp_after(local, device))
+        with tf.name_scope(_SCOPE), tf.control_dependencies(begun[-1:]):
+            with tf.device(device):
+                ready.append(packing.copy(local))
+    with tf.device(HOST):
+        return tf.reduce_min(begun), ready
 
 
 def _itself(part):

@@ -1,17 +1,17 @@
 """Chooses how variables are updated by measuring: builder, all-reduce and XLA.
 
-The candidates train on the first batches of the run, in turn; then every variable is
-restored. Builders define the candidates, and the caller stores the choice.
+The candidates train on the run's own batches, in turn, and all compute the same up to
+rounding. Builders define the candidates, and `first_calls.py` makes the calls and
+stores the choice.
 
-Candidates race against the best so far, call by call, as a machine's speed drifts. A
+Candidates race against the best so far, block by block, as a machine's speed drifts. A
 candidate that is not 10% faster is not taken. A deterministic run measures nothing.
 """
 
 import math
-import statistics
 import textwrap
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from towers._deprecated import rename_keys
@@ -21,14 +21,15 @@ from towers.model.options import UpdateOptions
 from towers.program import words
 from towers.program.features import feature
 
-# Budget for measuring: seconds, or a fraction of the run if that is longer. On CPUs,
-# where steps are slow, users do not wait that long for the first batch.
-BUDGET_S, BUDGET, ON_CPUS_S = 10.0, 0.02, 120.0
+# Budget for measuring: seconds, or a fraction of the run if that is longer. A run that
+# is known to be short spends less. On CPUs, where steps are slow, there is a limit.
+BUDGET_S, BUDGET, OF_SHORT_RUN, ON_CPUS_S = 10.0, 0.02, 0.1, 120.0
 # Assumed number of batches in an epoch, if the data have no known length.
 ASSUMED_BATCHES = 1000
 # A start with XLA takes longer: by this factor, until it is measured.
 _XLA_START = 5
-_ROUNDS, _ROUND_S = 5, 0.05
+# A candidate that is slower in each of the first rounds loses before the last one.
+_ROUNDS, _FIRST_ROUNDS, _ROUND_S = 5, 3, 0.05
 # A candidate has to beat the first one, the fall-back, by more than noise.
 _BETTER = 0.9
 _TOO_LONG = "it would take too long"
@@ -138,131 +139,154 @@ class CandidateTrial(NamedTuple):
     why: str = ""
 
 
-def choose(
-    choices: Sequence[Choice],
-    train: Callable[[Choice], Callable[[], Any]],
-    steps: int,
-    start_s: float,
-    calls: int = 0,
-    drop: Callable[[Choice], Any] = lambda choice: None,
-    clock: Callable[[], float] = time.perf_counter,
-    most_s: float = math.inf,
-) -> list[CandidateTrial]:
-    """Measures candidates within a time budget, each against the best so far.
+class Contest:
+    """Decides which way makes each call of training, from the seconds of earlier calls.
 
-    Args:
-        choices: The candidates. The first has started already.
-        train: Makes a candidate's function, which trains for one call.
-        steps: Number of steps in a call.
-        start_s: Seconds that the first candidate's first call took.
-        calls: Number of calls left in the run.
-        drop: Called with each losing candidate, before the next one starts.
-        clock: Returns seconds.
-        most_s: Maximum seconds for measuring, however long the run is.
+    The best way so far and a candidate make calls in turn. A block is a few calls of
+    one way, and each block is compared with the one before, as the machine's speed may
+    drift. The caller makes the calls and measures them.
 
-    Returns:
-        The result of each candidate, the best first. The first of `choices` counts as
-        best unless another is clearly faster; all others were passed to `drop`.
+    Attributes:
+        best: The best way so far.
+        candidate: The way that races against it; `None` between two races.
+        turn: The way that makes the next call; `None` once the contest is over.
+        rounds: Number of rounds in which a candidate races. The caller sets it to 1
+            where each switch between two ways takes as long as a start.
     """
-    begun_s = clock()
-    first, *left = choices
-    # Measuring a call takes a call.
-    if start_s > BUDGET_S and BUDGET * calls < 1:
-        return [CandidateTrial(choice, None, _TOO_LONG) for choice in choices]
-    contest = _Contest(first, train, drop, clock, start_s)
-    call_s = clock() - begun_s
-    budget_s = min(max(BUDGET_S, BUDGET * calls * call_s), most_s)
-    race_s = 2 * _ROUNDS * max(call_s, _ROUND_S)
-    while left:
-        # A candidate may fit once the time of a start has been measured.
-        left_s = budget_s - (clock() - begun_s)
-        fits = (
-            candidate
-            for candidate in left
-            if contest.start_s(candidate) + race_s <= left_s
-        )
-        if (choice := next(fits, None)) is None:
-            break
-        left.remove(choice)
-        contest.enter(choice)
-    skipped = [CandidateTrial(choice, None, _TOO_LONG) for choice in left]
-    return contest.trials(steps) + skipped
 
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        start_s: float,
+        calls: int = 0,
+        most_s: float = math.inf,
+    ):
+        """Begins with the first way, which has made one call.
 
-class _Contest:
-    """Measures candidates, each against the best so far."""
-
-    def __init__(self, first, train, drop, clock, start_s):
-        """Calls the first candidate, whose first call took `start_s`."""
-        self._train, self._drop, self._clock = train, drop, clock
-        self._first = self._best = first
+        Args:
+            choices: The ways to choose from. The first counts as best unless another
+                is clearly faster.
+            start_s: Seconds that the first way's first call took.
+            calls: Number of calls in the run; 0 if not known.
+            most_s: Maximum seconds for measuring, however long the run is.
+        """
+        self.best, *self._left = choices
+        self.candidate: Choice | None = None
+        self.rounds = _ROUNDS
+        self._first, self._calls, self._most_s = self.best, calls, most_s
         # Maps whether XLA compiles to the time of a start. The first start of a process
         # also loads libraries and tunes kernels, so later ones are better estimates.
-        self._first_start_s, self._starts = start_s, {first.xla: start_s}
-        # Seconds of a call of the first candidate, and the ratio of the others to it.
-        self._first_s, self._slower = None, {first: 1.0}
+        self._first_start_s, self._starts = start_s, {self.best.xla: start_s}
+        # Seconds of a call of the first way, and the ratio of the others to it.
+        self._first_s, self._slower = None, {self.best: 1.0}
         self._failed: list[CandidateTrial] = []
-        self._best_call = train(first)
-        self._best_call()
+        # The seconds of the latest call, and why it failed.
+        self._seconds: float | None = None
+        self._why = ""
+        # Measuring takes a call.
+        too_long = start_s > BUDGET_S and BUDGET * calls < 1
+        self._turns = iter(()) if too_long or not self._left else self._take_turns()
+        self.turn: Choice | None = next(self._turns, None)
 
-    def start_s(self, choice):
-        """Estimates the seconds of a candidate's start."""
-        plain_s = self._starts.get(False, self._first_start_s)
-        compiled_s = self._starts.get(True, _XLA_START * plain_s)
-        return compiled_s if choice.xla else plain_s
+    def took(self, seconds: float | None) -> None:
+        """Notes the seconds of the call that `turn` has made, and moves on.
 
-    def enter(self, choice):
-        """Measures a candidate, and drops the slower of it and the best so far."""
-        begun_s, loser = self._clock(), choice
-        try:
-            call = self._train(choice)
-            call()
-        except Exception as error:  # Any error: the run can continue without it.
-            message = str(error).strip() or type(error).__name__
-            reason = message.splitlines()[0][:60]
-            self._failed.append(CandidateTrial(choice, None, f"it fails: {reason}"))
-        else:
-            self._starts[choice.xla] = self._clock() - begun_s
-            before_s, times = _race(self._best_call, call, self._clock)
-            self._first_s = self._first_s or before_s
-            best, slower = self._best, self._slower
-            slower[choice] = times * slower[best]
-            if slower[choice] < slower[best] * (_BETTER if best == self._first else 1):
-                loser, self._best, self._best_call = best, choice, call
-        call = None  # Frees the candidate's function and its variables.
-        self._drop(loser)
+        Args:
+            seconds: The seconds of the call, or of the start of a way; `None` if they
+                say nothing of the way, as for the first call after a switch.
+        """
+        self._seconds, self._why = seconds, ""
+        self.turn = next(self._turns, None)
 
-    def trials(self, steps):
-        """Returns the results of all candidates, the best first, failures last."""
+    def failed(self, why: str) -> None:
+        """Notes that `turn` could not make its first call, and moves on."""
+        self._seconds, self._why = None, why
+        self.turn = next(self._turns, None)
+
+    def trials(self, steps: int) -> list[CandidateTrial]:
+        """Returns the results of all ways: the best first, those not measured last.
+
+        Args:
+            steps: Number of steps in a call.
+        """
+        skipped = [CandidateTrial(choice, None, _TOO_LONG) for choice in self._left]
         if self._first_s is None:
-            nothing = CandidateTrial(self._first, None, "nothing to compare it with")
-            return [nothing, *self._failed]
+            why = _TOO_LONG if skipped else "nothing to compare it with"
+            return [CandidateTrial(self._first, None, why), *self._failed, *skipped]
         trials = [
             CandidateTrial(choice, times * self._first_s / steps)
             for choice, times in self._slower.items()
         ]
-        trials.sort(key=lambda trial: (trial.choice != self._best, trial.step_s))
-        return trials + self._failed
+        trials.sort(key=lambda trial: (trial.choice != self.best, trial.step_s))
+        return trials + self._failed + skipped
 
+    def _take_turns(self) -> Iterator[Choice]:
+        """Yields the way of each call."""
+        best_s = fmean((yield from self._block(self.best)))
+        left_s = self._budget_s(best_s)
+        while (candidate := self._next_that_fits(left_s, best_s)) is not None:
+            self._left.remove(candidate)
+            self.candidate = candidate
+            yield candidate
+            if self._seconds is None:
+                why = f"it fails: {self._why}"
+                self._failed.append(CandidateTrial(candidate, None, why))
+            else:
+                self._starts[candidate.xla] = self._seconds
+                left_s -= self._seconds
+                left_s -= yield from self._race(candidate, best_s)
+            self.candidate = None
+            if self._left:
+                best_s = fmean((yield from self._block(self.best)))
 
-def _race(one, other, clock):
-    """Returns the seconds of a call of `one`, and the ratio of `other` to it.
+    def _race(self, candidate, best_s):
+        """Compares a candidate with the best; returns the seconds that were lost."""
+        self._first_s = self._first_s or best_s
+        ratios, lost_s = [], 0.0
+        while True:
+            times_s = yield from self._block(candidate)
+            ratios.append(fmean(times_s) / best_s)
+            lost_s += max(sum(times_s) - len(times_s) * best_s, 0.0)
+            is_slower = len(ratios) >= _FIRST_ROUNDS and min(ratios) > 1
+            if len(ratios) >= self.rounds or is_slower:
+                break
+            best_s = fmean((yield from self._block(self.best)))
+        slower = self._slower
+        slower[candidate] = median(ratios) * slower[self.best]
+        factor = _BETTER if self.best == self._first else 1
+        if slower[candidate] < slower[self.best] * factor:
+            self.best = candidate
+        return lost_s
 
-    Calls alternate, and each is compared with its neighbour, as the machine's speed may
-    drift.
-    """
-    times_s, ratios = [], []
-    for _ in range(_ROUNDS):
-        each_s = []
-        for call in (one, other):
-            count, before_s = 0, clock()
-            while count < 1 or clock() - before_s < _ROUND_S:
-                call()
-                count += 1
-            each_s.append((clock() - before_s) / count)
-        times_s.append(each_s[0])
-        ratios.append(each_s[1] / each_s[0])
-    return statistics.median(times_s), statistics.median(ratios)
+    def _block(self, choice):
+        """Yields one way for some calls; returns the seconds of each."""
+        times_s = []
+        while len(times_s) < _ROUNDS // self.rounds or sum(times_s) < _ROUND_S:
+            yield choice
+            if self._seconds is not None:
+                times_s.append(self._seconds)
+        return times_s
+
+    def _budget_s(self, call_s):
+        """Returns the seconds that starts and slower candidates may take."""
+        run_s = self._calls * call_s
+        at_once_s = min(BUDGET_S, OF_SHORT_RUN * run_s) if run_s else BUDGET_S
+        return min(max(at_once_s, BUDGET * run_s), self._most_s)
+
+    def _next_that_fits(self, left_s, call_s):
+        """Returns the first candidate for whose start and race there is time, if any.
+
+        A candidate may fit once the time of a start has been measured.
+        """
+        race_s = _ROUNDS * max(call_s, _ROUND_S)
+        fits = (way for way in self._left if self._start_s(way) + race_s <= left_s)
+        return next(fits, None)
+
+    def _start_s(self, choice):
+        """Estimates the seconds of a candidate's start."""
+        plain_s = self._starts.get(False, self._first_start_s)
+        compiled_s = self._starts.get(True, _XLA_START * plain_s)
+        return compiled_s if choice.xla else plain_s
 
 
 def lines(trials: Sequence[CandidateTrial]) -> list[str]:
@@ -291,10 +315,12 @@ def lines(trials: Sequence[CandidateTrial]) -> list[str]:
 def remember(file: str | None, key: Any, trials: Sequence[CandidateTrial]) -> None:
     """Writes the choice to a file, with its conditions and the measurements.
 
+    Without any measurement, nothing is written: a longer run may measure.
+
     Raises:
         OSError: The file cannot be written.
     """
-    if file is None:
+    if file is None or trials[0].step_s is None:
         return
     chosen = trials[0].choice
     measured = {str(t.choice): t.step_s and 1000 * t.step_s for t in trials}

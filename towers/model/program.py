@@ -45,7 +45,7 @@ _MOST_KEPT = 8
 class Program:
     """The state of one model in training: its builder, and how that was chosen.
 
-    With variable_update="auto", the first call of training chooses (`first_call.py`).
+    With variable_update="auto", the first calls of training choose (`first_calls.py`).
     On GPUs it also chooses whether XLA compiles the towers, unless `compile` was told.
     After the model has been compiled again, the next call chooses again.
 
@@ -102,7 +102,7 @@ class Program:
             Whether it was compiled or moved.
         """
         self.builder.mark_copies_stale()
-        if not self.differs(self._seen):
+        if not self.has_changed:
             return False
         self._seen = self.state()
         self.builder.reset_traces()
@@ -113,6 +113,11 @@ class Program:
         # Step count, learning rate and metrics were created in the user's device scope.
         variables.move(self.model, self.builder.plan.home_of)
         return True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the model was compiled or moved since it was reset or trained."""
+        return self.differs(self._seen)
 
     def expect_change(self) -> None:
         """Makes the next `reset_if_changed` reset."""
@@ -242,12 +247,17 @@ class Program:
         self.create_first(first)
 
     def _install(self, choice):
-        before = self.builder.context
-        self.builder = self._make_builder(choice)
-        self.choice = choice
-        self.builder.xla = choice.xla or self.xla
-        self.builder.context.callbacks_may_write = before.callbacks_may_write
-        self.builder.context.usual_rows = before.usual_rows
+        builder = self._make_builder(choice)
+        builder.xla = choice.xla or self.xla
+        builder.context.usual_rows = self.builder.context.usual_rows
+        self.use(choice, builder)
+
+    def use(self, choice: Choice, builder: Builder) -> None:
+        """Continues with a builder, whose copies follow the model's variables."""
+        may_write = self.builder.context.callbacks_may_write
+        self.choice, self.builder = choice, builder
+        builder.context.callbacks_may_write = may_write
+        builder.mark_copies_stale()
 
     def change_layout(
         self, layout: Layout, functions: dict[str, Any]
@@ -269,12 +279,10 @@ class Program:
         for copy in _copies(now.builder):
             empty(copy)
         if kept is not None and not _differ(kept.places, now.places):
-            watched = self.builder.context.callbacks_may_write
-            self.layout, self.builder, self.choice = layout, kept.builder, kept.choice
-            self.builder.context.callbacks_may_write = watched
+            self.layout = layout
+            self.use(kept.choice, kept.builder)
             for copy in _copies(self.builder):
                 give_room(copy)
-            self.builder.mark_copies_stale()
             functions = kept.functions
         else:
             functions = {}

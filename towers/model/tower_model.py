@@ -23,7 +23,7 @@ from towers.hosts.group import HostsDifferError
 from towers.keras_adapter import runtime
 from towers.keras_adapter.datasets import free_aside
 from towers.model import fit_call
-from towers.model.first_call import FirstCall
+from towers.model.first_calls import FirstCall, Race
 from towers.model.fit_call import FitCall, given
 from towers.model.program import Program
 from towers.program import python_calls
@@ -57,12 +57,18 @@ class TowerModel(wrapt.CallableObjectProxy):
         super().__init__(program.model)
         self._self_program = program
         self._self_call: FitCall | None = None
+        self._self_race: Race | None = None
         self._reset_if_changed()
 
     @property
     def builder(self) -> Builder:
         """The current builder, which knows towers and home; "auto" may replace it."""
         return self._self_program.builder
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether calls of training still choose how the variables are updated."""
+        return self._self_race is not None or not self._self_program.chosen
 
     def resize(
         self,
@@ -101,6 +107,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._reset_if_changed()
         if layout == program.layout:
             return
+        self._end_race()
         change = functools.partial(program.change_layout, layout)
         before = _swap_functions(self, change)
         for name in _FUNCTIONS:
@@ -134,6 +141,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         self._self_program.expect_change()
 
     def _reset_if_changed(self):
+        self._pause_race()
         if self._self_program.reset_if_changed():
             _swap_functions(self, lambda before: {})
             if self._self_call is not None:
@@ -150,6 +158,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         elif call is not None and call.skipped_for is not None:
             self.train_function, call.skipped_for = call.skipped_for, None
         elif force or self.train_function is None:
+            self._end_race()
             if self._self_program.needs_first_call:
                 self.train_function = self._first_call
             else:
@@ -159,9 +168,48 @@ class TowerModel(wrapt.CallableObjectProxy):
         program, call = self._self_program, self._self_call
         # The number of calls is unknown in a user's own loop.
         calls_left = (lambda: 0) if call is None else call.train_calls
+        before = program.state()
         first = FirstCall(program, iterator, self._train_function, calls_left)
-        self.train_function, logs = first.run()
+        self.train_function, self._self_race, logs = first.run()
+        if program.differs(before):
+            # Functions made before read the variables where they were.
+            self.test_function = self.predict_function = None
+        if self._self_race is not None:
+            self.train_function = self._call_in_race
+            self._end_race_if_over()
         return logs
+
+    def _call_in_race(self, iterator):
+        logs = self._self_race.train(iterator)
+        self._end_race_if_over()
+        return logs
+
+    def _pause_race(self):
+        """Continues with the best way so far until the next call, if ways race."""
+        race = self._self_race
+        if race is None:
+            return
+        if self._self_program.has_changed:
+            # The next call of training begins another race.
+            self._self_race = None
+            race.abandon()
+            return
+        race.pause()
+        if race.moves:
+            self.test_function = self.predict_function = None
+
+    def _end_race_if_over(self):
+        if self._self_race.over:
+            self._end_race()
+
+    def _end_race(self):
+        """Continues with the best way to update variables so far, if ways race."""
+        race, self._self_race = self._self_race, None
+        if race is not None:
+            self.train_function = race.end()
+            if race.changed or race.moves:
+                # Functions that another builder has made would keep it alive.
+                self.test_function = self.predict_function = None
 
     def _train_function(self, builder):
         """Makes a builder's train function; it explains steps that the guard stops."""
@@ -249,6 +297,7 @@ class TowerModel(wrapt.CallableObjectProxy):
             self._self_call = before
             if call.skips is not None:
                 self.train_function = call.skipped_for
+            self._pause_race()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the model; see `keras.Model.evaluate`."""
@@ -264,6 +313,8 @@ class TowerModel(wrapt.CallableObjectProxy):
         """Resets metrics as an epoch begins; see `keras.Model`."""
         # Scalars that callbacks have created, such as Keras's own TensorBoard.
         runtime.forget_scalars()
+        if self._self_race is not None:
+            self._self_race.interrupt()
         self.builder.mark_copies_stale()
         self.__wrapped__.reset_metrics()
 
@@ -328,7 +379,7 @@ def _called_on_the_host(function, plan):
     on_gpus = any(map(is_gpu, [plan.home, *plan.all_devices]))
     # A second pass of TensorFlow's optimizer computes a few more shapes ahead. A host
     # with GPUs would otherwise wait for these; on CPUs, nothing waits.
-    optimizing = contextlib.nullcontext if on_gpus else runtime.optimizing_graphs_once
+    optimizing = contextlib.nullcontext if on_gpus else runtime.optimizing_for_cpus
 
     def call(data):
         if isinstance(data, tf.data.Iterator):

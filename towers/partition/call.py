@@ -462,10 +462,11 @@ class PartitionedCall:
             value = self._copies[self._copy_of(k)].get(key(tensor))
             value = self._home[key(tensor)] if value is None else value
             # On a GPU, a loop runs on the device of this copy. Without the copy,
-            # TensorFlow keeps the values of the loop on the default device.
-            home = self._plan.home
-            is_local = self._plan.towers[k].devices[stage] == home and not is_gpu(home)
-            sent[key(tensor)] = value if is_local else packing.copy(value)
+            # TensorFlow keeps the values of the loop on the default device. To a CPU,
+            # TensorFlow sends what its operations take.
+            on_gpu = is_gpu(self._plan.towers[k].devices[stage])
+            on_gpu = on_gpu or is_gpu(self._plan.home)
+            sent[key(tensor)] = packing.copy(value) if on_gpu else value
         return sent[key(tensor)]
 
     def _rows_of_tower(self, k, value, blocks):

@@ -409,8 +409,9 @@ class _Part:
         if tensor.op.name in self._members and not is_total:
             return tensor.name
         if tensor.op.type == "Const":
-            self._constants[tensor.op.name] = tensor.op
-            return tensor.name
+            # Equal constants are one, as TensorFlow would find out for each tower.
+            value = tensor.op.node_def.attr["value"].SerializeToString()
+            return self._constants.setdefault(value, tensor.op).outputs[0].name
         cache_key = key(tensor), is_total
         if cache_key not in self._names:
             self._names[cache_key] = feed = f"{_FEED}{len(self._names)}:0"

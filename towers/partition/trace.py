@@ -232,13 +232,14 @@ class Trace:
         """Yields each input tensor of the batch with its value in the given data.
 
         Args:
-            data: A batch, or a tower's part of one.
+            data: A batch, or a tower's part of one. A value of another type than in the
+                trace, as batches are sent, is cast on the device that has it.
         """
         inputs = tf.nest.flatten([self.batch], expand_composites=True)
         values = tf.nest.flatten([data], expand_composites=True)
         for tensor, value in zip(inputs, values, strict=True):
             if tensor is not None:
-                yield tensor, value
+                yield tensor, _as_traced(value, tensor.dtype)
 
     def packed(self, values: Sequence[tf.Tensor | None]) -> Any:
         """Packs values in the structure of the function's results.
@@ -740,6 +741,17 @@ def _seed(fraction, target, kind, given):
     if given is None:
         return tf.broadcast_to(fraction, tf.shape(target))
     return fraction * given
+
+
+def _as_traced(value, dtype):
+    if value.dtype == dtype:
+        return value
+    if tf.executing_eagerly():
+        scope = tf.device(value.device)
+    else:
+        scope = tf.compat.v1.get_default_graph().colocate_with(value)
+    with scope:
+        return tf.cast(value, dtype)
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

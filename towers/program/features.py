@@ -32,12 +32,15 @@ FEATURES = {
     "numerics.failed_stage": "a stage that has failed",
     "numerics.last_batch": "several stages: batches that are kept, in case one fails",
     "numerics.not_finite": "check_numerics, once a step is not finite",
+    "program.quiet_xla": "a second start with XLA",
     "stages.measure": "stages that are divided by the time of their layers",
     "stages.phases": "recompute, without stages",
     "stages.staged": "several stages",
     "stages.table": "several stages: what is said of them",
+    "tower.kept": "--cache=devices",
     "train.outputs.mistakes": "the mistakes of a model that chooses a class",
     "train.parts.auto_count": "--num_gpus=auto",
+    "train.parts.keeping": "--cache=devices, once examples are at hand",
     "train.parts.fine_tune": "--init_weights, --freeze",
 }
 """Modules of towers, each with the option or the code that uses it."""

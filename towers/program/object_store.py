@@ -15,6 +15,7 @@ import re
 from typing import IO, Any
 
 from towers.program.extras import install_command
+from towers.program.user_folders import cache_folder
 
 # The extra [cloud] brings the packages of these.
 _SCHEMES = "s3, gs, az, abfs or https"
@@ -48,8 +49,7 @@ def working_folder(path: str) -> str:
             f"Received {path}; expected an address without empty parts, . and .., such "
             f"as {name}://bucket/run."
         )
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(os.path.abspath(cache), "towers", name, *parts)
+    return cache_folder(name, *parts)
 
 
 def file_system(path: str) -> Any:

@@ -7,9 +7,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
+# Lines as TensorFlow loads a kept result of XLA: it reads the file as text first, and
+# takes two wishes of the compiler for abilities of a CPU.
+LOADING = (
+    r"text_format\.cc:[0-9]+\] Error parsing text-format tensorflow\.XlaSerialized"
+    r"|Target machine feature \+prefer-no-(scatter|gather) is not"
+)
 # A line of an error, of a check that XLA drops, of a node's attribute that is ignored,
 # or one that names a node.
 _TWICE = re.compile(
+    LOADING.encode() + b"|"
     rb"local_rendezvous\.cc:\d+\] |op_kernel\.cc:\d+\] (OP_REQUIRES failed|[A-Z_]+: )"
     rb"|assert_op\.cc:\d+\] Ignoring Assert operator"
     rb"|Unknown attributes will be ignored|^\s+\[\[\{?\{?[A-Za-z]"

@@ -37,6 +37,8 @@ _VERBOSITY = re.compile(r"--?v(?:erbosity)?(?:=(.*))?")
 _NO_GPU = r"cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
 # TensorFlow 2.19 and 2.20 register plugins twice, and log that as an error.
 _REGISTERED = r"Unable to register cu(FFT|DNN|BLAS) factory|placer already registered"
+# Whether `begin` has lines dropped until the program ends.
+_sifts = False
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 # In Keras's progress bar, only the color shows the remaining part.
 _TO_COME = re.compile(r"\x1b\[37m(━*)\x1b\[0m")
@@ -105,7 +107,8 @@ def begin(
     # Prints a traceback on a crash.
     faulthandler.enable(sys.__stderr__)
     prepare_gpus()
-    _import_tensorflow(program)
+    may_compile = getattr(flags_read, "enable_xla", "false") != "false"
+    _import_tensorflow(program, may_compile)
     return flags_read
 
 
@@ -120,15 +123,20 @@ def _address_space_notes() -> list[str]:
     ]
 
 
-def _import_tensorflow(program: str) -> None:
+def _import_tensorflow(program: str, may_compile: bool) -> None:
     try:
         with (
             quiet(),
             progress.Progress("Importing TensorFlow", silent_s=progress.EARLY_S),
+            contextlib.ExitStack() as contexts,
         ):
             keras_settings.override()
             import tensorflow as tf
 
+            if may_compile:
+                from towers.program import compilation_cache
+
+                contexts.enter_context(compilation_cache.begun())
             tf.config.list_physical_devices()
     except ImportError as error:
         # TensorFlow's error adds the traceback to the reason.
@@ -212,6 +220,16 @@ def quiet_gpus() -> contextlib.AbstractContextManager[None]:
     return _sifted(_without(_NO_GPU))
 
 
+def quiet_loading() -> contextlib.AbstractContextManager[None]:
+    """Hides TensorFlow's log lines as it loads kept results of XLA, in Python.
+
+    In programs, they are dropped until the end.
+    """
+    if os.environ.get(_LEVEL) == "0" or _sifts:
+        return contextlib.nullcontext()
+    return _sifted(_without(sieve.LOADING))
+
+
 def quiet() -> contextlib.AbstractContextManager[None]:
     """Hides TensorFlow's log lines below TF_CPP_MIN_LOG_LEVEL, if that is above 0.
 
@@ -233,6 +251,8 @@ def _sift_from_now_on() -> None:
     if os.environ.get(_LEVEL, "0") == "0" or sys.stderr is not sys.__stderr__:
         return
     own = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    global _sifts
+    _sifts = True
     sifted = _sifted([sys.executable, "-I", "-S", sieve.__file__])
     sifted.__enter__()
     forks.at_exit(sifted.__exit__, None, None, None)

@@ -53,15 +53,18 @@ def train(settings: Scaling, tell: Callable[..., None]) -> None:
         note=job.devices.note,
     )
     watch = callbacks.make_watch(job, warmup_steps=_WARM_UP)
-    job.parallel.fit(
-        job.data.training,
-        epochs=sys.maxsize,
-        steps_per_epoch=job.data.steps_per_epoch(),
-        callbacks=[*watch.callbacks, _Stop(settings.seconds, watch)],
-        verbose=0,
-        shuffle=False,  # the pipeline has shuffled already
-        class_weight=job.class_weight,
-    )
+    measuring = [*watch.callbacks, _Stop(settings.seconds, watch)]
+    # Ways to update the variables take turns at first, which is not measured.
+    for added in ([_StopOnceChosen()], measuring):
+        job.parallel.fit(
+            job.data.training,
+            epochs=sys.maxsize,
+            steps_per_epoch=job.data.steps_per_epoch(),
+            callbacks=added,
+            verbose=0,
+            shuffle=False,  # the pipeline has shuffled already
+            class_weight=job.class_weight,
+        )
     split = watch.starvation.split
     if watch.throughput.examples_per_sec is None or not (split and split.parts_ms):
         raise ValueError(
@@ -83,6 +86,15 @@ def _gradient_bytes(model):
     """The bytes that hosts would add: each gradient in the type of its variable."""
     values = [variable.value for variable in model.trainable_variables]
     return sum(value.shape.num_elements() * value.dtype.size for value in values)
+
+
+class _StopOnceChosen(keras.callbacks.Callback):
+    """Ends training once the way to update the variables is chosen."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Ends training after the step that has chosen."""
+        if not self.model.is_choosing:
+            self.model.stop_training = True
 
 
 class _Stop(keras.callbacks.Callback):

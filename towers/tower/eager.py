@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.collectives import batch
 from towers.keras_adapter.layers import layers_of
 from towers.keras_adapter.models import (
     compiled_loss,
@@ -173,7 +174,8 @@ def from_symbols(
     if preprocess is None:
         _build(model, data)
         return
-    data = keras.utils.unpack_x_y_sample_weight(data)
+    data = batch.specs(keras.utils.unpack_x_y_sample_weight(data))
+    data = preprocess.widened(data)
     x, y, weight = preprocess.spec(data, training=True)
     # Metrics take the original y, the loss the preprocessed one.
     with compiled_loss_as_built(model):

@@ -4,6 +4,7 @@ Batches are sent as they are stored, such as in 8 bits, and each tower converts 
 local batch. The model and its saved files do not include the preprocessing.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,59 @@ from towers.tower.errors import ModelError
 Function = Callable[[Any, Any, bool], tuple[Any, Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class OfSmallTypes:
+    """A preprocessing of batches that are sent in smaller types than it takes.
+
+    The model's metrics, too, see the types below.
+
+    Attributes:
+        function: The preprocessing.
+        dtypes: The types of x, y and sample_weight: a nest like each of them, in which
+            `None` stands for the type that a tensor has.
+        kept: `KeptExamples` that stay on the devices, if any. A batch may then have
+            the numbers of their rows.
+    """
+
+    function: Function
+    dtypes: tuple[Any, Any, Any]
+    kept: Any = None
+
+    def __call__(self, x: Any, y: Any, training: bool) -> tuple[Any, Any]:
+        """Preprocesses x and y, in the types that they have or in smaller ones."""
+        return self.function(*self.widened((x, y)), training)
+
+    def widened(self, data: Any) -> Any:
+        """Returns a batch in the larger types.
+
+        Args:
+            data: x, (x, y) or (x, y, sample_weight), as tensors or `tf.TypeSpec`s;
+                `None` entries stay. Of row numbers, all of the examples is returned.
+        """
+        if self.looks_up(data):
+            is_spec = isinstance(tf.nest.flatten(data)[0], tf.TypeSpec)
+            data = self.kept.specs() if is_spec else self.kept.rows(data)
+        if not isinstance(data, tuple):
+            return self.widened((data,))[0]
+        pairs = zip(data, self.dtypes, strict=False)
+        return tuple(
+            part if part is None else tf.nest.map_structure(_cast, part, dtypes)
+            for part, dtypes in pairs
+        )
+
+    def looks_up(self, data: Any) -> bool:
+        """Tells whether a batch has the numbers of rows of examples that are kept."""
+        return self.kept is not None and self.kept.are_numbers(data)
+
+
+def _cast(tensor, dtype):
+    if dtype is None:
+        return tensor
+    if isinstance(tensor, tf.TypeSpec):
+        return tf.TensorSpec(tensor.shape, dtype)
+    return tf.cast(tensor, dtype)
+
+
 class Preprocess:
     """A user's function `preprocess(x, y, training)`, with checks.
 
@@ -29,7 +83,7 @@ class Preprocess:
     def __init__(self, function: Function):
         self._function = function
         self._traced = tf.function(
-            lambda x, y, training: self((x, y, None), training)[:2], autograph=False
+            lambda *data, training: self(data, training), autograph=False
         )
 
     def __repr__(self) -> str:
@@ -43,14 +97,14 @@ class Preprocess:
             training: Whether the examples are for training.
 
         Returns:
-            The batch with the new x and y.
+            The batch with the new x and y; see `widened` for sample_weight.
 
         Raises:
             ModelError: The function breaks a rule above. If only the running graph
                 knows the number of rows, it raises a `tf.errors.InvalidArgumentError`
                 instead.
         """
-        x, y, sample_weight = local_batch
+        x, y, sample_weight = self.widened(local_batch)
         rows = batch.batch_size(x)
         try:
             returned = self._function(x, y, training)
@@ -72,15 +126,30 @@ class Preprocess:
         _check_rows(rows, returned)
         return *returned, sample_weight
 
+    def widened(self, data: Any) -> Any:
+        """Returns a batch in the types that the function takes; see `OfSmallTypes`."""
+        is_small = isinstance(self._function, OfSmallTypes)
+        return self._function.widened(data) if is_small else data
+
+    def looked_up(self, data: Any, device: str) -> Any | None:
+        """Returns the examples of a batch of row numbers, from those on a device.
+
+        Returns `None` for another batch, which has its examples; see `KeptExamples`.
+        """
+        function = self._function
+        if not (isinstance(function, OfSmallTypes) and function.looks_up(data)):
+            return None
+        return function.kept.rows(data, device)
+
     def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
         """Returns the specs of a batch after preprocessing.
 
         `data` is (x, y, sample_weight), as tensors, arrays or `tf.TypeSpec`s.
         """
-        x, y, sample_weight = data
+        specs = self.widened(batch.specs(data))
         with tf.device(None):
-            traced = self._traced.get_concrete_function(*batch.specs((x, y)), training)
-        return *traced.structured_outputs, sample_weight
+            traced = self._traced.get_concrete_function(*specs, training=training)
+        return traced.structured_outputs
 
 
 class OnEachTower(keras.layers.Layer):

@@ -45,6 +45,7 @@ def check(settings: Settings) -> Settings:
     _check_run(settings)
     tower_flags.check(settings)
     _check_cache(settings)
+    _check_keeping(settings)
     _ = settings.max_bad_records, settings.mixes, settings.save_steps
     _ = settings.stall_action, settings.eval_split, settings.monitored_log
     check_data(settings)
@@ -62,6 +63,7 @@ def check(settings: Settings) -> Settings:
     read_randaugment(settings.randaugment)
     read_profile_steps(settings)
     check_data_service(settings.data_service)
+    _check_decoding(settings)
     _check_line_breaks(settings)
     return settings
 
@@ -236,12 +238,52 @@ def _check_run(settings: Settings) -> None:
 
 def _check_cache(settings: Settings) -> None:
     """Checks where examples are kept."""
-    kept = settings.cache_kind in ("memory", "disk") or settings.cache_dir is not None
+    kept = settings.cache_kind not in ("auto", "none") or settings.cache_dir is not None
     if settings.data_service and kept:
         raise ValueError(
             f"Received {settings.as_flag('cache')} with --data_service, whose workers "
             "read the files themselves; expected one of the two."
         )
+
+
+def _check_keeping(settings: Settings) -> None:
+    """Checks that examples are the same in each epoch, if they stay on the devices."""
+    if not settings.keeps_on_devices:
+        return
+    changing = ("randaugment", "group_by_length", "class_weight")
+    given = [name for name in changing if getattr(settings, name)]
+    given += ["recipe"] if settings.recipe != "none" else []
+    given += ["stages"] if settings.stages > 1 else []
+    given += ["variable_update"] if settings.asynchronous else []
+    if given:
+        raise ValueError(
+            f"Received --cache=devices with {settings.as_flag(given[0])}; expected "
+            "only one of them: examples on the devices are the same in each epoch, and "
+            "their towers wait for one another."
+        )
+
+
+def _check_decoding(settings: Settings) -> None:
+    """Checks that training leaves the GPU to a decoder, if it is to decode."""
+    if settings.decode_on == "cpu":
+        return
+    for name, refused, why in (
+        ("task", settings.task == "segmentation", "whose masks are cut on the CPU"),
+        (
+            *("deterministic", settings.deterministic),
+            "and it is not known whether GPUs decode the same bits in every run",
+        ),
+        (
+            *("gpu_memory", settings.allow_growth is False),
+            "which leaves no memory to decode in",
+        ),
+    ):
+        if refused:
+            raise ValueError(
+                f"Received --decode_on=gpu with {settings.as_flag(name)}, {why}; "
+                "expected one of the two."
+            )
+    data_flags.check_decoding(settings)
 
 
 def _check_grouping(settings: Settings) -> None:

@@ -238,8 +238,9 @@ def assemble(settings: Settings) -> Job:
     with Progress(f"Preparing {what}"):
         data = opened.prepare([] if settings.clean else quarantine.read(known))
     alike.check(this_host(), {"the data set": _described(setup.facts, data)})
+    kept = feature("tower.kept").KeptExamples() if settings.keeps_on_devices else None
     parallel = model_parts.build_towers(
-        setup, model, found, data.examples, model_dir=model_dir
+        setup, model, found, data.examples, model_dir=model_dir, kept=kept
     )
     # Before a checkpoint: loss and metrics are made of the model as it is now.
     logits = model_parts.returns_logits(model, setup)
@@ -258,7 +259,7 @@ def assemble(settings: Settings) -> Job:
     job = _with_batch_per_tower(job)
     job = dataclasses.replace(job, hosts=_of_all_hosts(job))
     if not (settings.eval_only or job.is_finished):
-        job = _ready_to_train(job)
+        job = _ready_to_train(job, kept)
     # Built now: whatever that finds wrong is the user's input, too.
     _ = job.data.training, job.data.evaluation
     return job
@@ -277,11 +278,14 @@ def _with_batch_per_tower(job):
     return job
 
 
-def _ready_to_train(job):
-    """Reads what only training needs."""
+def _ready_to_train(job, kept):
+    """Reads what only training needs; `kept` gets what stays on the devices."""
     data = job.data.keep_at_hand()
     weights = training.class_weight(job.setup, data)
     said = [] if weights is None else [training.class_weight_text(job.setup, weights)]
+    if kept is not None:
+        data, line = feature("train.parts.keeping").keep(data, job.devices, kept)
+        said.append(line)
     return dataclasses.replace(
         job, data=data, class_weight=weights, notes=[*job.notes, *said]
     )

@@ -18,7 +18,12 @@ from towers.input_pipeline.choices import (
     RECIPES,
     SCALES,
 )
-from towers.input_pipeline.data_flags import BadRecordsFlag, CacheFlag, DataFlags
+from towers.input_pipeline.data_flags import (
+    BadRecordsFlag,
+    CacheFlag,
+    DataFlags,
+    DecodeFlag,
+)
 from towers.input_pipeline.local_store.store_flags import StoreFlags
 from towers.models import spec
 from towers.program import object_store
@@ -76,7 +81,7 @@ _MODEL_OPTIONS |= {"dropout": float, "sparsity": float}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DataFlags, BadRecordsFlag, CacheFlag, StoreFlags):
+class Settings(DataFlags, BadRecordsFlag, CacheFlag, DecodeFlag, StoreFlags):
     """The flags of towers.train, each with all that is known of it.
 
     Without a `dataset`, the model's file has the data; `checks.check` names the default
@@ -1039,6 +1044,11 @@ class Settings(DataFlags, BadRecordsFlag, CacheFlag, StoreFlags):
         names = [name for name in NAMES if name not in OF_A_HOST]
         given = {f"--{name}": getattr(self, name) for name in names}
         return given | {"--cache": self.cache_kind}
+
+    @property
+    def keeps_on_devices(self) -> bool:
+        """Tells whether training examples stay on the towers' devices."""
+        return self.cache_kind == "devices"
 
     def as_flag(self, name: str) -> str:
         """Returns a flag as it is given, such as "--model=cnn".

@@ -16,6 +16,8 @@ def run(job: Job, clock: Clock) -> None:
         leave_threads()
     placed = configure(job)
     data = works.dataset(job.work, job.towers)
+    if contender.name == "towers" and works.WORKS[job.work].sent == "numbers":
+        data = data.map(lambda numbers, _: (numbers,))  # labels stay, too
     clock.memory_mb = tensorflow_memory_mb
     clock.start()
     if contender.name == "mirrored":
@@ -24,7 +26,7 @@ def run(job: Job, clock: Clock) -> None:
         one_device = contender.name == "one_device"
         scope = tf.device(placed.towers[0] if one_device else placed.home)
     with scope:
-        model = _on_devices(works.build(job.work), job, placed)
+        model = _on_devices(job, placed)
         if not own_step:
             model.compile(
                 works.optimizer(job.work),
@@ -36,15 +38,17 @@ def run(job: Job, clock: Clock) -> None:
     fit(model, data, clock)
 
 
-def _on_devices(model, job, placed):
-    """Returns what trains on the contender's devices."""
+def _on_devices(job, placed):
+    """Builds what trains on the contender's devices."""
     from towers import multi_gpu_model
     from towers.model.options import UPDATES
 
     contender = job.parsed
     if contender.name == "towers":
+        model = works.build_network(job.work)
         options = dict(contender.options)
-        options.pop("jit_compile", None)
+        for name in ("jit_compile", "inter_op"):
+            options.pop(name, None)
         # What `--variable_update` says by default.
         way = UPDATES[contender.way or "auto"]
         own = [field.name for field in dataclasses.fields(way)]
@@ -56,8 +60,10 @@ def _on_devices(model, job, placed):
             placed.towers,
             variable_update=way(**of_way),
             shard_embeddings=contender.tables,
+            preprocess=works.preprocess(job.work, job.towers),
             **options,
         )
+    model = works.build(job.work, job.towers)
     if contender.name == "pipeline":
         return multi_gpu_model(
             model,
@@ -76,8 +82,13 @@ def fit(model, data, clock: Clock) -> None:
     import keras
 
     class Turns(keras.callbacks.Callback):
+        first = True
+
         def on_train_batch_end(self, batch, logs=None):
-            clock.call_ended()
+            # While ways to update variables race, calls belong to the warm-up.
+            if self.first or not getattr(model, "is_choosing", False):
+                self.first = False
+                clock.call_ended()
 
     model.fit(data, steps_per_epoch=sys.maxsize, verbose=0, callbacks=[Turns()])
 

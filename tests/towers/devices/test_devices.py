@@ -16,7 +16,7 @@ from tensorflow.python.eager import context
 from tests import warm
 from tests.made_up_nvml import NOT_SUPPORTED, Nvml, memory
 from towers import devices
-from towers.devices import configuration, listing
+from towers.devices import listing
 from towers.hosts import group
 from towers.hosts.group import Membership
 from towers.machine import limits, nvml
@@ -622,17 +622,6 @@ def test_a_machine_that_does_not_tell_its_cpu(environ):
     environ.setattr(listing.platform, "processor", lambda: "")
     environ.setattr(listing.platform, "machine", lambda: "riscv64")
     assert listing._cpu_model() == "riscv64"
-
-
-@pytest.mark.parametrize(
-    ("found", "asked", "expected"), [(3, "7", 3), (0, "7", 7), (0, "x", 6), (0, "", 6)]
-)
-def test_operations_at_once(environ, found, asked, expected):
-    have_cpus(environ, 6)
-    threading_of = tf.config.threading
-    environ.setattr(threading_of, "get_inter_op_parallelism_threads", lambda: found)
-    environ.setenv("TF_NUM_INTEROP_THREADS", asked)
-    assert configuration.inter_op() == expected
 
 
 def test_table_of_gpus(machine, environ):

@@ -20,6 +20,7 @@ from towers.elastic import requests
 from towers.elastic.generations import Generation, Generations
 from towers.elastic.requests import Inbox, Request, RunError
 from towers.elastic.resize import Asked
+from towers.model import auto
 from towers.resize import __main__ as program
 from towers.resize import arguments
 
@@ -257,10 +258,10 @@ def test_the_program_says_what_the_run_answers(locked, capsys, monkeypatch):
     assert program.main(["", str(locked), "--num_gpus=2"]) == 130
 
 
-def model_and_data():
+def model_and_data(**options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-    parallel = towers.multi_gpu_model(model, gpus=2)
+    parallel = towers.multi_gpu_model(model, gpus=2, **options)
     parallel.compile("sgd", "mse")
     return parallel, np.ones([40, 4]), np.ones([40, 2])
 
@@ -318,6 +319,26 @@ def test_the_callback(tmp_path, capsys):
     assert resize.marks()[1] == line
     assert not resize.marks()
     assert resize.measured() == {"towers": 1}
+
+
+def test_a_request_for_the_towers_of_a_race_changes_nothing(tmp_path, monkeypatch):
+    """The candidate makes calls of its own from the fourth on."""
+    for name, value in {"_ROUND_S": 0.0, "BUDGET_S": 1e9, "OF_SHORT_RUN": 1e9}.items():
+        monkeypatch.setattr(auto, name, value)
+    monkeypatch.setattr(auto, "_ROUNDS", 1)
+    parallel, x, y = model_and_data(variable_update="auto")
+    asks, choosing = Asks(tmp_path, {3: {"num_gpus": 2}}), []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            choosing.append((self.model.is_choosing, self.model.builder.name))
+
+    resize = towers.callbacks.Resize(tmp_path, clock=asks.clock)
+    callbacks = [resize, asks, Notes()]
+    parallel.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    assert choosing[3] == (True, "replicated")
+    assert "has these towers already" in answers(tmp_path)["done"]
+    assert len(resize.generations.every) == 1
 
 
 def test_a_script_can_be_asked(tmp_path):

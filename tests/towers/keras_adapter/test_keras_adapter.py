@@ -6,6 +6,7 @@ modules rely on it. `docs/reference/versions.md` says what to do then.
 
 import ast
 import functools
+import gc
 import io
 import multiprocessing.util
 import random
@@ -25,6 +26,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.framework import config as tf_config
 from tensorflow.python.ops import script_ops
 
@@ -414,6 +416,75 @@ def _():
     assert model.built and model.optimizer.built
     assert models.compiled_loss(model).built
     assert [v.path for v in model.metrics_variables if "absolute" in v.path]
+
+
+class _Counted(keras.layers.Layer):
+    """It counts its calls."""
+
+    calls = 0
+
+    def call(self, inputs):
+        self.calls += 1
+        return inputs
+
+
+def _noting_outputs(seen, original, model, x, y, y_pred, *args, **kwargs):
+    seen.append(y_pred)
+    return original(model, x, y, y_pred, *args, **kwargs)
+
+
+@contract(
+    "keras.src.models.functional.Functional",
+    "symbolic_build",
+    "has outputs as `call` returns them, so that metrics are built without a call",
+)
+def _():
+    x = keras.Input([2])
+    counted = _Counted()
+    wide = keras.layers.Dense(3, name="wide")(counted(x))
+    thin = keras.layers.Dense(1, name="thin")(wide)
+    for outputs in (wide, [wide], [wide, thin], {"wide": wide, "thin": thin}):
+        model, by_keras = keras.Model(x, outputs), keras.Model(x, outputs)
+        y = keras.tree.map_structure(
+            lambda output: keras.KerasTensor([4, *output.shape[1:]]), model.output
+        )
+        losses = keras.tree.map_structure(lambda _: "mse", y)
+        for either in (model, by_keras):
+            auc = keras.tree.map_structure(lambda _: [keras.metrics.AUC()], y)
+            # Keras 3.10 takes no list in a list for one output.
+            auc = auc[0] if outputs == [wide] else auc
+            either.compile("adam", losses, metrics=auc)
+        data = keras.KerasTensor([4, 2]), y, None
+        seen, counted.calls = [], 0
+        with patched(models.COMPUTE_LOSS, functools.partial(_noting_outputs, seen)):
+            models.symbolic_build(model, data)
+            assert counted.calls == 0
+            by_keras._symbolic_build(data_batch=data)
+            assert counted.calls == 1
+        of_model, of_keras = seen[0], seen[-1]
+        keras.tree.assert_same_structure(of_model, of_keras)
+        built, expected = (
+            [(v.shape, v.dtype) for v in (*m.metrics_variables, *m.optimizer.variables)]
+            for m in (model, by_keras)
+        )
+        assert built == expected and models.compiled_loss(model).built
+
+
+@contract(
+    "keras.src.models.functional.Functional",
+    "symbolic_build",
+    "is called for outputs of a shape that it was not made for",
+)
+def _():
+    counted = _Counted()
+    layers_ = [keras.Input([None, 2]), counted, keras.layers.Flatten()]
+    model = keras.Sequential(layers_)
+    model.compile("sgd", "mse", metrics=[keras.metrics.AUC(multi_label=True)])
+    counted.calls = 0
+    data = keras.KerasTensor([4, 3, 2]), keras.KerasTensor([4, 6]), None
+    models.symbolic_build(model, data)
+    assert counted.calls == 1
+    assert (200, 6) in [tuple(v.shape) for v in model.metrics_variables]
 
 
 class _Packed(keras.layers.Layer):
@@ -998,6 +1069,41 @@ def _():
     "is a function that TensorFlow knows, for as long as the last of them is there",
 )
 @contract(
+    "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction",
+    "traced",
+    "calls a function by the name that it is given, with structure and captures",
+)
+@contract("_garbage_collector", "traced", "lets another function have a traced graph")
+def _():
+    state = tf.Variable(2.0)
+
+    def function(values):
+        state.assign_add(1.0)
+        first = 0, values[0]
+        loop = tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, 2 * x), first)
+        return {"looped": loop[1] + tf.stop_gradient(state), "given": values[1]}
+
+    specs, values = [tf.TensorSpec([2]), tf.TensorSpec([])], [[1.0, 2.0], 5.0]
+    given, names = [tf.constant(value) for value in values], []
+    for _ in range(2):
+        state.assign(2.0)
+        made = graphs.traced(function, specs, xla=True)
+        # It changes the numbers that TensorFlow gives to functions.
+        tf.function(lambda x: x)(1.0)
+        gc.collect()
+        results = made(given), tf.function(made)(given)
+        assert results[0]["looped"].numpy().tolist() == [11.0, 19.0]
+        assert results[1]["looped"].numpy().tolist() == [12.0, 20.0]
+        assert [result["given"].numpy() for result in results] == [5.0, 5.0]
+        names.append(made.name)
+        del made
+    assert names[0] == names[1] and "towers_compiled_" in str(names[0])
+    other = graphs.traced(lambda x: 3 * x, tf.TensorSpec([2]), xla=True)
+    assert other.name not in names
+    assert other(given[0]).numpy().tolist() == [3.0, 6.0]
+
+
+@contract(
     "tensorflow.python.eager.polymorphic_function.atomic_function.partitioned_call_op",
     "PartFunction",
     "adds a call of a function to the graph being built",
@@ -1280,6 +1386,22 @@ def _():
 
 class _Number(float):
     """Unlike other numbers, it can be seen to be gone."""
+
+
+@contract(
+    "_physical_devices",
+    "has_devices",
+    "is there once TensorFlow has listed its devices, for which it reads its flags",
+)
+def _():
+    ask = "from towers.keras_adapter.runtime import *; import tensorflow as tf\n"
+    ask += (
+        "print(has_devices())\ntf.config.list_physical_devices()\nprint(has_devices())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["False", "True"]
 
 
 @contract(
@@ -1578,7 +1700,7 @@ def _():
 
 @contract(
     "tensorflow.python.eager.context",
-    "optimizing_graphs_once",
+    "optimizing_for_cpus",
     "has the options of calls, which functions called in a graph get, too",
 )
 def _():
@@ -1589,21 +1711,29 @@ def _():
         config = tf.compat.v1.ConfigProto.FromString(call.get_attr("config_proto"))
         return config.graph_options.rewrite_options
 
-    def passes():
-        return rewrites().meta_optimizer_iterations
+    def chosen():
+        of = rewrites()
+        parts = of.layout_optimizer, of.memory_optimization
+        return of.meta_optimizer_iterations, *parts
 
-    assert passes() == 0  # TensorFlow's default, which is two.
-    with runtime.optimizing_graphs_once():
-        assert passes() == 1
-    assert passes() == 0
+    usual = rewrites().DEFAULT, rewrites().DEFAULT_MEM_OPT
+    assert chosen() == (0, *usual)  # TensorFlow's default of passes is two.
+    with runtime.optimizing_for_cpus():
+        assert chosen() == (1, rewrites().OFF, rewrites().NO_MEM_OPT)
+    assert chosen() == (0, *usual)
     # An option that the user sets meanwhile stays set.
-    options = tf.config.optimizer.get_experimental_options()
+    known = context.context()._optimizer_experimental_options
+    before = {**known}
     try:
-        with runtime.optimizing_graphs_once():
-            tf.config.optimizer.set_experimental_options({"loop_optimization": False})
+        with runtime.optimizing_for_cpus():
+            wishes = {"loop_optimization": False, "layout_optimizer": True}
+            tf.config.optimizer.set_experimental_options(wishes)
         assert rewrites().loop_optimization == rewrites().OFF
+        with runtime.optimizing_for_cpus():
+            assert rewrites().layout_optimizer == rewrites().ON
     finally:
-        tf.config.optimizer.set_experimental_options(options)
+        known.clear()
+        tf.config.optimizer.set_experimental_options(before)
 
 
 @contract(

@@ -4,7 +4,10 @@ A sleep takes at least its time on any machine, however busy.
 """
 
 import itertools
+import json
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -198,6 +201,71 @@ def test_copying_beside_a_step_takes_no_time(copies):
     # The first batch alone is copied while nothing else is done.
     assert totals.copy_s < BATCHES * NAP_S / 2
     assert totals.compute_s > totals.copy_s
+
+
+@pytest.mark.parametrize(
+    ("builder", "steps", "prefetch"),
+    [
+        ("replicated", 1, 0),
+        slow("parameter_server", 1, 0),
+        slow("parameter_server", 1, 2),
+        slow("parameter_server", 4, 0),
+    ],
+)
+def test_waiting_for_a_thread_is_not_copying(builder, steps, prefetch):
+    """Two towers keep both threads, and time passes only while they compute."""
+    command = [sys.executable, "-m", "tests.towers.loop.two_threads", builder]
+    run = subprocess.run(
+        [*command, str(steps), str(prefetch)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert run.returncode == 0, run.stderr
+    totals, said = json.loads(run.stdout.splitlines()[-1])
+    # Each tower takes a second.
+    assert totals[:5] == [24, 0.0, 0.0, 2.0 * 24, 0.0]
+    assert said.startswith("whole run: compute-bound")
+
+
+def test_a_tower_on_a_cpu_begins_after_its_clock():
+    devices = ["/device:CPU:0", "/device:CPU:1"]
+    local, timed = _towers_begin(devices)
+    clocks = [[op for op in _before(each) if op.type == "Timestamp"] for each in local]
+    assert [[op.device for op in of_tower] for of_tower in clocks] == [
+        [device] for device in devices
+    ]
+    # Towers wait for no clock of others, and the time is that of the first.
+    assert timed.op.type == "Min"
+    assert {*itertools.chain(*clocks)} <= _before(timed)
+
+
+def test_a_tower_on_a_gpu_waits_for_no_clock():
+    """The host would have to wait for the GPU."""
+    local, timed = _towers_begin(["/device:GPU:0", "/device:CPU:0"])
+    assert [each.op.type for each in local] == ["Placeholder"] * 2
+    assert timed.op.type == "Timestamp"
+
+
+def _towers_begin(devices):
+    """Returns the local batches that towers get in a step, and when they are placed."""
+    step_timers = timers.StepTimers(len(devices))
+    with tf.Graph().as_default():
+        batches = [tf.compat.v1.placeholder(tf.float32, [2]) for _ in devices]
+        fetched = tf.zeros([1, 3], tf.float64)
+        with step_timers.step(batches, batches, devices, fetched) as local:
+            return local, step_timers._times["placed"]
+
+
+def _before(tensor):
+    """Returns all operations that a tensor waits for."""
+    waiting, before = [tensor.op], set()
+    while waiting:
+        op = waiting.pop()
+        for needed in {*op.control_inputs, *(x.op for x in op.inputs)} - before:
+            before.add(needed)
+            waiting.append(needed)
+    return before
 
 
 @pytest.mark.parametrize("steps", [slow(1), 4])

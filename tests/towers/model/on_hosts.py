@@ -21,6 +21,7 @@ from towers.collectives.joined_hosts import this_host
 from towers.hosts.group import Membership
 from towers.input_pipeline import ArraySource
 from towers.input_pipeline.pipeline import Pipeline
+from towers.model import auto
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(43, 4)).astype("float32")
@@ -65,6 +66,7 @@ def run(
     metrics=("accuracy",),
     fit=None,
     check_numerics=False,
+    variable_update="parameter_server",
     **options,
 ):
     """Trains and evaluates on hosts, and on one device; returns the largest difference.
@@ -104,6 +106,7 @@ def run(
             gpus=COUNTS[RANK],
             preprocess=preprocess,
             check_numerics=check_numerics,
+            variable_update=variable_update,
         ),
         data(Noted(x, Y), deterministic),
         None,
@@ -123,6 +126,22 @@ def not_finite():
     ((first, _),) = order.take(1)
     large = np.where((X == first[-1].numpy()).all(axis=1)[:, None], 3e38, X)
     return run(x=large.astype("float32"), preprocess=doubled, check_numerics=True)
+
+
+def races():
+    """Ways to update variables make calls in turn, on all hosts alike."""
+    for name in ("BUDGET_S", "OF_SHORT_RUN"):
+        setattr(auto, name, 1e9)
+    auto._ROUND_S = 0.0
+    ways = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if hasattr(self.model, "builder"):
+                ways.append(self.model.builder.name)
+
+    options = {"variable_update": "auto", "jit_compile": False}
+    return run(epochs=10, callbacks=[Notes()], **options) | {"ways": ways}
 
 
 class Unread(keras.layers.Layer):
@@ -147,6 +166,7 @@ DO = {
     "own loss": lambda: run(OwnLoss, metrics=()),
     "compared rows": lambda: run(unread_model),
     "not finite": not_finite,
+    "races": races,
     "other seeds": lambda: run(seed=RANK),
 }
 

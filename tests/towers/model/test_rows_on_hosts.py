@@ -9,20 +9,21 @@ from tests import hosts
 from tests.towers.model import on_hosts
 
 pytestmark = pytest.mark.slow
-# What ends in an error.
+# What ends in an error, or has a test of its own.
 ERRORS = "not finite", "other seeds"
+OTHERS = *ERRORS, "races"
 
 
-def found(folder, names):
+def found(folder, names, counts=(1, 2)):
     """Returns what each of two hosts has found, by name."""
     file = folder / "found.jsonl"
-    hosts.run("tests.towers.model.on_hosts", (1, 2), ",".join(names), file)
+    hosts.run("tests.towers.model.on_hosts", counts, ",".join(names), file)
     records = map(json.loads, file.read_text().splitlines())
     return {each["name"]: each["found"] for each in records}
 
 
 def test_hosts_read_their_rows_and_equal_one_device(tmp_path):
-    names = [name for name in on_hosts.DO if name not in ERRORS]
+    names = [name for name in on_hosts.DO if name not in OTHERS]
     for name, every in found(tmp_path, names).items():
         assert max(host["apart"] for host in every) < 1e-5, (name, every)
         read = collections.Counter()
@@ -33,6 +34,15 @@ def test_hosts_read_their_rows_and_equal_one_device(tmp_path):
         assert read == dict.fromkeys(range(len(on_hosts.X)), passes), name
         # Of 8 rows the first host has 3, of the last 3 one.
         assert len(every[0]["read"]) == passes * (5 * 3 + 1)
+
+
+def test_ways_to_update_race_alike_on_all_hosts(tmp_path):
+    one, other = found(tmp_path, ["races"], (2, 2))["races"]
+    assert one["ways"] == other["ways"] and len({*one["ways"]}) == 2
+    assert max(one["apart"], other["apart"]) < 1e-5
+    # Ten epochs, an evaluation and a prediction read each row once.
+    read = collections.Counter(one["read"]) + collections.Counter(other["read"])
+    assert read == dict.fromkeys(range(len(on_hosts.X)), 12)
 
 
 def test_errors_are_those_of_all_rows(tmp_path):

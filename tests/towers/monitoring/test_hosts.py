@@ -102,8 +102,9 @@ def test_a_step_is_noted_and_told():
 
     @tf.function
     def step(x):
-        with timers.step(x, x, tf.zeros([1, 3], tf.float64)):
-            gradient = [x * 2]
+        fetched = tf.zeros([1, 3], tf.float64)
+        with timers.step(x, [x], ["/device:CPU:0"], fetched) as (local,):
+            gradient = [local * 2]
             timers.computed([gradient])
             begun, total = timers.begin_sum(gradient), gradient[0] + 1
             timers.end_sum(begun, [total])

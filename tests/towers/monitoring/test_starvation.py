@@ -50,15 +50,6 @@ def judge(parts_ms, found=(), advice=None):
     return str(verdict(parts_ms, bound_by(parts_ms), found, advice))
 
 
-def test_nothing_is_advised_about_copies_that_may_wait_for_a_thread():
-    copying = parts(copy=60, compute=30, python=10)
-    bound = bound_by(copying)
-    (tip,) = verdict(copying, bound, ()).advice
-    assert tip.text.startswith("try a larger batch")
-    crowded = verdict(copying, bound, (), copies_wait=True)
-    assert (crowded.kind, crowded.advice) == ("copy-bound", ())
-
-
 # Which verdicts are news.
 
 

@@ -450,8 +450,11 @@ class Countdown(layers.Layer):
         return x * tf.sqrt(self.left)
 
 
-def test_trying_ways_to_update_is_not_stopped(monkeypatch):
-    """It makes more steps, and undoes them."""
+def test_ways_to_update_that_race_are_stopped_at_the_same_step(monkeypatch):
+    """The fourth step is the first one of a candidate."""
+    for name in ("BUDGET_S", "OF_SHORT_RUN"):
+        monkeypatch.setattr(auto, name, 1e9)
+    monkeypatch.setattr(auto, "_ROUNDS", 1)
     monkeypatch.setattr(auto, "_ROUND_S", 0.0)
     model = build(Countdown(name="countdown"))
     parallel = on_towers(model, variable_update="auto", jit_compile=False)

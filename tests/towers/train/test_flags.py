@@ -47,7 +47,7 @@ def test_help_is_short_and_helpfull_complete():
 
 def test_each_setting_is_a_flag_with_all_that_is_known_of_it():
     assert {*settings.NAMES} == {f.name for f in dataclasses.fields(Settings)}
-    assert len(settings.NAMES) <= 90
+    assert len(settings.NAMES) <= 91
     assert command_line.read(Settings, ["test"]) == Settings()
     for name, info in table.rows(Settings).items():
         assert info.heading and info.text.endswith("."), name
@@ -135,6 +135,23 @@ def test_what_own_data_leave_no_room_for():
         (
             {"data_service": "grpc://a:1", "cache": "memory"},
             "--cache=memory with --data_service",
+        ),
+        ({"decode_on": "gpu"}, "--decode_on=gpu for digits; expected it only for arra"),
+        (
+            {"decode_on": "gpu", "randaugment": ("2", "9")},
+            "--decode_on=gpu with --randaugment, which changes images one by one",
+        ),
+        (
+            {"decode_on": "gpu", "task": "segmentation"},
+            "--decode_on=gpu with --task=segmentation, whose masks",
+        ),
+        (
+            {"decode_on": "gpu", "deterministic": True},
+            "--decode_on=gpu with --deterministic, and it is not known",
+        ),
+        (
+            {"decode_on": "gpu", "gpu_memory": "all"},
+            "--decode_on=gpu with --gpu_memory=all, which leaves no memory",
         ),
         ({"image_column": "a"}, "--image_column=a for digits; expected it only for tf"),
         ({"local_store": "0:a"}, "--local_store=0:a; expected a folder, or how many"),

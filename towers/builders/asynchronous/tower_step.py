@@ -111,18 +111,19 @@ class TowerStep:
     def _partition(self, spec):
         """Returns the step, partitioned for local batches like `spec`."""
         if str(spec) not in self._partitioned:
-            context, function = (
-                self._context,
-                self._context.step_function("train_step"),
-            )
+            context = self._context
+            function = context.step_function("train_step")
+            as_taken = context.local_spec(spec)
             # Gradient tapes record nothing within an `init_scope`.
             with tf.device(context.plan.home):
                 # The local batch is complete, so its rows may meet on the tower.
                 with explained_trace(context.model):
                     options = {"home": context.plan.home, "keeps_loss_scale": True}
-                    verdict = judge(function, spec, loss_placement="tower", **options)
+                    verdict = judge(
+                        function, as_taken, loss_placement="tower", **options
+                    )
                     if verdict.refused is not None:
-                        verdict = judge(function, spec, **options)
+                        verdict = judge(function, as_taken, **options)
             partitioned = Partitioned(verdict)
             self._partitioned[str(spec)] = partitioned
             lines = partitioned.compiled(step_name(context, "train_step"))

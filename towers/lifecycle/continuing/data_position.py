@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers.lifecycle.checkpoints.store import Position
 from towers.loop import loop
-from towers.model.first_call import ReplayableBatches
+from towers.model.first_calls import ReplayableBatches
 from towers.model.fit_call import (
     FitCall,
     array_length,

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from towers._deprecated import accepts_old_names
-from towers.devices import configuration
 from towers.model import fit_call
 from towers.monitoring.bottleneck import tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import News, SpeedVerdict, bound_by, verdict
@@ -177,8 +176,7 @@ class Starvation(StepTime):
         if not any(parts.values()):
             return None
         self._bound = bound_by(parts, before)
-        crowded = "copy" in self._bound and self._is_crowded()
-        judged = verdict(parts, self._bound, found, self._words(), crowded)
+        judged = verdict(parts, self._bound, found, self._words())
         times = self._timers.hosts
         if times is not None:
             hosts = feature("monitoring.bottleneck.hosts")
@@ -198,10 +196,6 @@ class Starvation(StepTime):
         if not uneven.comparable(len(towers), plan.on_gpus):
             return None
         return uneven.finding(split.towers_ms, [each.ratio for each in towers])
-
-    def _is_crowded(self):
-        """Tells whether towers may keep all the threads that copies need."""
-        return len(self.model.builder.plan.towers) >= configuration.inter_op()
 
     def _words(self):
         """Returns a pipeline's own advice on its stages, if it has any."""

@@ -203,7 +203,6 @@ def verdict(
     bound: Sequence[str],
     stages: Sequence[Stage],
     advice: Mapping[str, str] | None = None,
-    copies_wait: bool = False,
 ) -> SpeedVerdict:
     """Describes what a run is bound by, with advice.
 
@@ -213,8 +212,6 @@ def verdict(
         stages: The stages of the input, the last one first; empty if unknown.
         advice: The pipeline's own advice on a stage, by its label, if it has any; see
             `advice.advise`.
-        copies_wait: Whether the time of copying may be waiting for a thread; then there
-            is no advice on copying.
     """
     step_ms = sum(parts_ms.values())
     waiting = parts_ms["input"] / step_ms
@@ -233,8 +230,7 @@ def verdict(
             if "input" in bound and "python" not in bound:
                 cause = cause._replace(advice=_try("python"))
         measured = measured.plus(cause)
-    known = _TRY.keys() - ({"copy"} if copies_wait else ())
-    tips = [_try(name) for name in bound if name in known]
+    tips = [_try(name) for name in bound if name in _TRY]
     return measured._replace(advice=(*measured.advice, *tips))
 
 

@@ -50,6 +50,8 @@ class Data:
         quarantines: Bad records that are passed over, of each data set.
         scaling: How rows of numbers are scaled; `None` if they are not.
         scaling_note: What to say of that; may be empty.
+        sends_numbers: Whether training data are numbers of examples that stay on the
+            devices; see `keeping.py`.
     """
 
     settings: Settings
@@ -60,6 +62,7 @@ class Data:
     quarantines: Sequence[Quarantine] = ()
     scaling: input_pipeline.Scaling | None = None
     scaling_note: str = ""
+    sends_numbers: bool = False
 
     @property
     def examples(self) -> int | None:
@@ -110,7 +113,9 @@ class Data:
         reading = self.training.pipeline.reads_whole if several else ""
         has_buffer = self.source.has_buffer
         buffer = shuffle_note(self.settings.shuffle_mb) if has_buffer else ""
-        notes = self.scaling_note, reading, buffer
+        on_gpu = self.settings.decode_on == "gpu"
+        decoding = self.training.pipeline.decode_note if on_gpu else ""
+        notes = self.scaling_note, reading, buffer, decoding
         return [*self.source.notes, *filter(None, notes)]
 
     def blaming(self) -> contextlib.AbstractContextManager[None]:
@@ -123,8 +128,9 @@ class Data:
         Raises:
             ValueError: If a record is bad.
         """
-        # Each epoch anew, and in this process.
-        read = self.open_training(deterministic=True, repeat=False, data_service=None)
+        # Each epoch anew, in this process, and in the types that a model takes.
+        options = {"repeat": False, "data_service": None, "compact": False}
+        read = self.open_training(deterministic=True, **options)
         with input_pipeline.blame_records(self.source):
             return list(itertools.islice(read.repeat(), count))
 
@@ -140,7 +146,7 @@ class Data:
     @functools.cached_property
     def training(self) -> tf.data.Dataset:
         """The training data, shuffled, from the beginning."""
-        return self.open_training()
+        return self.open_training(numbered=self.sends_numbers)
 
     @functools.cached_property
     def evaluation(self) -> tf.data.Dataset:
@@ -171,6 +177,7 @@ class Data:
     def samples(self) -> tf.data.Dataset:
         """Opens training data for a look at it: augmented, not mixed, read at once."""
         options = {"batch_size": 9, "shuffle_mb": 0, "repeat": False}
+        options["decode_on"] = "cpu"
         # From the origin: a few pictures need not be kept in memory.
         return self._open(
             self.source.origin, "train", training=True, data_service=None, **options
@@ -178,7 +185,7 @@ class Data:
 
     def open_training(self, **options: Any) -> tf.data.Dataset:
         """Opens the training data, with some options of `make_dataset` changed."""
-        return self._open(self.source, "train", training=True, **options)
+        return self._open(self.source, "train", **{"training": True, **options})
 
     def in_batches_of(self, size: int) -> "Data":
         """Returns it with other batches, of so many examples."""
@@ -201,12 +208,14 @@ class Data:
             "recipe": settings.recipe,
             "randaugment": read_randaugment(settings.randaugment),
             "scaling": self.scaling,
+            "compact": True,  # towers widen them; see `model.make_preprocess`
             "seed": settings.seed,
             "deterministic": settings.deterministic or not training,
             "shuffle_mb": settings.shuffle_mb,
             "repeat": training and self.steps_per_epoch() is not None,
             "data_service": settings.data_service,
             "ram_budget_mb": settings.ram_budget_mb,
+            "decode_on": settings.decode_on,
             "group_by_length": settings.group_by_length,
             **options,
         }
@@ -336,6 +345,8 @@ def _cached(data: Data, source: input_pipeline.Source) -> input_pipeline.Source:
     settings = data.settings
     # Workers of a service read the files themselves.
     cache = "none" if settings.data_service else settings.cache_kind
+    if settings.keeps_on_devices:
+        cache = "auto"  # here they are read from, and their order is the same
     # To keep pixels, all images are decoded first: that pays from the second epoch on.
     pays = settings.train_epochs > 1 or cache == "disk"
     resized = pays and source.input_kind == "image"

@@ -14,7 +14,7 @@ from towers.devices.names import is_gpu
 from towers.keras_adapter.models import has_own_steps
 from towers.model.api import multi_gpu_model
 from towers.model.tower_model import TowerModel
-from towers.tower.preprocess import OnEachTower
+from towers.tower.preprocess import OfSmallTypes, OnEachTower
 from towers.train.parts import training as training_parts
 from towers.train.parts.devices import split_ratios, stages, variable_update
 from towers.train.parts.setup import Setup
@@ -107,18 +107,20 @@ def _returned(model, facts):
 
 
 def make_preprocess(
-    setup: Setup, outputs: int | None = None
+    setup: Setup, outputs: int | None = None, kept: Any = None
 ) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
     """Makes what towers do to local batches.
 
     The user's `preprocess` comes first. Pictures of a data set that are still bytes
     then become floats in [-1, 1]; inputs of the user's own data stay as they are. At
-    last, examples are mixed.
+    last, examples are mixed. Before all of this, what was sent in a small type gets
+    the type that models, losses and metrics take.
 
     Args:
         setup: Of the run.
         outputs: How many values the model returns for an example, if the loss takes as
             many; see `objective.is_one_hot`.
+        kept: `KeptExamples` that stay on the devices, if any.
     """
     settings, task, mix = setup.settings, setup.task, None
     if settings.mixes:
@@ -142,7 +144,18 @@ def make_preprocess(
             y = task.target(y)
         return (input_pipeline.normalize(x, dtype) if images else x), y
 
-    return preprocess
+    return _of_compact(setup, preprocess, kept)
+
+
+def _of_compact(setup, preprocess, kept):
+    """Returns the preprocessing of what a `compact` pipeline sends."""
+    facts = setup.facts
+    if facts.input_kind == "own":
+        return preprocess
+    inputs = keras.tree.map_structure(
+        lambda x: x.dtype if "int" in x.dtype else None, facts.inputs
+    )
+    return OfSmallTypes(preprocess, (inputs, facts.target.dtype, tf.float32), kept)
 
 
 def build_towers(
@@ -151,6 +164,7 @@ def build_towers(
     devices: Devices,
     examples: int | None,
     model_dir: str | None = None,
+    kept: Any = None,
 ) -> TowerModel:
     """Puts the model on towers and compiles it.
 
@@ -161,6 +175,7 @@ def build_towers(
         examples: Examples in an epoch, if known.
         model_dir: Where to remember which way of updating was chosen, and to keep a
             batch whose loss is not finite; `None` for nowhere.
+        kept: `KeptExamples` that stay on the devices, if any; they may be read later.
     """
     settings = setup.settings
     if is_one_hot(setup) and has_own_steps(model):
@@ -186,6 +201,7 @@ def build_towers(
         preprocess=make_preprocess(
             setup,
             _returned(model, setup.facts).shape[-1] if is_one_hot(setup) else None,
+            kept,
         ),
         prefetch=settings.prefetch,
         shard_embeddings=settings.shard_embeddings,
