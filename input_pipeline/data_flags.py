@@ -179,7 +179,7 @@ class CacheFlag:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeFlag:
-    """The flag --decode_on."""
+    """The flag --decode_on, of programs that read images."""
 
     decode_on: Literal[*DECODE_ON] = flag(
         "cpu",

@@ -235,11 +235,11 @@ class Pipeline:
         Returns:
             A dataset of (uint8 images [B, H, W, C], int64 labels [B]), or of what else
             the source's `target` says in the place of labels, and in smaller types with
-            `compact`. Masks and tags have
-            sample weights behind them, 0 where there is no class. Its cardinality is
-            known if the source knows its size and the dataset starts at the beginning
-            of an epoch. Its attribute ``pipeline`` is this object. A run that continues
-            uses it to make a dataset that starts elsewhere.
+            `compact`. Masks and tags have sample weights behind them, 0 where there is
+            no class. Its cardinality is known if the source knows its size and the
+            dataset starts at the beginning of an epoch. Its attribute ``pipeline`` is
+            this object. A run that continues uses it to make a dataset that starts
+            elsewhere.
         """
         dataset = self._with_length(self._all())
         if self.most_batches is not None:
@@ -273,7 +273,7 @@ class Pipeline:
 
     @functools.cached_property
     def _decoder(self):
-        """What decodes batches, if the images are to be decoded by DALI."""
+        """The decoder of whole batches by DALI; None if TensorFlow decodes."""
         if self.decode_on == "cpu" or not self.source.encoded:
             return None
         import_extra("nvidia.dali", "dali")
@@ -283,7 +283,7 @@ class Pipeline:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which records a batch has, by its place in an epoch.
+        """The options that decide which records a batch has, by its place in an epoch.
 
         A run that goes on in the middle of an epoch needs the same. How much memory is
         free is none of it: a deterministic run keeps up to 1 GB of examples, by the
@@ -312,7 +312,7 @@ class Pipeline:
 
     @property
     def makes(self) -> dict[str, Any]:
-        """What decides what becomes of a record; hosts have to have the same."""
+        """The options that change records; equal on all hosts that train together."""
         measured = repr((self.scaling, {**self.source.vocabularies}))
         return {
             "image_shape": self.image_shape,
@@ -346,7 +346,7 @@ class Pipeline:
 
     @functools.cached_property
     def _rows(self):
-        """What takes rows of raw records, if not all are to be made."""
+        """Returns a function that selects rows of raw records; None keeps all."""
         if self.share is None or self.group_by_length:
             return None
         return Rows(self.share, self.batch_size)
@@ -364,7 +364,7 @@ class Pipeline:
 
     @property
     def advice(self) -> Mapping[str, str]:
-        """What to do about a stage that is slow; see `towers.callbacks.Starvation`."""
+        """Returns advice on a slow stage; see `towers.callbacks.Starvation`."""
         return stage_advice(kept=self.source.origin is not self.source)
 
     def stages(self) -> list[tuple[str, tf.data.Dataset]]:

@@ -180,10 +180,10 @@ class Contest:
         # Seconds of a call of the first way, and the ratio of the others to it.
         self._first_s, self._slower = None, {self.best: 1.0}
         self._failed: list[CandidateTrial] = []
-        # The seconds of the latest call, and why it failed.
+        # The seconds of the latest call, and the error if it failed.
         self._seconds: float | None = None
-        self._why = ""
-        # Measuring takes a call.
+        self._error = ""
+        # Even one call would be more than the budget.
         too_long = start_s > BUDGET_S and BUDGET * calls < 1
         self._turns = iter(()) if too_long or not self._left else self._take_turns()
         self.turn: Choice | None = next(self._turns, None)
@@ -195,12 +195,12 @@ class Contest:
             seconds: The seconds of the call, or of the start of a way; `None` if they
                 say nothing of the way, as for the first call after a switch.
         """
-        self._seconds, self._why = seconds, ""
+        self._seconds, self._error = seconds, ""
         self.turn = next(self._turns, None)
 
-    def failed(self, why: str) -> None:
+    def failed(self, error: str) -> None:
         """Notes that `turn` could not make its first call, and moves on."""
-        self._seconds, self._why = None, why
+        self._seconds, self._error = None, error
         self.turn = next(self._turns, None)
 
     def trials(self, steps: int) -> list[CandidateTrial]:
@@ -229,7 +229,7 @@ class Contest:
             self.candidate = candidate
             yield candidate
             if self._seconds is None:
-                why = f"it fails: {self._why}"
+                why = f"it fails: {self._error}"
                 self._failed.append(CandidateTrial(candidate, None, why))
             else:
                 self._starts[candidate.xla] = self._seconds

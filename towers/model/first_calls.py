@@ -76,16 +76,11 @@ class ReplayableBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def read(self, repeat: bool = False) -> Iterator:
-        """Returns an iterator over the batches, of the type that they came from.
-
-        With `repeat`, the iterator starts again after the last batch, endlessly.
-        """
+    def read(self) -> Iterator:
+        """Returns an iterator over the batches, of the type that they came from."""
         if self._spec is not None:
-            data = tf.data.Dataset.range(len(self)).map(self._batch)
-            # Batches from memory cost next to nothing.
-            return iter(data.cache().repeat() if repeat else data)
-        return itertools.cycle(self._batches) if repeat else iter(self._batches)
+            return iter(tf.data.Dataset.range(len(self)).map(self._batch))
+        return iter(self._batches)
 
     @tf.autograph.experimental.do_not_convert
     def _batch(self, index):
@@ -294,12 +289,13 @@ class Race:
         """
         self._program, self._contest = program, contest
         self._make_function, self._made_for = make_function, made_for
-        self._first, self._steps = batches.first, len(batches)
+        self._first_batch, self._steps = batches.first, len(batches)
         self._first_way, self._clock = contest.best, _clock_of(program.builder.plan)
         builder = program.builder
         self._ways = {contest.best: _Way(builder, function, program.state())}
-        # Whether the time of the next call says something of its way. If not, the way
-        # makes another call, but no third one: an epoch may have one call.
+        # The next call's time counts if the call before was made by the same way in the
+        # same epoch. A second call that would not count does, as an epoch may have only
+        # one call.
         self._warm, self._uncounted, self.moves = False, None, False
 
     @property
@@ -336,7 +332,7 @@ class Race:
         return logs
 
     def interrupt(self) -> None:
-        """Does not count the time of the next call, as an epoch begins with it."""
+        """Leaves out the time of the next call, with which an epoch begins."""
         self._warm = False
 
     def pause(self) -> None:
@@ -414,7 +410,7 @@ class Race:
 
     def _install(self, way):
         program = self._program
-        program.install(way, self._first, on_trial=True)
+        program.install(way, self._first_batch, on_trial=True)
         function = self._make_function(program.builder)
         self._ways[way] = _Way(program.builder, function, program.state())
 

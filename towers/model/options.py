@@ -243,10 +243,9 @@ class Auto(UpdateOptions):
     """The fastest of the other ways, measured while the model trains.
 
     Training begins with `Replicated` on several GPUs, and with `ParameterServer`
-    otherwise. The next calls of training are made by the ways in turn, which compute
-    the same up to rounding, until all have raced that fit into 10 seconds of starts, 2%
-    of a long run, or a tenth of a short one. In deterministic or eager runs, the first
-    way stays.
+    otherwise. Then the ways train on the next batches in turn, and compute the same up
+    to rounding. Starting them takes at most 10 seconds, or 2% of a long run, or a tenth
+    of a short one. Deterministic and eager runs keep the first way.
 
     Examples:
         >>> measured = towers.Auto("choice.json")

@@ -208,7 +208,7 @@ class TowerModel(wrapt.CallableObjectProxy):
         if race is not None:
             self.train_function = race.end()
             if race.changed or race.moves:
-                # Functions that another builder has made would keep it alive.
+                # Evaluation follows the way: where its variables are, and XLA.
                 self.test_function = self.predict_function = None
 
     def _train_function(self, builder):

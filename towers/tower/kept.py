@@ -80,8 +80,8 @@ class KeptExamples:
         numbers = data[0] if isinstance(data, tuple) else data
         with tf.device(device):
             numbers -= tf.constant(self._first, numbers.dtype)
-            found = [tf.gather(one, numbers) for one in self._copy_on(device)]
-        return tf.nest.pack_sequence_as(self._examples, self._with_none(found))
+            rows = [tf.gather(array, numbers) for array in self._copy_on(device)]
+        return tf.nest.pack_sequence_as(self._examples, self._with_none(rows))
 
     def place(self, devices: Sequence[str]) -> None:
         """Copies the examples to devices now, and not when they ask for rows."""

@@ -82,6 +82,7 @@ class Preprocess:
 
     def __init__(self, function: Function):
         self._function = function
+        self._small = function if isinstance(function, OfSmallTypes) else None
         self._traced = tf.function(
             lambda *data, training: self(data, training), autograph=False
         )
@@ -128,18 +129,16 @@ class Preprocess:
 
     def widened(self, data: Any) -> Any:
         """Returns a batch in the types that the function takes; see `OfSmallTypes`."""
-        is_small = isinstance(self._function, OfSmallTypes)
-        return self._function.widened(data) if is_small else data
+        return data if self._small is None else self._small.widened(data)
 
     def looked_up(self, data: Any, device: str) -> Any | None:
         """Returns the examples of a batch of row numbers, from those on a device.
 
         Returns `None` for another batch, which has its examples; see `KeptExamples`.
         """
-        function = self._function
-        if not (isinstance(function, OfSmallTypes) and function.looks_up(data)):
+        if self._small is None or not self._small.looks_up(data):
             return None
-        return function.kept.rows(data, device)
+        return self._small.kept.rows(data, device)
 
     def spec(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
         """Returns the specs of a batch after preprocessing.

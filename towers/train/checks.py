@@ -267,18 +267,14 @@ def _check_decoding(settings: Settings) -> None:
     """Checks that training leaves the GPU to a decoder, if it is to decode."""
     if settings.decode_on == "cpu":
         return
-    for name, refused, why in (
+    unknown = "and it is not known whether GPUs decode the same bits in every run"
+    full = "which leaves no memory to decode in"
+    for name, is_refused, why in (
         ("task", settings.task == "segmentation", "whose masks are cut on the CPU"),
-        (
-            *("deterministic", settings.deterministic),
-            "and it is not known whether GPUs decode the same bits in every run",
-        ),
-        (
-            *("gpu_memory", settings.allow_growth is False),
-            "which leaves no memory to decode in",
-        ),
+        ("deterministic", settings.deterministic, unknown),
+        ("gpu_memory", settings.allow_growth is False, full),
     ):
-        if refused:
+        if is_refused:
             raise ValueError(
                 f"Received --decode_on=gpu with {settings.as_flag(name)}, {why}; "
                 "expected one of the two."
