@@ -127,9 +127,12 @@ class SelfAttention(keras.layers.Layer):
             inputs: Features [batch, tokens, width].
             start: Position of the first token; None for 0.
         """
-        query, key, value = ops.split(self.project(inputs), 3, axis=2)
-        if self.rotary:
-            query, key = turned(query, start), turned(key, start)
+        projected = self.project(inputs)
+        if not self.rotary:
+            return ops.split(projected, 3, axis=2)
+        # Queries and keys turn together: half as many operations, in a smaller graph.
+        both, value = tf.split(projected, [2 * self.heads, self.heads], axis=2)
+        query, key = ops.split(turned(both, start), 2, axis=2)
         return query, key, value
 
     def attend(self, query, key, value, padding_mask=None, start=None):

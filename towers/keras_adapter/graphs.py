@@ -32,16 +32,19 @@ from tensorflow.python.framework import (
     auto_control_deps_utils,
     op_def_registry,
     ops,
+    registry,
 )
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph_def
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import handle_data_util, math_grad
 
 from towers.keras_adapter.patching import Target
 
 __all__ = [
+    "BROADCAST_AXES",
     "FUNCTION_CALL",
     "GRADIENT",
+    "GRADIENT_FUNCTION",
     "GRADIENT_SCOPE",
     "FunctionDef",
     "GraphDef",
@@ -74,6 +77,19 @@ __all__ = [
 
 GRADIENT = Target(tf.GradientTape, "gradient")
 """`GradientTape.gradient(target, sources, output_gradients, unconnected_gradients)`."""
+
+GRADIENT_FUNCTION = Target(registry.Registry, "lookup")
+"""`Registry.lookup(kind)` returns a function of an operation and gradients.
+
+A tape looks up there how to differentiate a kind of operation.
+"""
+
+BROADCAST_AXES = Target(math_grad, "SmartBroadcastGradientArgs")
+"""`SmartBroadcastGradientArgs(x, y, grad)`, of an operation that broadcasts.
+
+For each input, it returns the input's shape, the axes to sum the gradient over, and
+whether to sum and reshape the gradient at all.
+"""
 
 STOP_RECORDING = Target(tf.GradientTape, "stop_recording")
 """`GradientTape.stop_recording()`."""

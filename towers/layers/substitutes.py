@@ -1,7 +1,8 @@
 """Replaces operations of Keras 3 while a step is traced, with the same results.
 
-Some become TensorFlow's fused kernels, some become operations that GPUs have, and
-look-ups of an `Embedding` read the rows that they need instead of the whole table.
+Some become TensorFlow's fused kernels, some become operations that GPUs have, look-ups
+of an `Embedding` read the rows that they need instead of the whole table, and gradients
+leave out what is known of shapes.
 
 Each operation is a pass over memory. The moments of a batch need several passes over
 the activations: `FusedBatchNormV3` (cuDNN's on a GPU) needs one, forward and backward.
@@ -12,7 +13,8 @@ A step of SGD with momentum needs several passes over the parameters:
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -20,7 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 from towers.devices.names import is_gpu
-from towers.keras_adapter.graphs import is_vectorized, made_in
+from towers.keras_adapter.graphs import (
+    BROADCAST_AXES,
+    GRADIENT_FUNCTION,
+    is_vectorized,
+    made_in,
+)
 from towers.keras_adapter.layers import (
     ARGMAX,
     BATCH_NORMALIZATION_CALL,
@@ -264,6 +271,84 @@ def _adagrad_step(keras_update_step, optimizer, gradient, variable, learning_rat
     root = tf.sqrt(tf.gather(squares, rows) + optimizer.epsilon)
     change = tf.cast(learning_rate, values.dtype) * values / root
     variable.scatter_sub(tf.IndexedSlices(change, rows))
+
+
+@contextlib.contextmanager
+def gradients(rows_of: Callable[[tf.Tensor], int | None]) -> Iterator[None]:
+    """Makes gradients leave out arithmetic of shapes where tensors have the same rows.
+
+    A step is traced with an unknown number of rows. TensorFlow then cannot tell that
+    the inputs of a sum or a product have the same rows. In each step, its gradients
+    compute the axes over which an input was broadcast, sum over these axes, which are
+    none, and reshape. That is a third of the operations of a transformer, which are
+    traced, copied for each tower, optimized, and run. The values are the same without.
+
+    Args:
+        rows_of: Returns the number of rows an example along a tensor's first axis;
+            `None` if unknown.
+    """
+    with (
+        patched(BROADCAST_AXES, functools.partial(_broadcast_axes, rows_of)),
+        patched(GRADIENT_FUNCTION, functools.partial(_gradient_function, rows_of)),
+    ):
+        yield
+
+
+def _have_same_rows(rows_of, x, y):
+    """Checks whether two tensors of the same rank have the same rows."""
+    if x.shape.rank is None or not x.shape.rank == y.shape.rank != 0:
+        return False
+    rows = rows_of(x)
+    return rows is not None and rows == rows_of(y)
+
+
+def _broadcast_axes(rows_of, tf_axes, x, y, grad=None):
+    """Returns the axes to sum gradients over; see `BROADCAST_AXES`."""
+    if not _have_same_rows(rows_of, x, y):
+        return tf_axes(x, y, grad)
+    pairs = [*enumerate(zip(x.shape, y.shape, strict=True))][1:]
+    if any(None in sizes and 1 not in sizes for _, sizes in pairs):
+        # An unknown size may be 1.
+        return tf_axes(x, y, grad)
+    of_x = [axis for axis, (size, other) in pairs if size == 1 != other]
+    of_y = [axis for axis, (size, other) in pairs if other == 1 != size]
+    return tuple(
+        (tf.shape(tensor) if axes else None, axes, bool(axes))
+        for tensor, axes in ((x, of_x), (y, of_y))
+    )
+
+
+def _gradient_function(rows_of, tf_lookup, registry, kind):
+    """Returns the function that computes the gradient of a kind of operation."""
+    of_kind = tf_lookup(registry, kind)
+    if kind == "Mean":
+        return functools.partial(_of_mean, of_kind, tf_lookup(registry, "Sum"))
+    if kind in ("BatchMatMulV2", "BatchMatMulV3"):
+        plain = tf_lookup(registry, "BatchMatMul")
+        return functools.partial(_of_product, rows_of, of_kind, plain)
+    return of_kind
+
+
+def _of_mean(tf_of_mean, tf_of_sum, op, grad):
+    """Returns the gradient of a mean, which is over a known number of values."""
+    shape, axes = op.inputs[0].shape, tf.get_static_value(op.inputs[1])
+    if shape.rank is None or axes is None:
+        return tf_of_mean(op, grad)
+    sizes = [shape[int(axis)] for axis in np.reshape(axes, [-1])]
+    if None in sizes:
+        return tf_of_mean(op, grad)
+    of_sum, _ = tf_of_sum(op, grad)
+    return of_sum / tf.constant(math.prod(sizes), of_sum.dtype), None
+
+
+def _of_product(rows_of, tf_of_product, tf_of_plain, op, grad):
+    """Returns the gradients of a product of matrices, which broadcasts nothing."""
+    x, y = op.inputs
+    if _have_same_rows(rows_of, x, y) and x.shape.rank > 2:
+        batch_axes = zip(x.shape[1:-2], y.shape[1:-2], strict=True)
+        if all(size == other is not None for size, other in batch_axes):
+            return tf_of_plain(op, grad)
+    return tf_of_product(op, grad)
 
 
 # Embeddings that stay at home: towers look up only the rows that they need.

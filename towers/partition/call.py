@@ -325,7 +325,10 @@ class PartitionedCall:
                 values = [self._on_tower(k, taken) for taken in phase.takes]
                 if phase.draws:
                     values.append(self._rows(k))
-                outputs = self._call_on_tower(k, phase, values)
+                # All that towers do besides computing is to check, in any order. Calls
+                # that take variables are ordered by these alone.
+                with nullcontext() if phase.captured else without_auto_control_deps():
+                    outputs = self._call_on_tower(k, phase, values)
                 self._towers[k].update(zip(map(key, phase.makes), outputs, strict=True))
                 self._add(k, phase.makes)
             self._computed[k // self._in_turn] += outputs

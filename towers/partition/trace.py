@@ -2,10 +2,10 @@
 
 The function is the user's: a `train_step`, a loss, or anything else that TensorFlow can
 trace. It reads and assigns variables as on one device. Only five things are replaced:
-gradients are taken of each tower's part of the target; layers look up rows of a table
-without reading the table; BatchNormalization and the optimizers use fused kernels; an
-optimizer's `apply` becomes a call of one function; and other called functions are
-traced in place, so that all operations are in one graph.
+gradients are taken of each tower's part of the target, without needless arithmetic of
+shapes; layers look up rows of a table without reading the table; BatchNormalization and
+the optimizers use fused kernels; an optimizer's `apply` becomes a call of one function;
+and other called functions are traced in place, so that all operations are in one graph.
 
 The input specs have an unknown number of rows. With a known number, Keras would divide
 by a constant, and a mean would look like a sum. The call of an optimizer stays one
@@ -447,7 +447,8 @@ class Trace:
             seeds = [
                 *map(functools.partial(_seed, self.fraction), flat, kinds, upstream)
             ]
-            of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
+            with substitutes.gradients(self._rows_an_example):
+                of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
             pairs = zip(tf.nest.flatten(of_tape), flat_sources, strict=True)
             parts = [
                 [self._kept(part, source) for part in self._parts_of(gradient, source)]
@@ -474,6 +475,12 @@ class Trace:
             for of_source, values in zip(parts, uses, strict=True)
         ]
         return tf.nest.pack_sequence_as(of_tape, gradients)
+
+    def _rows_an_example(self, tensor):
+        """Returns the rows an example of a tensor, or `None` if unknown."""
+        if self._apart.of(tensor) is not ROWS:
+            return None
+        return self._apart.counts.of(tensor)
 
     def _gradient_by_hand(self, original, tape, target, sources, *args, **kwargs):
         """Takes a gradient whose operations are read one by one."""

@@ -69,6 +69,34 @@ def test_the_host_and_towers_on_cpus_look_at_the_clock():
     assert counts == {TOWERS[0]: 4 + 1, TOWERS[1]: 1}
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        # The loss checks its labels' shape where their number of rows is not known.
+        tf.identity,
+        lambda x: tf.debugging.check_numerics(x, "not finite"),
+    ],
+    ids=["in the loss", "in a layer"],
+)
+def test_a_tower_waits_for_no_check_of_another(check):
+    name = f"model_{next(_numbers)}"
+    layers = [keras.layers.Lambda(check), keras.layers.Dense(5)]
+    model = keras.Sequential([keras.Input((4, 6)), *layers], name=name)
+    parallel = multi_gpu_model(model, gpus=TOWERS, **valued(device=HOME))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    parallel.compile("sgd", loss)
+    examples = np.ones((8, 4, 6), "float32"), np.ones((8, 4), "int32")
+    batches = tf.data.Dataset.from_tensor_slices(examples).batch(8)
+    nodes = executed.run(lambda: parallel.fit(batches, verbose=0), name)
+    assert any(node.op in ("Assert", "CheckNumerics") for node in nodes[TOWERS[1]])
+    for device, other in zip(TOWERS, ["tower_1", "tower_0"], strict=True):
+        products = [node for node in nodes[device] if "MatMul" in node.op]
+        assert products
+        for product in products:
+            before = executed.behind(nodes, product)
+            assert not [name for name in before if name.startswith(other)]
+
+
 def test_towers_compute_and_home_keeps():
     model, nodes = _step(TOWERS, HOME)
     # Two layers forward, and three products backward: the inputs need no gradient.

@@ -1025,6 +1025,57 @@ def _():
 
 
 @contract(
+    "tensorflow.python.ops.math_grad.SmartBroadcastGradientArgs",
+    "BROADCAST_AXES",
+    "tells gradients the shape of each input, which axes to sum, and whether to",
+)
+def _():
+    answers = (None, [], False), ([4, 1], [1], True)
+    asked = []
+
+    def axes(original, x, y, grad=None):
+        asked.extend([x, y])
+        assert [len(of_input) for of_input in original(x, y, grad)] == [3, 3]
+        return answers
+
+    @tf.function(autograph=False)
+    def gradient(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            product = x * y
+        with patched(graphs.BROADCAST_AXES, axes):
+            gradients = tape.gradient(product, [x, y])
+        assert asked[0] is x and asked[1] is y
+        return gradients
+
+    of_x, of_y = gradient(2 * tf.ones([4, 3]), 5 * tf.ones([4, 1]))
+    np.testing.assert_array_equal(of_x, 5 * np.ones([4, 3]))
+    np.testing.assert_array_equal(of_y, 6 * np.ones([4, 1]))
+
+
+@contract(
+    "tensorflow.python.framework.registry.Registry.lookup",
+    "GRADIENT_FUNCTION",
+    "is where a tape looks up the gradients of a mean, a sum, and products of matrices",
+)
+def _():
+    kinds = []
+
+    def function(original, registry, kind):
+        kinds.append(kind)
+        for known in ("Mean", "Sum", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+            assert callable(original(registry, known))
+        return lambda op, grad: [grad * len(op.inputs)] * len(op.inputs)
+
+    x = tf.ones([2, 2, 2])
+    with tf.GradientTape() as tape, patched(graphs.GRADIENT_FUNCTION, function):
+        tape.watch(x)
+        gradient = tape.gradient(tf.matmul(x, tf.ones([2, 2, 2])), x)
+    assert kinds == ["BatchMatMulV2"]
+    np.testing.assert_array_equal(gradient, 2 * np.ones([2, 2, 2]))
+
+
+@contract(
     "_read_only_resource_inputs",
     "may_change",
     "tells of a call which variables its function only reads",

@@ -337,3 +337,109 @@ def test_who_has_replaced_the_update_knows_better(monkeypatch):
 def test_the_largest_of_integers_is_found_by_keras():
     with substitutes.argmax():
         assert int(keras.ops.argmax(tf.constant([1, 3, 2]))) == 1
+
+
+# Gradients without arithmetic of shapes.
+
+
+def _taken(compute, values, specs, rows_of):
+    """Gradients of a sum of squares, and how often an operation of each type ran."""
+
+    def step(*tensors):
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            target = tf.reduce_sum(compute(*tensors) ** 2)
+        # As while a step is traced: outside, TensorFlow's gradients stay as they are.
+        rows = {id(tensor): rows_of[i] for i, tensor in enumerate(tensors)}
+        with substitutes.gradients(lambda tensor: rows.get(id(tensor))):
+            return tape.gradient(target, tensors)
+
+    function = tf.function(step, autograph=False).get_concrete_function(
+        *(tf.TensorSpec(shape) for shape in specs)
+    )
+    types = collections.Counter(op.type for op in function.graph.get_operations())
+    return [tensor.numpy() for tensor in function(*map(tf.constant, values))], types
+
+
+def _taken_eagerly(compute, values):
+    """The same gradients, computed eagerly, where all shapes are known."""
+    tensors = [*map(tf.constant, values)]
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        target = tf.reduce_sum(compute(*tensors) ** 2)
+    return [tensor.numpy() for tensor in tape.gradient(target, tensors)]
+
+
+def _values(*shapes):
+    random = np.random.default_rng(0)
+    return [random.normal(size=shape).astype("float32") for shape in shapes]
+
+
+@pytest.mark.parametrize("compute", [tf.add, tf.multiply, tf.math.squared_difference])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("x", "y"), [((3, 2), (3, 2)), ((3, 1), (3, 2)), ((1, 2), (3, 1)), ((), ())]
+)
+def test_equal_rows_need_no_arithmetic_of_shapes(compute, rows, x, y):
+    values = _values((rows, *x), (rows, *y))
+    ours, types = _taken(compute, values, [(None, *x), (None, *y)], [1, 1])
+    assert not types["BroadcastGradientArgs"]
+    # Of the target, and of each tensor that is repeated.
+    assert types["Sum"] == 1 + sum(shape != (3, 2) and shape != () for shape in (x, y))
+    for a, b in zip(ours, _taken_eagerly(compute, values), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "specs", "rows_of"),
+    [
+        # One row may be repeated for all others: nothing is known of it.
+        ([(1, 3), (4, 3)], [(None, 3), (None, 3)], [None, 1]),
+        # Twice the rows, of a single example.
+        ([(1, 3), (2, 3)], [(None, 3), (None, 3)], [1, 2]),
+        # Another axis of unknown size, which is 1.
+        ([(4, 1), (4, 3)], [(None, None), (None, 3)], [1, 1]),
+        ([(4, 3), (4, 1)], [(None, None), (None, None)], [1, 1]),
+        # Rows stand at another axis.
+        ([(3,), (4, 3)], [(None,), (None, None)], [1, 1]),
+    ],
+)
+def test_unequal_rows_and_unknown_sizes_are_asked_at_run_time(shapes, specs, rows_of):
+    values = _values(*shapes)
+    ours, types = _taken(tf.multiply, values, specs, rows_of)
+    assert types["BroadcastGradientArgs"] == 1
+    for a, b in zip(ours, _taken_eagerly(tf.multiply, values), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "rows_of", "asked"),
+    [
+        ((4, 2, 3), (4, 3, 5), [1, 1], 0),
+        ((4, 6, 2, 3), (4, 6, 3, 5), [1, 1], 0),
+        ((4, 1, 2, 3), (4, 6, 3, 5), [1, 1], 1),
+        ((1, 2, 3), (4, 3, 5), [None, 1], 1),
+        ((2, 3), (3, 5), [1, 1], 0),
+    ],
+)
+def test_a_product_of_matrices(x, y, rows_of, asked):
+    values, specs = _values(x, y), [(None, *x[1:]), (None, *y[1:])]
+    ours, types = _taken(tf.matmul, values, specs, rows_of)
+    assert types["BroadcastGradientArgs"] == asked
+    for a, b in zip(ours, _taken_eagerly(tf.matmul, values), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "counted"),
+    [(-1, 0), ([1, 2], 0), ([2, -2], 0), ([], 0), (0, 1), ([0, 1], 1), (None, 1)],
+)
+def test_a_mean(axis, keepdims, counted):
+    def compute(x):
+        return tf.reduce_mean(x, axis, keepdims)
+
+    values = _values((4, 3, 2))
+    ours, types = _taken(compute, values, [(None, 3, 2)], [1])
+    assert types["Prod"] == counted
+    np.testing.assert_allclose(ours[0], _taken_eagerly(compute, values)[0], rtol=1e-6)

@@ -502,3 +502,23 @@ def test_towers_compute_what_one_device_does(name, towers):
 def test_only_what_lets_examples_meet_is_computed_on_one_device(name):
     _, made = partitioned(getattr(Functions(), name), 2)
     assert bool(made.lines("It")) == (name in GATHERED)
+
+
+def test_a_gradient_asks_for_no_shapes_of_equal_rows():
+    weights = tf.Variable(np.random.default_rng(1).normal(size=[4, 4]))
+
+    def gradient(x):
+        x = tf.cast(x, tf.float64)
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(x @ weights)
+            hidden = (hidden + x) * tf.nn.sigmoid(hidden)
+            hidden -= tf.reduce_mean(hidden, 1, keepdims=True)
+            loss = tf.reduce_sum(hidden**3)
+        return tape.gradient(loss, weights)
+
+    call, made = partitioned(gradient, 2)
+    for rows in (ROWS, ROWS[:1]):
+        rows = tf.constant(rows)
+        np.testing.assert_allclose(call(rows), gradient(rows), rtol=1e-9)
+    types = {op.type for op in made.trace.graph.get_operations()}
+    assert not types & {"BroadcastGradientArgs", "Prod"}
