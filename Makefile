@@ -32,14 +32,14 @@ else
   WHY := there is $(or $(DRIVER),no NVIDIA driver); GPU=0 or GPU=1 decides otherwise
 endif
 
-.PHONY: train test test-slow test-all test-changed test-oldest lint format clean parity-report screenshots docs
+.PHONY: train test test-slow test-all test-changed test-oldest test-newest lint format clean parity-report screenshots docs dist try-dist
 
 train: $(READY)
 	$(RUN) -m towers.train $(FLAGS)
 
 # Tests start hundreds of processes, which import Towers in a third of the time once it
 # is compiled; pytest compiles tests for the next call, too.
-test test-slow test-changed test-oldest: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-changed test-oldest test-newest: export PYTHONDONTWRITEBYTECODE :=
 
 # In parts, with processes of their own: TensorFlow keeps every graph in memory. Some slow
 # tests read graphs as those of GPUs, which have no oneDNN.
@@ -62,6 +62,7 @@ test-changed: $(READY)
 # What docs/reference/versions.md promises of the oldest TensorFlow and Keras, in .venv-oldest:
 # private names, checkpoints, the training script, and an exact case of each group.
 OLDEST := 'tensorflow==2.19.*' 'keras==3.10.*' 'tensorboard==2.19.*' 'tensorflow-metadata<1.18'
+TESTERS := 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' 'pytest-timeout>=2.3,<3'
 OLDEST_TESTS := $(addprefix tests/,towers/keras_adapter towers/lifecycle towers/train exact)
 
 test-oldest: RUN := .venv-oldest/bin/python
@@ -72,8 +73,22 @@ test-oldest: .venv-oldest/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
 	  || { echo "TensorFlow 2.19 needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version); run: make test-oldest PYTHON=python3.12"; exit 1; }
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,examples]' 'pytest>=9,<10' 'pytest-xdist>=3.6,<4' 'pytest-timeout>=2.3,<3' $(OLDEST)
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[array_record,examples]' $(TESTERS) $(OLDEST)
 	@touch $@
+
+# The same with the newest TensorFlow and Keras, before their releases. TensorFlow's release
+# candidates ask for keras-nightly, which has the files of Keras: only one of them can stay.
+# A failure names the private names that changed.
+NEWEST := 'tensorflow>=2.21.0rc0' 'keras-nightly>=3.16.0.dev0'
+NEW := .venv-newest/bin/python
+
+test-newest: RUN := $(NEW)
+test-newest:
+	test -x $(NEW) || $(PYTHON) -m venv .venv-newest
+	$(NEW) -m pip install --quiet --upgrade --editable '.[array_record,examples]' $(TESTERS) $(NEWEST)
+	$(NEW) -m pip uninstall --quiet --yes keras keras-nightly
+	$(NEW) -m pip install --quiet --no-deps 'keras-nightly>=3.16.0.dev0'
+	$(NEW) -m scripts.newest $(PYTEST) -m 'oldest and not slow' $(OLDEST_TESTS) $(PYTEST_FLAGS)
 
 # Exact cases on towers and under MirroredStrategy: PARITY.md, and .exact/table.md.
 parity-report: $(READY)
@@ -100,13 +115,33 @@ format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# The source distribution and the wheel of what is committed, checked, in dist/.
+dist: .venv-dist/.ready
+	rm -rf dist
+	mkdir -p dist/source
+	git archive HEAD | tar -x -C dist/source
+	.venv-dist/bin/python -m build --outdir dist dist/source
+	rm -r dist/source
+	.venv-dist/bin/twine check --strict dist/*
+	.venv-dist/bin/check-wheel-contents dist/*.whl
+
+.venv-dist/.ready: Makefile
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet 'build>=1.2,<2' 'twine>=6.1,<8' 'check-wheel-contents>=0.6,<0.7'
+	@touch $@
+
+# The wheel of dist/ as a new user has it, with each Python.
+PYTHONS := $(PYTHON)
+try-dist: dist
+	scripts/try_wheel.sh dist/*.whl $(PYTHONS)
+
 clean:
-	rm -rf $(VENV) .venv-oldest
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-dist dist
 
 # The file exists once everything in setup.py is installed; a change there renews it.
 $(READY): setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-	  || { echo "Towers needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version); run: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+	  || { echo "Towers needs Python 3.11 to 3.14, but $(PYTHON) is $$($(PYTHON) --version); run: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "Installing TensorFlow $(CUDA), as $(WHY)."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'

@@ -41,8 +41,8 @@ CORE = [
 
 # TensorFlow Datasets asks for both, of any version, the first on Linux only.
 ARRAY_RECORD = ["array-record>=0.8,<1"]
-# Each version is for one of TensorFlow, which it asks for.
-TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux'"]
+# Each version is for one of TensorFlow, which it asks for; none for Python 3.14 yet.
+TEXT = ["tensorflow-text>=2.19,<3; sys_platform == 'linux' and python_version < '3.14'"]
 # Its own requirement, huggingface-hub, is for downloads, which Towers never asks for.
 TOKENIZERS = ["tokenizers>=0.21,<1"]
 DALI = ["nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'"]
@@ -63,7 +63,7 @@ README = Path(__file__).with_name("README.md")
 setup(
     # The package index has another project that is named towers.
     name="keras-towers",
-    version="0.2.0",
+    version="0.3.0",
     description="Multi-tower training for TensorFlow and Keras: as on one big device.",
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
@@ -75,6 +75,7 @@ setup(
     keywords="keras tensorflow multi-gpu data-parallel multi_gpu_model towers",
     classifiers=[
         "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA :: 12",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: MacOS",
@@ -83,10 +84,11 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.15",
     # `towers` holds links to `input_pipeline` and `models`: installed at the top level,
     # they would take names that users have in their own projects.
     packages=find_packages(include=["towers*"]),
@@ -100,7 +102,7 @@ setup(
     extras_require={
         "dev": [
             # What is tested, as towers/keras_adapter/versions.py has it.
-            "tensorflow<2.22",
+            "tensorflow<2.23",
             "keras<3.16",
             "pytest>=9,<10",
             "pytest-xdist>=3.6,<4",
@@ -129,7 +131,7 @@ setup(
         # CUDA's libraries, as NVIDIA's wheels; there are none for macOS.
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "array_record": ARRAY_RECORD,
-        # Of before pyarrow was needed: 0.4 has it no more.
+        # From before the core had pyarrow; until Towers 0.4.
         "parquet": [],
         "text": TEXT,
         "cloud": CLOUD,

@@ -44,9 +44,10 @@ def build(
     """
     build_model = getattr(module, function, None)
     if not callable(build_model):
-        raise spec.no_such_function(
-            path, function, {k for k, v in vars(module).items() if callable(v)}
-        )
+        # Python adds functions of its own, such as `__annotate__`.
+        named = {name for name in vars(module) if not name.startswith("__")}
+        defined = {name for name in named if callable(vars(module)[name])}
+        raise spec.no_such_function(path, function, defined)
     what = f"The function {function!r} of {str(path)!r}"
     given, named = arguments(build_model, what, facts, options)
     try:

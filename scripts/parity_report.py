@@ -13,7 +13,6 @@ built and compiled in its scope; then comes plain `fit`.
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -30,6 +29,7 @@ from absl import app, flags
 
 from tests.exact import combinations, oracle, preprocessed, table
 from tests.exact.case import Case
+from towers.keras_adapter.versions import installed
 
 CASES = [*table.OF_KERAS_STEPS, *combinations.CASES]
 # MirroredStrategy has no `preprocess`.
@@ -278,7 +278,7 @@ def summary(towers, mirrored, towers_date: str, mirrored_date: str) -> str:
             cells += _count(records) if _ran(records) else ["", "", ""]
         rows.append(_row(f"**{cell}**" if name == "all" else cell for cell in cells))
     names = "tensorflow", "keras", "numpy"
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    versions = [f"{name} {installed(name)}" for name in names]
     versions += [f"Python {platform.python_version()}", platform.machine()]
     return SUMMARY.format(
         details="docs/trust/exactness.md#how-equal-is-measured",

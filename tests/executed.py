@@ -11,6 +11,9 @@ from tensorflow.python.eager import context
 # What sends a tensor to another device, or to the host for one.
 SENDS = "_Send", "_HostSend"
 
+# What TensorFlow runs to create a variable, as a graph of its own.
+CREATION = {"VarHandleOp", "_Retval", "_DeviceRetval"}
+
 Nodes = Mapping[str, Sequence[Any]]
 
 
@@ -19,7 +22,7 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
 
     TensorFlow tells of a graph when it first runs it. It also tells of graphs that
     earlier tests ran, and mixes those that several threads start at once. Ours are
-    those in which `name` occurs.
+    those in which `name` occurs, except that the creation of a variable is none.
     """
     context.context().enable_graph_collection()
     try:
@@ -31,7 +34,10 @@ def run(function: Callable[[], Any], name: str) -> Nodes:
     for reported in metadata.function_graphs:
         for graph in _connected(reported.partition_graphs):
             if any(name.encode() in each.SerializeToString() for each in graph):
-                for node in itertools.chain(*(each.node for each in graph)):
+                ran = [*itertools.chain(*(each.node for each in graph))]
+                if {node.op for node in ran} <= CREATION:
+                    continue
+                for node in ran:
                     nodes[node.device[node.device.index("/device") :]].append(node)
     return nodes
 

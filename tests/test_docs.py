@@ -16,7 +16,8 @@ PAGES = [page for page in ALL if page.parent != ROOT or page.stem.startswith("RE
 # Of other programs: docker, pip, tf_cnn_benchmarks.
 FOREIGN = {
     *("--no-kill", "--requeue", "--replicas"),
-    *("--gpus", "--shm-size", "--tag", "--volume", "--logdir", "--flagfile"),
+    *("--build-arg", "--gpus", "--shm-size", "--tag", "--volume"),
+    *("--logdir", "--flagfile"),
     *("--help", "--helpfull", "--version", "--verbosity"),
     *("--minutes", "--list", "--parts"),  # of scripts.gpu_truth
     *("--map-by", "--bind-to", "--mpi", "--kill-on-bad-exit"),  # of mpirun and srun

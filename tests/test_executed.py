@@ -20,3 +20,17 @@ def test_graphs_that_are_reported_as_one_are_told_apart():
     groups = executed._connected([first[0], *second, first[1], third])
     assert [len(group) for group in groups] == [1, 2, 2]
     assert first in groups
+
+
+def test_the_creation_of_a_variable_is_no_graph_of_ours():
+    """TensorFlow reports the first ones of each kind, whatever test that is in."""
+    name = "made_and_read"
+
+    def make_and_read():
+        # Nobody else makes such a one there.
+        with tf.device("CPU:3"):
+            variable = tf.Variable([[[[1.0]]]], dtype=tf.float64, name=name)
+        return tf.function(lambda: variable + 1, autograph=False)()
+
+    nodes = executed.run(make_and_read, name)
+    assert "VarHandleOp" not in {node.op for each in nodes.values() for node in each}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up: each imports only from floors below. `towers` itself is the roof.
 FLOORS = (
-    *("keras_adapter", "_deprecated", "program", "machine", "hosts"),
+    *("keras_adapter", "program", "machine", "hosts"),
     *("processes", "_start"),
     *("input_pipeline", "models"),
     *("devices", "analysis", "layers", "collectives", "tower"),
@@ -31,7 +31,7 @@ FLOORS = (
 # These know nothing of towers but what all share, and only programs know them. What
 # makes layers sparse knows those layers.
 APART = ("input_pipeline", "models")
-SHARED = ("_deprecated", "program", "machine", "processes", "keras_adapter")
+SHARED = ("program", "machine", "processes", "keras_adapter")
 PROGRAMS = FLOORS[FLOORS.index("sparse") :]
 # Who reads one of these trusts all that it imports, at any depth: so many files. The
 # figures may fall; what makes one rise is better a feature, or below.

@@ -49,6 +49,41 @@ def test_a_newer_version_is_a_warning_once(keras, version):
         versions.warn()
 
 
+# What is installed, which version counts, and whether files are mixed.
+PACKAGES = [
+    ({"keras": "3.16.0"}, "3.16.0", False),
+    ({"keras-nightly": "3.17.0.dev1"}, "3.17.0.dev1", False),
+    ({"keras": "3.15.1", "keras-nightly": "3.16.0.dev1"}, "3.15.1", True),
+    ({}, None, False),
+]
+
+
+@pytest.mark.parametrize(("installed", "version", "mixed"), PACKAGES)
+def test_packages_of_keras(monkeypatch, installed, version, mixed):
+    def asked(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(versions.metadata, "version", asked)
+    monkeypatch.setattr(versions, "_said", set())
+    assert versions.installed("keras") == version
+    newer = (
+        "keras-nightly 3.17.0.dev1 is newer than 3.15, the newest that Towers is "
+        "tested with; if anything goes wrong, uninstall keras-nightly, and install "
+        "'keras<3.16'."
+    )
+    assert (newer in versions.notes()) == (version == "3.17.0.dev1")
+    versions._said.clear()
+    both = (
+        "keras 3.15.1 and keras-nightly 3.16.0.dev1 are both installed, and overwrite "
+        "each other's files; run: pip uninstall -y keras keras-nightly, then install "
+        "one of them."
+    )
+    assert versions.mixed("keras") == (both if mixed else None)
+    assert (both in versions.notes()) == mixed
+
+
 def test_what_is_not_installed_is_not_mentioned(monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)

@@ -1,11 +1,13 @@
-"""The package as it is installed, used in a project with folders of any name."""
+"""The package as it is built, and installed beside folders of any name."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.limits import HANG_S
 from towers.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
+VERSION = re.search('version="(.*)"', (ROOT / "setup.py").read_text())[1]
 FOLDERS = "models", "input_pipeline", "tests", "scripts"
 # Python, or Towers, imports modules of these names: not these.
 FILES = "absl", "keras", "logging", "random", "typing"
@@ -39,22 +42,43 @@ def layers(classes):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def source(tmp_path_factory):
+    """The files of this checkout that git has, without most tests and documents."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked(".", ":!docs", ":!tests/*/*", ":!scripts/*/*"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(source):
+    return build("sdist", source, "*.tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
     """The wheel of this checkout's source distribution."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("towers", "input_pipeline", "models"):
-        shutil.copytree(
-            *(ROOT / name, source / name),
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
     unpacked = tmp_path_factory.mktemp("unpacked")
     # Not by Python, whose 3.11.0 to 3.11.3 know no filter, without which 3.12 warns.
-    execute("tar", "-xf", build("sdist", source, "*.tar.gz"), "-C", unpacked)
+    execute("tar", "-xf", sdist, "-C", unpacked)
     (folder,) = unpacked.iterdir()
     return build("wheel", folder, "*.whl")
+
+
+def tracked(*paths):
+    """The files that git has."""
+    names = execute("git", "ls-files", "-z", *paths, cwd=ROOT).split("\0")
+    return [name for name in names if name and os.path.lexists(ROOT / name)]
+
+
+def packaged():
+    """The files that the package must have: of its three folders, without links."""
+    return {
+        f"towers/{name.removeprefix('towers/')}"
+        for name in tracked("towers", "input_pipeline", "models")
+        if not (ROOT / name).is_symlink()
+    }
 
 
 def build(kind, folder, pattern):
@@ -136,32 +160,52 @@ def finish(process):
     return out, err, process.returncode
 
 
-@pytest.mark.slow
-def test_all_is_in_one_package(installed):
-    folder = packages_of(installed)
-    (info,) = folder.glob("keras_towers-*.dist-info")
-    found = {path.name for path in folder.iterdir()}
-    assert found == {"towers", info.name, "borrowed.pth"}
-    files = [path for path in (folder / "towers").rglob("*") if path.is_file()]
-    assert not any(path.is_symlink() for path in folder.rglob("*"))
-    expected = [
-        path
-        for folder in ("towers", "input_pipeline", "models")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".npz", ".typed")
+def test_the_wheel_has_the_files_of_git_once(wheel):
+    """One package, with its types, data and license; no tests, and nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    (info,) = {name.split("/")[0] for name in names} - {"towers"}
+    assert info == f"keras_towers-{VERSION}.dist-info"
+    files = [name for name in names if name.startswith("towers/")]
+    assert sorted(files) == sorted(packaged())
+    assert {name.rpartition("/")[2] for name in {*names} - {*files}} == {
+        *("LICENSE", "METADATA", "RECORD", "WHEEL"),
+        *("entry_points.txt", "top_level.txt"),
+    }
+    data = "input_pipeline/sources/tfds/digits.npz", "report/page.html", "py.typed"
+    types = "__init__.pyi", "models/__init__.pyi"
+    assert {f"towers/{name}" for name in (*data, *types)} <= {*files}
+
+
+def test_the_sdist_has_what_the_wheel_is_made_of(sdist):
+    """The links to `input_pipeline` and `models` are folders, so no file is twice."""
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    names = [m.name.partition("/")[2] for m in members if m.isfile()]
+    generated = {"PKG-INFO", "setup.cfg"}
+    others = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
+    kept = [name for name in names if not name.startswith("keras_towers.egg-info/")]
+    assert sorted(kept) == sorted(packaged() | generated | others)
+
+
+def test_a_checkout_and_its_sdist_make_the_same_wheel(source, wheel):
+    same = build("wheel", source, "*.whl")
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(same) as theirs:
+        assert {name: theirs.read(name) for name in theirs.namelist()} == {
+            name: ours.read(name) for name in ours.namelist()
+        }
+
+
+def test_documents_name_this_version():
+    """Wherever a wheel file is installed, and at the top of the changelog."""
+    named = [
+        re.findall(r"keras_towers-([0-9.]*)-py3-none-any\.whl", path.read_text())
+        for path in (ROOT / name for name in tracked("*.md"))
     ]
-    # The last two are links in `towers`.
-    expected = {
-        str(path.relative_to(ROOT)).removeprefix("towers/") for path in expected
-    }
-    found = {
-        str(path.relative_to(folder / "towers"))
-        for path in files
-        if path.suffix != ".pyc"
-    }
-    assert found == expected
-    digits = "input_pipeline/sources/tfds/digits.npz"
-    assert {"py.typed", "__init__.pyi", "models/__init__.pyi", digits} <= found
+    assert {version for versions in named for version in versions} == {VERSION}
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[:2] == ["Unreleased", VERSION]
 
 
 def test_the_license(installed):

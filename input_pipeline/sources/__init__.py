@@ -6,11 +6,11 @@ only the file that it needs.
 
 import importlib
 import os
+import warnings
 from typing import Unpack
 
 import tensorflow as tf
 
-from towers._deprecated import accepts_old_names
 from towers.input_pipeline.sources.base import Source
 from towers.input_pipeline.specs import (
     SourceOptions,
@@ -39,6 +39,8 @@ _OPENERS = {
     "synthetic": ("synthetic", "open_synthetic"),
     "zipf": ("tables.zipf", "open_zipf"),
 }
+# The new name of each old option; flags have the same old names.
+_UNTIL_0_4 = {"image_key": "image_column", "label_key": "label_column"}
 # The openers for tables with a column of text.
 _OF_TEXT = {
     "parquet": ("texts.labelled", "open_parquet"),
@@ -46,7 +48,6 @@ _OF_TEXT = {
 }
 
 
-@accepts_old_names
 def open_source(
     spec: str,
     *,
@@ -79,6 +80,14 @@ def open_source(
         ValueError: the spec or the data set cannot be read, or an argument does not
             apply to it.
     """
+    for old, new in _UNTIL_0_4.items():
+        if old in options and new not in options:
+            warnings.warn(
+                f"{old} is now {new}; the old name works until Towers 0.4.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            options[new] = options.pop(old)
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in SourceOptions.__annotations__:

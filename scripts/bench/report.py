@@ -1,7 +1,6 @@
 """Tables and a plot of what a race measured."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from towers.doctor.gpus import seen
+from towers.keras_adapter.versions import installed
 
 from .contenders import parse
 from .works import WORKS
@@ -37,10 +37,9 @@ SCALING_COLUMNS = (
 def machine() -> str:
     """Says in a line what this is measured on."""
     packages = "tensorflow", "keras", "jax", "torch"
-    versions = []
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{name} {importlib.metadata.version(name)}")
+    versions = [
+        f"{name} {version}" for name in packages if (version := installed(name))
+    ]
     parts = [f"{os.cpu_count()} CPUs ({_cpu()})", *_gpus(), *versions]
     return f"{time.strftime('%Y-%m-%d')}: {', '.join(parts)}"
 

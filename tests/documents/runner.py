@@ -132,9 +132,20 @@ class Session:
         try:
             if os.getpgid(process.pid) == self._process.pid:
                 return True
+            deadline = time.monotonic() + _END_S
+            while _is_in_exec(process) and time.monotonic() < deadline:
+                time.sleep(0.001)
             return process.environ().get(_SESSION) == self._own
         except (ProcessLookupError, psutil.Error):
             return False
+
+
+def _is_in_exec(process):
+    """Tells whether a process is about to run a program, and has no environment yet.
+
+    For a moment, Linux has neither arguments nor environment of it, but its file.
+    """
+    return not (process.environ() or process.cmdline()) and bool(process.exe())
 
 
 def run_page(path: pathlib.Path, folder: pathlib.Path, limit_s: float) -> list[str]:

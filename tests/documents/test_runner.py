@@ -1,5 +1,6 @@
 """The runner of pages: what fails, fails, and says where."""
 
+import os
 import socket
 import tempfile
 import time
@@ -146,6 +147,33 @@ def test_no_process_is_left(tmp_path, text):
     assert ["sleep", f"1000.{mark}"] not in lines
 
 
+def test_a_process_that_begins_a_program_is_found(tmp_path, monkeypatch):
+    class InExec:
+        """A process with no environment until it has been asked three times."""
+
+        pid, asked, is_killed = os.getpid(), 0, False
+
+        def environ(self):
+            self.asked += 1
+            return {runner._SESSION: session._own} if self.asked > 3 else {}
+
+        def cmdline(self):
+            return []
+
+        def exe(self):
+            return "/usr/bin/sleep"
+
+        def kill(self):
+            self.is_killed = True
+
+    process = InExec()
+    session = runner.Session(["true"], tmp_path, os.environ)
+    monkeypatch.setattr(runner.psutil, "process_iter", lambda: [process])
+    monkeypatch.setattr(runner.psutil, "wait_procs", lambda *args, **kwargs: None)
+    session.close()
+    assert process.is_killed
+
+
 def test_a_title_stays_in_the_folder(tmp_path):
     said = fails(tmp_path, '```python title="../x.py"\nx = 1\n```\n')
     assert "leads out of the folder" in said
@@ -161,6 +189,7 @@ towers service dispatcher --port={port}
 ```
 
 ```python
+import os
 import socket
 socket.create_connection(("localhost", {port})).close()
 ```

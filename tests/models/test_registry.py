@@ -288,6 +288,7 @@ def test_user_file_errors_found_by_check(user_file, text, message):
     ("text", "message"),
     [
         ("f = 3", "no function 'f'"),
+        ("f = 3\nn: int = 2\ndef g(): ...", r"no function 'f' in .*\(it defines g\)"),
         ("from os.path import *", "no function 'f'"),
         (
             "import nosuch\ndef f(s, n): ...",

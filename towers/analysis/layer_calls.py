@@ -29,6 +29,8 @@ _READ = (
     keras.layers.Lambda,
     keras.layers.MelSpectrogram,
     keras.layers.MixUp,
+    # Keras has it since 3.16.
+    *filter(None, [getattr(keras.layers, "Mosaic", None)]),
     keras.layers.TFSMLayer,
     keras.layers.TorchModuleWrapper,
 )

@@ -26,7 +26,7 @@ class DeviceProbe:
     """What the probe has said, until it ended or was ended.
 
     Attributes:
-        build: TensorFlow's `get_build_info`; None if it could not be imported.
+        build: `built.of_tensorflow()`; None if TensorFlow could not be imported.
         gpus: GPUs that TensorFlow finds; None if it did not come to that.
         towers: The devices that were tried.
         computed: By device, the difference from NumPy's numbers.

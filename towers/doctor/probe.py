@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from towers.doctor.finding import in_a_line
+from towers.doctor.gpus import built
 from towers.program import keras_settings
 
 _COPY_MB = 32
@@ -52,7 +53,7 @@ def _try_out(say: Say, num_gpus: int | None) -> None:
     say("does", "the import of TensorFlow")
     import tensorflow as tf
 
-    say("build", dict(tf.sysconfig.get_build_info()))
+    say("build", built.of_tensorflow())
     say("does", "TensorFlow's search for GPUs")
     gpus = len(tf.config.list_physical_devices("GPU"))
     say("gpus", gpus)

@@ -7,6 +7,7 @@ from typing import Any
 
 from towers.doctor.finding import Finding, note, ok, wrong
 from towers.keras_adapter import versions
+from towers.keras_adapter.versions import installed
 from towers.program import keras_settings
 
 _OURS = "keras-towers"
@@ -36,11 +37,13 @@ def package(name: str, asked_by: str) -> Finding:
     except metadata.PackageNotFoundError:
         return _not_installed(asked_by)
     expected = ",".join(str(each.specifier) for each in asked)
-    found = version(name)
+    found = installed(name)
     text = f"{found or 'not installed'} ({asked_by} expects {expected or 'any'})"
     figures = {"found": found, "expected": expected}
     if not all(_fits(each) for each in asked):
         return wrong(f"{text}; {_install(asked)}", **figures)
+    if name in versions.NEWEST and (both := versions.mixed(name)):
+        return wrong(both, **figures)
     if name in versions.NEWEST and (newer := versions.newer_than_tested(name)):
         return note(newer, **figures)
     return ok(text, **figures)
@@ -52,7 +55,7 @@ def others() -> Finding:
         asked = [each for each in requirements(_OURS) if each.name not in NAMED]
     except metadata.PackageNotFoundError:
         return _not_installed(_OURS)
-    found = {each.name: version(each.name) for each in asked}
+    found = {each.name: installed(each.name) for each in asked}
     if bad := [each for each in asked if not _fits(each)]:
         return wrong(f"{', '.join(unfit(bad))}; {_install(bad)}", found=found)
     return ok(", ".join(f"{name} {text}" for name, text in found.items()), found=found)
@@ -84,7 +87,7 @@ def requirements(name: str, extra: str = "") -> Iterator[Any]:
 def unfit(asked: list[Any]) -> list[str]:
     """Says of each requirement that is not met what is there instead."""
     return [
-        f"{each.name} {version(each.name) or 'not installed'} (expected "
+        f"{each.name} {installed(each.name) or 'not installed'} (expected "
         f"{each.specifier})"
         for each in asked
         if not _fits(each)
@@ -95,16 +98,8 @@ def _applies(requirement, extra):
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def version(name: str) -> str | None:
-    """The version of an installed package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _fits(requirement):
-    found = version(requirement.name)
+    found = installed(requirement.name)
     return found is not None and requirement.specifier.contains(found, prereleases=True)
 
 

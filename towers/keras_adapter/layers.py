@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend.common import stateless_scope
-from keras.src.backend.tensorflow import numpy
 
 from towers.keras_adapter.patching import Target
 
@@ -25,7 +25,8 @@ BATCH_NORMALIZATION_CALL = Target(
 )
 """`BatchNormalization.call(inputs, training, mask)`."""
 
-ARGMAX = Target(numpy, "argmax")
+# Keras 3.16 has moved the module.
+ARGMAX = Target(getattr(backend, "ops", backend).numpy, "argmax")
 """`argmax(x, axis=None, keepdims=False)` of `keras.ops` on TensorFlow."""
 
 EMBEDDING_CALL = Target(keras.layers.Embedding, "call", unless_replaced=True)

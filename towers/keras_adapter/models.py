@@ -10,11 +10,13 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 from keras.src.models.functional import Functional
-from keras.src.trainers.trainer import Trainer
 
 from towers.keras_adapter.patching import Target, patched, swapped
 
-COMPUTE_LOSS = Target(Trainer, "_compute_loss")
+TRAINER = next(c for c in keras.Model.__mro__ if "_compute_loss" in vars(c))
+"""The base class of `keras.Model` that trains; Keras 3.16 has moved it."""
+
+COMPUTE_LOSS = Target(TRAINER, "_compute_loss")
 """`_compute_loss(x, y, y_pred, sample_weight, training)` of a model."""
 
 _TELLS_FIRST = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 11)

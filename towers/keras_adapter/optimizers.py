@@ -339,7 +339,9 @@ def overridden(optimizer: keras.optimizers.Optimizer) -> list[str]:
         for cls in type(optimizer).__mro__
         if issubclass(cls, BaseOptimizer) and not is_keras_own(cls)
         for name in vars(cls)
-        if hasattr(BaseOptimizer, name) and not hasattr(object, name)
+        # Each version of Python writes other names of its own, such as
+        # `__firstlineno__`, into a class.
+        if hasattr(BaseOptimizer, name) and not name.startswith("__")
     )
 
 

@@ -284,7 +284,7 @@ def gradients(rows_of: Callable[[tf.Tensor], int | None]) -> Iterator[None]:
     traced, copied for each tower, optimized, and run. The values are the same without.
 
     Args:
-        rows_of: Returns the number of rows an example along a tensor's first axis;
+        rows_of: Returns how many rows a tensor has per example, along its first axis;
             `None` if unknown.
     """
     with (

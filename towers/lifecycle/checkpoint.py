@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
-from towers._deprecated import accepts_old_names
 from towers.lifecycle.checkpoints import saved_model, states, store
 from towers.lifecycle.checkpoints.best import Best, Monitor
 from towers.lifecycle.checkpoints.manager import CheckpointManager
@@ -17,7 +16,6 @@ from towers.model.fit_call import FitCall
 
 
 @fit_call.changes_no_variable
-@accepts_old_names
 class Checkpoint(keras.callbacks.Callback):
     """Saves a run of a tower model, so that the next `fit` continues it.
 

@@ -1,6 +1,5 @@
 """`multi_gpu_model()` makes a Keras model train on towers."""
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers._deprecated import accepts_old_names
 from towers.keras_adapter.models import has_own_steps, overrides
 from towers.layers import pipeline
 from towers.model.options import (
@@ -20,15 +18,12 @@ from towers.model.options import (
     UpdateOptions,
     as_stages,
     as_update,
-    stages_with,
-    update_with,
 )
 from towers.model.program import Program
 from towers.model.tower_model import TowerModel
 from towers.program.voice import say
 
 
-@functools.partial(accepts_old_names, variable_update=update_with, stages=stages_with)
 def multi_gpu_model(
     model: keras.Model,
     gpus: int | Sequence[int] | Sequence[str] | None = None,
@@ -92,8 +87,8 @@ def multi_gpu_model(
             pairs. "auto": on one device, with the rows of all towers, so that results
             are those of one device. A line names these operations. "tower": each tower
             treats its part as the whole batch there, and such a loss is the mean over
-            the parts, weighted by their sizes. "gathered" is "auto", and works for one
-            more release. With `run_eagerly`, one device computes all of each batch.
+            the parts, weighted by their sizes. "gathered" is "auto", and works until
+            Towers 0.4. With `run_eagerly`, one device computes all of each batch.
         strict: Whether to refuse a model with a variable that is overwritten with its
             gradient, if Towers does not know how to combine the gradients of several
             towers. If False, the largest gradient is taken.
@@ -198,7 +193,7 @@ def present_placement(loss_placement: Any) -> Any:
         return loss_placement
     say(
         "loss_placement='gathered' is 'auto', which computes on one device what lets "
-        "examples meet; leave it out, as later releases do not know it."
+        "examples meet; leave it out, as the old name works until Towers 0.4."
     )
     return "auto"
 

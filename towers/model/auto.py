@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from towers._deprecated import rename_keys
 from towers.collectives.world import World
 from towers.devices.names import is_gpu
 from towers.model.options import UpdateOptions
@@ -339,7 +338,7 @@ def recall(file: str | None, key: Any, ways: Sequence[Choice]) -> Choice | None:
         return None
     content = feature("model.remembered").read(file)
     try:
-        choice = Choice(**rename_keys(content["chosen"]))
-        return choice if rename_keys(content["for"]) == key and choice in ways else None
+        choice = Choice(**content["chosen"])
+        return choice if content["for"] == key and choice in ways else None
     except (ValueError, KeyError, TypeError):
         return None  # It is measured again.

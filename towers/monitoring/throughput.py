@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from towers._deprecated import accepts_old_names
 from towers.model import fit_call
 from towers.monitoring.steps import Calls
 from towers.program import words
@@ -17,7 +16,6 @@ _CALLS = 1000
 
 
 @fit_call.changes_no_variable
-@accepts_old_names
 class Throughput(keras.callbacks.Callback):
     """Measures how many examples per second are trained on.
 

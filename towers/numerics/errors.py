@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from towers._deprecated import accepts_old_names
-
 
 class NotFinite(Exception):
     """A value of the run is not finite; the checkpoints before it are finite."""
 
 
-@accepts_old_names
 class NotFiniteStep(NotFinite):
     """A training step is not finite; its batch was left out, and training ended.
 

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers._deprecated import rename_keys
 from towers.program import whole_file
 
 _DATA = "x", "y", "sample_weight"
@@ -97,8 +96,7 @@ def read(file: str | os.PathLike) -> RecordedStep:
         ) from error
     x, y, sample_weight = (_as_lists(data.get(name)) for name in _DATA)
     about |= {"data": (x, y, sample_weight), "variables": values}
-    about = rename_keys(about)
-    # Up to 0.8, towers computed the loss on each tower, or on gathered outputs.
+    # Files of 0.2 tell where the loss was computed.
     about.pop("gathered", None)
     ratios = tuple(about.pop("split_ratios"))
     return RecordedStep(split_ratios=ratios, **about)

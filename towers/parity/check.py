@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers._deprecated import accepts_old_names
 from towers.builders.steps import words_of_draws
 from towers.collectives.joined_hosts import this_host
 from towers.devices.resolved import resolve
@@ -21,8 +20,6 @@ from towers.model.options import (
     as_stages,
     as_update,
     grouped,
-    stages_with,
-    update_with,
 )
 from towers.parity.causes import explain, judge
 from towers.parity.report import ROUNDING, Parity, is_equal
@@ -30,7 +27,6 @@ from towers.parity.trials import Setting, Trials, in_place, quietly
 from towers.tower.errors import ModelError
 
 
-@functools.partial(accepts_old_names, variable_update=update_with, stages=stages_with)
 def check_parity(
     model: keras.Model,
     batch: Any,

@@ -447,7 +447,7 @@ class Trace:
             seeds = [
                 *map(functools.partial(_seed, self.fraction), flat, kinds, upstream)
             ]
-            with substitutes.gradients(self._rows_an_example):
+            with substitutes.gradients(self._rows_per_example):
                 of_tape = original(tape, flat, sources, seeds, unconnected_gradients)
             pairs = zip(tf.nest.flatten(of_tape), flat_sources, strict=True)
             parts = [
@@ -476,8 +476,8 @@ class Trace:
         ]
         return tf.nest.pack_sequence_as(of_tape, gradients)
 
-    def _rows_an_example(self, tensor):
-        """Returns the rows an example of a tensor, or `None` if unknown."""
+    def _rows_per_example(self, tensor):
+        """Returns how many rows a tensor has per example, or `None` if unknown."""
         if self._apart.of(tensor) is not ROWS:
             return None
         return self._apart.counts.of(tensor)

@@ -21,7 +21,7 @@ def install_command(extra: str) -> str:
     try:
         requirements = importlib.metadata.requires("keras-towers") or []
     except importlib.metadata.PackageNotFoundError:  # the checkout is only on the path
-        return f"pip install -e '.[{extra}]' in the checkout of Towers"
+        return f"pip install '.[{extra}]' in the checkout of Towers"
     packages = [
         package.strip()
         for package, _, marker in (line.partition(";") for line in requirements)

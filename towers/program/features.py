@@ -17,6 +17,7 @@ FEATURES = {
     "collectives.spread.tables": "several hosts: tables that they divide",
     "devices.free": "--gpu_indices=free",
     "doctor.gpus.at_start": "GPUs of NVIDIA's: why TensorFlow does not use them",
+    "doctor.gpus.built": "the versions of CUDA and cuDNN, as a run starts",
     "elastic.notice": "--preemption_notice, as flags are checked",
     "elastic.balance": "--split_ratios=auto",
     "elastic.preemption": "--preemption_notice, as a run trains",

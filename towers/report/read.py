@@ -13,7 +13,6 @@ import numpy as np
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.util import tensor_util
 
-from towers._deprecated import rename_keys, rename_tag
 from towers.elastic import requests
 from towers.monitoring.tensorboard import AFTER_TRAINING
 from towers.program import small_file
@@ -145,11 +144,6 @@ def _read_summary(model_dir):
     path = os.path.join(model_dir, "summary.json")
     try:
         summary = small_file.read_json(path, dict)
-        # Runs of earlier versions call validation a test.
-        summary = {
-            re.sub("^test_", "val_", name): each
-            for name, each in rename_keys(summary).items()
-        }
         _check(summary)
         return summary
     except FileNotFoundError:
@@ -195,10 +189,6 @@ def _read_events(folder):
     for path in sorted(filter(os.path.isfile, glob.glob(pattern)), key=_made):
         _read_file(path, events, points)
     events.scalars = {tag: _join(found) for tag, found in points.items()}
-    for tag, series in events.scalars.items():
-        # Runs of earlier versions count epochs from 0.
-        if tag.startswith("epoch_") and series.steps[0] == 0:
-            events.scalars[tag] = Series(series.steps + 1, series.values)
     return events
 
 
@@ -222,7 +212,7 @@ def _read_file(path, events, points):
         value = tensor_util.make_ndarray(found[-1].tensor_proto)
         match metadata.plugin_data.plugin_name:
             case "scalars":
-                points[rename_tag(tag)] += [
+                points[tag] += [
                     (event.step, float(tensor_util.make_ndarray(event.tensor_proto)))
                     for event in found
                 ]

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from typing import Any
 
-from towers._deprecated import rename_keys
 from towers.lifecycle.checkpoints import store
 from towers.lifecycle.checkpoints.best import last_logs
 from towers.monitoring.lines import EvaluationProgress, in_order
@@ -235,9 +234,8 @@ def measured_before(model_dir: str) -> dict:
         voice.warn(
             f"{path} cannot be read ({error}); what it has measured is not known."
         )
-    known = rename_keys(summary)
     names = "examples_per_sec", "tokens_per_sec", "step_ms", "waiting", "utilization"
-    return {name: known.get(name) for name in (*names, "verdict", "measured")}
+    return {name: summary.get(name) for name in (*names, "verdict", "measured")}
 
 
 def closing_lines(

@@ -556,7 +556,7 @@ class Settings(DataFlags, BadRecordsFlag, CacheFlag, DecodeFlag, StoreFlags):
         "Towers",
         "Where examples meet, as in a loss over pairs. auto: on one device, with the "
         "rows of all towers. tower: each tower treats its part of the batch as the "
-        "whole batch. gathered: as auto, for one more release.",
+        "whole batch. gathered: as auto, until Towers 0.4.",
     )
     strict: bool = flag(
         True,

@@ -276,8 +276,11 @@ def test_tokens_that_do_not_fit_into_memory_are_said(tmp_path, monkeypatch):
 
 def test_texts_that_are_not_there(tmp_path, monkeypatch):
     missing = documents.Documents({})
-    for path, said in ((f"{tmp_path}/none", "No such f"), ("ram://none", "NotFoundE")):
-        with pytest.raises(BadRecordError, match=f"none: .*{said}"):
+    for path, said in (
+        (f"{tmp_path}/none", "No such f"),
+        ("ram://none", "NotFoundE|Could not open"),
+    ):
+        with pytest.raises(BadRecordError, match=f"none: .*({said})"):
             missing.read(path, "train")
     monkeypatch.setattr(documents.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=f"library, but {tmp_path} has none: expected"):

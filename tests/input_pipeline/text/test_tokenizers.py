@@ -213,7 +213,9 @@ def test_a_mark_at_the_beginning_is_no_word(tmp_path):
 
 def test_what_is_no_vocabulary_is_said(tmp_path):
     file = tmp_path / "file"
-    with pytest.raises(ValueError, match="words:ram://none' cannot be read: NotF"):
+    # TensorFlow 2.22 has a text for it, and 2.21 none.
+    said = "words:ram://none' cannot be read: (NotFoundError|Could not open ram://none)"
+    with pytest.raises(ValueError, match=said):
         text.open_tokenizer("words:ram://none")
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not UTF-8: expected a word in each line"):

@@ -21,9 +21,14 @@ SLOW = {
 }
 
 
+# Older versions of Keras lack them.
+SINCE_3_16 = {"Mosaic", "TernaryDense"}
+
+
 def test_each_class_is_in_the_table():
     # A new one has to be tried: add lines to layers.txt, and run `layers` as a program.
-    assert BY_CLASS.keys() == layers.classes().keys()
+    assert BY_CLASS.keys() >= layers.classes().keys()
+    assert BY_CLASS.keys() - layers.classes().keys() <= SINCE_3_16
 
 
 def test_each_axis_is_tried():
@@ -47,7 +52,12 @@ def test_slow_classes_are_in_the_table():
 
 @pytest.mark.quick_one_in(6)
 @pytest.mark.parametrize(
-    "kind", [slow(kind) if kind in SLOW else kind for kind in BY_CLASS]
+    "kind",
+    [
+        slow(kind) if kind in SLOW else kind
+        for kind in BY_CLASS
+        if kind in layers.classes()
+    ],
 )
 def test_outcomes(kind):
     found = [layers.outcome(row) for row in BY_CLASS[kind]]

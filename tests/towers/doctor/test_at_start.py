@@ -2,11 +2,11 @@
 
 import functools
 import os
+from importlib import metadata
 from pathlib import Path
 
 import pynvml
 import pytest
-import tensorflow as tf
 
 from tests.made_up_nvml import NOT_SUPPORTED, Nvml, held, memory
 from towers.devices.configuration import Devices
@@ -36,7 +36,7 @@ BOTH = {"GPU-0", "GPU-1"}
 @pytest.fixture
 def doubts(tmp_path, monkeypatch):
     """Returns what a run is told on a machine of two GPUs."""
-    monkeypatch.setattr(checks.versions, "version", lambda name: "9.9")
+    monkeypatch.setattr(metadata, "version", lambda name: "9.9")
     monkeypatch.setattr(checks.versions, "requirements", lambda name, extra: ())
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1"):
@@ -75,7 +75,13 @@ def test_missing_libraries(doubts, monkeypatch):
 
     asked = [Requirement("nvidia-cudnn-cu12>=9.3")]
     monkeypatch.setattr(checks.versions, "requirements", lambda name, extra: asked)
-    monkeypatch.setattr(checks.versions, "version", {"tensorflow": "2.21.0"}.get)
+
+    def version(name):
+        if name == "tensorflow":
+            return "2.21.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
     install = functools.partial(checks._install, ours=Path("/nowhere"))
     monkeypatch.setattr(checks, "_install", install)
     (said,) = doubts(found=0, used=())
@@ -142,10 +148,10 @@ def test_blackwell(doubts, capability):
     assert said.startswith(
         "GPU kernels: this TensorFlow is built for sm_60, sm_70, sm_80, sm_89, "
         "compute_90, so it has no kernels for GPU 0 (NVIDIA A100, compute capability "
-        f"{name}): the driver compiles those for an older generation, and some fail"
+        f"{name}): the driver compiles those for an older generation as they ar"
     )
     code = name.replace(".", "")
-    assert f"install a TensorFlow with sm_{code} among cuda_compute_capab" in said
+    assert f"install a TensorFlow that is built for sm_{code} (docs/" in said
     built = BUILT | {"cuda_compute_capabilities": ["sm_80", f"sm_{code}"]}
     assert doubts(build=built, DeviceGetCudaComputeCapability=capability) == []
 
@@ -203,9 +209,24 @@ def test_a_run_says_it(monkeypatch, capsys, more, looks):
     devices = Devices(("/device:GPU:0",), "", (1,), others=("/device:GPU:1",))
     parts_devices._say_doubts(Settings(**more), devices)
     ((build, found, used, looked),) = asked
-    assert build["cuda_version"] == tf.sysconfig.get_build_info()["cuda_version"]
+    assert {name: build[name] for name in BUILT} == BUILT
     assert (found, used, looked) == (0, {"GPU-1"}, looks)
     assert "towers: Warning: GPUs: 2 in this machine." in capsys.readouterr().err
+
+
+def test_a_run_says_it_of_blackwell(monkeypatch, capsys):
+    name, capability = "NVIDIA GeForce RTX 5090", (12, 0)
+    answers = {"DeviceGetName": name, "DeviceGetCudaComputeCapability": capability}
+    driver = Driver(Nvml(**HEALTHY | answers))
+    monkeypatch.setattr(at_start, "Driver", lambda: driver)
+    monkeypatch.setattr(nvml, "has_gpus", lambda: True)
+    monkeypatch.setattr(nvml, "gpu", lambda index: Gpu(index, f"GPU-{index}", 1000))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices = Devices(("/device:GPU:0",), "", (0,), others=("/device:GPU:1",))
+    parts_devices._say_doubts(Settings(), devices)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Warning: GPU kernels: this TensorFlow is built for sm_60, sm_70, " in said
+    assert f"no kernels for GPU 0 ({name}, compute capability 12.0): the " in said
 
 
 def test_without_gpus_nobody_looks_for_faults(monkeypatch):

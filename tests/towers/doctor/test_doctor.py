@@ -17,7 +17,6 @@ from unittest import mock
 import psutil
 import pynvml
 import pytest
-import tensorflow as tf
 
 from tests.limits import HANG_S
 from tests.made_up_nvml import NOT_SUPPORTED, Nvml, held, memory
@@ -34,8 +33,8 @@ from towers.doctor import (
 )
 from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import Finding, examine, in_a_line, ok
+from towers.doctor.gpus import built, seen
 from towers.doctor.gpus import checks as gpus
-from towers.doctor.gpus import seen
 from towers.keras_adapter import versions as tested_versions
 from towers.machine.nvml import Driver, Gpu, Holder
 from towers.program.extras import install_command
@@ -407,7 +406,7 @@ def installed(monkeypatch):
     fake = types.SimpleNamespace(
         version=find,
         requires=lambda name: find(name, asks),
-        metadata=lambda name: find(name) and {"Requires-Python": ">=3.11,<3.14"},
+        metadata=lambda name: find(name) and {"Requires-Python": ">=3.11,<3.15"},
         PackageNotFoundError=metadata.PackageNotFoundError,
     )
     for module in (versions, tested_versions):
@@ -422,7 +421,7 @@ def installed(monkeypatch):
         ("2.19.0rc1", "wrong", "; pip install 'tensorflow<3,>=2.19'"),
         ("2.18.1", "wrong", "2.18.1 (keras-towers expects <3,>=2.19); pip install"),
         (None, "wrong", "not installed (keras-towers expects <3,>=2.19); pip install"),
-        ("2.22.0", "note", "tensorflow 2.22.0 is newer than 2.21, the newest that"),
+        ("2.99.0", "note", "tensorflow 2.99.0 is newer than 2."),
     ],
 )
 def test_a_packages_version(installed, found, verdict, text):
@@ -444,7 +443,7 @@ def test_other_packages(installed):
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"), [("3.12.1", "ok"), ("3.10.9", "wrong"), ("3.14.0", "wrong")]
+    ("found", "verdict"), [("3.12.1", "ok"), ("3.10.9", "wrong"), ("3.15.0", "wrong")]
 )
 def test_pythons_version(installed, monkeypatch, found, verdict):
     monkeypatch.setattr(versions.platform, "python_version", lambda: found)
@@ -638,15 +637,15 @@ def test_a_driver_that_does_not_tell_the_capability(machine, tmp_path, monkeypat
     assert cards == tuple(card._replace(capability="") for card in machine.cards)
 
 
-def test_the_command_that_installs_cuda(tmp_path, monkeypatch):
+def test_the_command_that_installs_cuda(tmp_path, installed):
     wheel, checkout = tmp_path / "site-packages", tmp_path / "towers"
     checkout.mkdir()
     (checkout / "setup.py").touch()
-    exact = f"pip install 'tensorflow[and-cuda]=={tf.__version__}'"
+    installed["tensorflow-cpu"] = installed.pop("tensorflow")
+    assert gpus._install(tmp_path, wheel) == install_command("gpu")
+    installed["tensorflow"] = "2.22.0rc0"
+    exact = "pip install 'tensorflow[and-cuda]==2.22.0rc0'"
     assert gpus._install(tmp_path, wheel) == exact
-    with monkeypatch.context() as patch:
-        patch.setattr(versions, "version", lambda name: None)  # as of tensorflow-cpu
-        assert gpus._install(tmp_path, wheel) == install_command("gpu")
     venv = checkout / ".venv"
     assert gpus._install(venv, checkout) == "make GPU=1"
     venv.mkdir()
@@ -654,28 +653,46 @@ def test_the_command_that_installs_cuda(tmp_path, monkeypatch):
     assert gpus._install(venv, checkout) == exact
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "verdict", "text"),
-    [
-        ("8.0", BUILT["cuda_compute_capabilities"], "ok", "is built for sm_60"),
-        ("9.0", BUILT["cuda_compute_capabilities"], "ok", "for 9.0, the driver comp"),
-        ("10.0", BUILT["cuda_compute_capabilities"], "note", "CUDA_ERROR_INVALID_PTX"),
-        ("12.0", ["sm_80", "sm_120"], "ok", "is built for sm_80, sm_120"),
-        ("12.1", ["sm_80", "sm_120"], "ok", "is built for"),
-        ("12.0", ["sm_80", "sm_90"], "wrong", "with sm_120 among cuda_compute_capa"),
-        ("5.2", BUILT["cuda_compute_capabilities"], "wrong", "no kernels for GPU 0"),
-        ("", BUILT["cuda_compute_capabilities"], "note", "not known for which"),
-        ("8.0", [], "note", "not known for which"),
-    ],
-)
-def test_kernels(machine, capability, built, verdict, text):
-    cards = tuple(card._replace(capability=capability) for card in machine.cards)
-    found = DeviceProbe(build=BUILT | {"cuda_compute_capabilities": built}, gpus=2)
-    finding = gpus.check_kernels(machine._replace(cards=cards), found)
-    assert finding.verdict == verdict
-    assert text in finding.text
-    hidden = machine._replace(cards=cards, hidden=True)
-    assert gpus.check_kernels(hidden, found).verdict == "ok"
+# P40, V100, T4, A100, H100, B200, RTX 5090, DGX Spark, and a generation to come.
+CAPABILITIES = "6.1", "7.0", "7.5", "8.0", "9.0", "10.0", "12.0", "12.1", "13.0"
+BUILDS = {
+    # The wheels of TensorFlow 2.19 to 2.22.
+    "sm_60 sm_70 sm_80 sm_89 compute_90": "code code code code ptx old old old old",
+    # Blackwell only, as somebody's wheel is; with PTX; for CUDA 13.
+    "sm_120": "none none none none none none code code none",
+    "sm_89 compute_120": "none none none none none none ptx ptx old",
+    "sm_75 sm_80 sm_90 sm_100 compute_120": "none none code code code code ptx ptx old",
+    # PTX only, as the header of a wheel for one generation is read.
+    "compute_120": "none none none none none none ptx ptx old",
+    "": "unknown " * len(CAPABILITIES),
+}
+SAID = {
+    "code": ("ok", "this TensorFlow is built for sm_"),
+    "ptx": ("ok", "the driver compiles kernels as they are first used"),
+    "old": (
+        "note",
+        "which may take 30 minutes, and some fail with CUDA_ERROR_INVALID_",
+    ),
+    "none": (
+        "wrong",
+        "so it has no kernels for GPU 0 (NVIDIA H200, compute capability",
+    ),
+    "unknown": ("note", "not known for which GPUs TensorFlow has kernels"),
+}
+
+
+@pytest.mark.parametrize("code", BUILDS)
+def test_kernels(machine, code):
+    found = DeviceProbe(build=BUILT | {"cuda_compute_capabilities": code.split()})
+    for capability, kind in zip(CAPABILITIES, BUILDS[code].split(), strict=True):
+        cards = tuple(card._replace(capability=capability) for card in machine.cards)
+        finding = gpus.check_kernels(machine._replace(cards=cards), found)
+        verdict, text = SAID[kind]
+        assert finding.verdict == verdict, capability
+        assert text in finding.text
+        assert ("compiles" in finding.text) == (kind in ("ptx", "old"))
+        hidden = machine._replace(cards=cards, hidden=True)
+        assert gpus.check_kernels(hidden, found).verdict == "ok"
 
 
 def test_slices(machine, tmp_path, monkeypatch):
@@ -698,10 +715,16 @@ def test_who_holds_the_memory(machine, tmp_path, monkeypatch):
     assert f"GPU 1's is held by process {os.getpid()} of {user}" in finding.text
 
 
+def test_a_gpu_whose_capability_is_not_known(machine):
+    cards = tuple(card._replace(capability="") for card in machine.cards)
+    finding = gpus.check_kernels(machine._replace(cards=cards), FOUND)
+    assert finding.verdict == "note"
+    assert finding.text == SAID["unknown"][1]
+
+
 def test_the_wheels_machine_code():
-    built = tf.sysconfig.get_build_info()
-    assert built["cuda_compute_capabilities"] == BUILT["cuda_compute_capabilities"]
-    assert built["cuda_version"] == BUILT["cuda_version"]
+    wheel = built.of_tensorflow()
+    assert {name: wheel[name] for name in BUILT} == BUILT
 
 
 @pytest.mark.parametrize(
@@ -735,6 +758,7 @@ def test_why_gpus_are_not_found(machine, installed, monkeypatch):
     bare = gpus.SeenMachine(on_bus=1, device_files=0, fault="the library is missing")
     assert reason(bare).startswith("there is no /dev/nvidia0, so the driver is not")
     assert reason(build={}).startswith("this TensorFlow is built without CUDA")
+    assert reason(build={"is_cuda_build": True}) == "of what TensorFlow does not tell"
     old = machine._replace(driver="470.57.02")
     assert reason(old).startswith("the driver is 470.57.02 (CUDA 12.5.1 expects at")
     assert "but pip has no nvidia-cudnn-cu12, nvidia-nccl-cu12; make GPU=1" in reason()

@@ -7,6 +7,7 @@ modules rely on it. `docs/reference/versions.md` says what to do then.
 import ast
 import functools
 import gc
+import inspect
 import io
 import multiprocessing.util
 import random
@@ -371,9 +372,9 @@ def _():
 
 
 @contract(
-    "keras.src.trainers.trainer.Trainer",
+    "_compute_loss",
     "compute_loss_replaced",
-    "is the class of every model, whose `_compute_loss` Keras's steps call",
+    "is defined by one base class of every model, and called by Keras's steps",
 )
 def _():
     seen, model, other = [], _compiled(), _compiled()
@@ -719,6 +720,21 @@ def test_what_an_optimizer_keeps_of_each_variable(options, steps):
     assert (average is None) == ("use_ema" not in options)
     if average is not None:
         assert average.shape == variable.shape and "one" in average.path
+
+
+class _Annotated(keras.optimizers.SGD):
+    """Has what Python writes into classes: a docstring, annotations, line numbers."""
+
+    scale: float = 2.0
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.last = gradient
+        super().update_step(self.scale * gradient, variable, learning_rate)
+
+
+def test_what_python_writes_into_a_class_replaces_no_method():
+    assert inspect.get_annotations(_Annotated)  # kept in the class once they are read
+    assert optimizers.overridden(_Annotated(0.1)) == ["update_step"]
 
 
 def test_each_optimizer_of_several_has_slots_of_its_own():
@@ -1619,9 +1635,9 @@ def _():
 
 
 @contract(
-    "keras.src.backend.tensorflow.numpy",
+    "keras.src.backend",
     "ARGMAX",
-    "has `keras.ops.argmax`, for which -0.0 is below 0.0",
+    "has `numpy`, since Keras 3.16 in `ops`, with the argmax by which -0.0 < 0.0",
 )
 def _():
     from towers.layers import substitutes

@@ -7,10 +7,9 @@ import types
 import keras
 import pytest
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.trainer import Trainer
 
 from towers.analysis.layer_calls import recorded_layers
-from towers.keras_adapter.models import compute_loss_replaced
+from towers.keras_adapter.models import TRAINER, compute_loss_replaced
 from towers.keras_adapter.patching import Target, patched, swapped
 from towers.layers import substitutes
 from towers.numerics import search
@@ -23,7 +22,7 @@ PATCHED = [
     (BaseOptimizer, "_backend_apply_gradients", substitutes.updates),
     (keras.layers.Embedding, "call", substitutes.in_variables),
     (keras.Operation, "__call__", search._watched),
-    (Trainer, "_compute_loss", lambda: compute_loss_replaced(keras.Model(), id)),
+    (TRAINER, "_compute_loss", lambda: compute_loss_replaced(keras.Model(), id)),
     (pdb, "set_trace", lambda: eager.aside(keras.Model())),
 ]
 

@@ -337,10 +337,6 @@ def test_a_choice_is_remembered_for_what_it_was_made_for(tmp_path):
     for text in ("{", nonsense, "[]"):
         Path(file).write_text(text)
         assert auto.recall(file, {"a": 1}, ways) is None
-    # As version 0.1 has written it.
-    old = {"for": {"home": "there"}, "chosen": {"builder": "parameter_server"}}
-    Path(file).write_text(json.dumps(old))
-    assert auto.recall(file, {"local_parameter_device": "there"}, ways) == SERVER
     auto.remember(None, {}, [])
     assert auto.recall(None, {}, ways) is None
 

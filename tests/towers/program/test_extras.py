@@ -29,4 +29,4 @@ def test_a_checkout_that_is_only_on_the_path(monkeypatch):
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert "pip install -e '.[text]'" in install_command("text")
+    assert "pip install '.[text]'" in install_command("text")

@@ -70,11 +70,8 @@ TEXTS = {
 }
 
 
-def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0, first=1):
-    """Writes what training writes: scalars of epochs, and at each tenth step.
-
-    Epochs count from `first`.
-    """
+def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0):
+    """Writes what training writes: scalars of epochs, and at each tenth step."""
     writer = tf.summary.create_file_writer(str(folder))
     measured = {"batch_loss": 2 * loss, "batch_learning_rate": 0.01} | (measured or {})
     with writer.as_default():
@@ -82,9 +79,9 @@ def write_events(folder, epochs=range(EPOCHS), measured=None, loss=1.0, first=1)
             for step in range(STEPS * epoch + 10, STEPS * (epoch + 1) + 1, 10):
                 for tag, value in measured.items():
                     tf.summary.scalar(tag, value, step)
-            tf.summary.scalar("epoch_loss", loss / (epoch + 1), epoch + first)
-            tf.summary.scalar("epoch_accuracy", 0.1 * epoch, epoch + first)
-            tf.summary.scalar("epoch_learning_rate", 0.01, epoch + first)
+            tf.summary.scalar("epoch_loss", loss / (epoch + 1), epoch + 1)
+            tf.summary.scalar("epoch_accuracy", 0.1 * epoch, epoch + 1)
+            tf.summary.scalar("epoch_learning_rate", 0.01, epoch + 1)
     writer.close()
 
 
@@ -369,35 +366,6 @@ def test_before_the_first_step(tmp_path, page):
     status = page.locator(".status").inner_text()
     assert status == "Not finished, and not running: last heard of at step 0."
     assert page.locator("svg").count() == 0
-
-
-@needs_browser
-def test_a_run_of_an_earlier_version(tmp_path, page):
-    """It called validation a test, and counted epochs from 0."""
-    write_events(tmp_path / "train", first=0)
-    old = {"test_loss": 0.25, "epochs": EPOCHS, "steps": EPOCHS * STEPS}
-    (tmp_path / "summary.json").write_text(json.dumps(old))
-    show(page, tmp_path)
-    assert cards(page)["validation loss"] == "0.2500"
-    epochs = read(str(tmp_path)).train.scalars["epoch_loss"].steps
-    assert epochs.tolist() == list(range(1, EPOCHS + 1))
-
-
-def test_names_of_version_0_1(tmp_path):
-    """A run that was begun with it, and has gone on since."""
-    old = {key: value for key, value in SUMMARY.items() if key != "examples_per_sec"}
-    write_run(tmp_path, old | {"examples_per_sec": 1034.25, "logs": str(tmp_path)})
-    folder = tmp_path / "continued" / "train"
-    for prefix, step in (("samples", 10), ("examples", 20)):
-        write_scalars(folder, {f"{prefix}_per_sec/tower_0": float(step)}, step)
-    write_scalars(folder, {"epoch_examples_per_sec": 3.0}, 0)
-    run = read(str(tmp_path))
-    assert run.summary == SUMMARY | {"model_dir": str(tmp_path)}
-    scalars = read(str(tmp_path / "continued")).train.scalars
-    assert {*scalars} == {"examples_per_sec/tower_0", "epoch_examples_per_sec"}
-    assert scalars["examples_per_sec/tower_0"].values.tolist() == [10.0, 20.0]
-    # It counted epochs from 0.
-    assert scalars["epoch_examples_per_sec"].steps.tolist() == [1]
 
 
 @needs_browser

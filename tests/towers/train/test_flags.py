@@ -58,7 +58,7 @@ def test_nothing_but_the_command_line_reads_flags_of_absl():
     for folder in ("towers", "input_pipeline"):
         for path in (ROOT / folder).rglob("*.py"):
             used = re.search(r"\bFLAGS\.|from absl import flags", path.read_text())
-            names = "command_line.py table.py old_flags.py commands.py _deprecated.py"
+            names = "command_line.py table.py old_flags.py commands.py"
             assert not used or path.name in names.split(), path
 
 

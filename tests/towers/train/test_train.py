@@ -156,7 +156,6 @@ def test_summary_is_what_plain_keras_gives(trained, data_dir):
         "model": f"{trained.path}/model.keras",
         "checkpoint": f"{trained.path}/checkpoints/ckpt-4-0",
         "model_dir": str(trained.path),
-        "logs": str(trained.path),  # until 0.3
     }.items():
         assert summary[key] == value
 

@@ -9,11 +9,11 @@ import os
 import platform
 import socket
 from collections.abc import Coroutine, Sequence
-from importlib import metadata
 from typing import Any
 
 from towers.cluster import addresses
 from towers.hosts.group import Membership, ProcessPlace
+from towers.keras_adapter.versions import installed
 from towers.program import voice, words
 
 # Most time for what takes milliseconds.
@@ -176,10 +176,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python and of what has to be the same on all hosts."""
     found = {"python": platform.python_version()}
     for name, package in _PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[name] = "unknown"
+        found[name] = installed(package) or "unknown"
     return found
 
 

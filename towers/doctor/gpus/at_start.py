@@ -26,7 +26,7 @@ def doubts(
     """Returns a sentence about each thing that is wrong, or to be known.
 
     Args:
-        build: TensorFlow's `get_build_info`.
+        build: `built.of_tensorflow()`.
         found: How many GPUs TensorFlow finds.
         used: The UUIDs of those that the run uses.
         looks_at_memory: Whether it matters that others hold their memory.

@@ -10,6 +10,7 @@ from towers.doctor import versions
 from towers.doctor.devices import DeviceProbe
 from towers.doctor.finding import WRONG, Finding, note, ok, wrong
 from towers.doctor.gpus.seen import HIDES, SeenMachine, look
+from towers.keras_adapter.versions import installed, packages
 from towers.machine.nvml import Gpu, Holder
 from towers.program.extras import install_command
 
@@ -22,9 +23,8 @@ _LEAST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 _COMPILING_DRIVER = {"12.5": "555.42.02"}
 # From this version on, cuDNN lacks GPUs of lower compute capabilities, and crashes.
 _CUDNN, _WITHOUT_OLD, _OLD = "nvidia-cudnn-cu12", (9, 11), (7, 5)
-# No release of TensorFlow is known to have kernels of this generation
-# (docs/reference/gpus.md).
-_BLACKWELL = (10, 0)
+# From this generation on, some PTX of older ones fails (docs/reference/gpus.md).
+_BLACKWELL = 10
 _ORDER = "CUDA_DEVICE_ORDER"
 _GROWTH, _ALLOCATOR = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GPU_ALLOCATOR"
 _THREADS, _THREAD_MODES = "TF_GPU_THREAD_MODE", ("global", "gpu_private", "gpu_shared")
@@ -109,10 +109,12 @@ def check_kernels(machine: SeenMachine, found: DeviceProbe) -> Finding:
             return wrong(
                 f"{text}, so it has no kernels for {name}; {_another(card)}", **figures
             )
-        if _parts(card.capability) >= _BLACKWELL:
+        generation, _ = _parts(card.capability)
+        if generation >= _BLACKWELL and max(newer)[0] < generation:
             return note(
                 f"{text}, so it has no kernels for {name}: the driver compiles those "
-                "for an older generation, and some fail with CUDA_ERROR_INVALID_PTX or "
+                "for an older generation as they are first used, which may take 30 "
+                "minutes, and some fail with CUDA_ERROR_INVALID_PTX or "
                 f"CUDA_ERROR_INVALID_HANDLE; {_another(card)}",
                 **figures,
             )
@@ -132,17 +134,19 @@ def check_libraries(machine: SeenMachine, found: DeviceProbe) -> Finding:
         return note("not known, as TensorFlow cannot be imported")
     cuda, cudnn = _built_for(found), found.build.get("cudnn_version", "")
     figures = {"cuda": cuda, "cudnn": cudnn}
+    if not cuda and _has_cuda(found):
+        return note("TensorFlow does not say for which CUDA it is built", **figures)
     if not cuda:
         return ok("TensorFlow is built without CUDA", **figures)
     text = f"TensorFlow is built for CUDA {cuda} and cuDNN {cudnn}"
     if not machine.in_use:
         return ok(f"{text}, not needed without a GPU", **figures)
     asked = [*versions.requirements("tensorflow", "and-cuda")]
-    absent = [each for each in asked if versions.version(each.name) is None]
+    absent = [each for each in asked if installed(each.name) is None]
     bad = versions.unfit([each for each in asked if each not in absent])
     if bad:
         return wrong(f"{text}, but there is {', '.join(bad)}; {_install()}", **figures)
-    has = versions.version(_CUDNN)
+    has = installed(_CUDNN)
     left_out = [
         c for c in machine.cards if c.capability and _parts(c.capability) < _OLD
     ]
@@ -215,7 +219,7 @@ def _reason(machine: SeenMachine, found: DeviceProbe, hides: str | None) -> str:
     """Why TensorFlow does not find a GPU that is there, and what to do."""
     if hides is not None:
         return f"{HIDES}={hides!r} names none of them; unset it"
-    if not _built_for(found):
+    if not _has_cuda(found):
         return f"this TensorFlow is built without CUDA; {_install()}"
     if not machine.device_files and not machine.cards:
         return (
@@ -245,6 +249,10 @@ def _built_for(found: DeviceProbe) -> str:
     return (found.build or {}).get("cuda_version", "")
 
 
+def _has_cuda(found: DeviceProbe) -> bool:
+    return bool((found.build or {}).get("is_cuda_build") or _built_for(found))
+
+
 def _has_code(card: Gpu, found: DeviceProbe) -> bool:
     """Tells whether TensorFlow's kernels are machine code of a GPU, or all is unknown.
 
@@ -253,7 +261,7 @@ def _has_code(card: Gpu, found: DeviceProbe) -> bool:
     built = (found.build or {}).get("cuda_compute_capabilities", ())
     codes = [each.removeprefix("sm_") for each in built if each.startswith("sm_")]
     major, _, minor = card.capability.partition(".")
-    return not (codes and minor) or any(
+    return not (built and minor) or any(
         code[:-1] == major and code[-1] <= minor for code in codes
     )
 
@@ -268,8 +276,8 @@ def _another(card: Gpu) -> str:
     """What to do about a GPU that TensorFlow has no kernels for."""
     code = f"sm_{card.capability.replace('.', '')}"
     return (
-        f"install a TensorFlow with {code} among cuda_compute_capabilities of "
-        f"tf.sysconfig.get_build_info(), or leave the GPU out by {HIDES}"
+        f"install a TensorFlow that is built for {code} (docs/reference/gpus.md), or "
+        f"leave the GPU out by {HIDES}"
     )
 
 
@@ -282,8 +290,9 @@ def _install(prefix: Path = Path(sys.prefix), ours: Path = _OURS) -> str:
     """
     if prefix == ours / ".venv" and not (prefix / ".ready-gpu").exists():
         return "make GPU=1"
-    # For the version that is there, as another one may ask for other libraries.
-    if version := versions.version("tensorflow"):
+    # For the version that is there, as another one may ask for other libraries;
+    # tensorflow-cpu and tf-nightly have none of the same number.
+    if version := packages("tensorflow").get("tensorflow"):
         return f"pip install 'tensorflow[and-cuda]=={version}'"
     return install_command("gpu")
 

@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers._deprecated import rename_keys
 from towers.keras_adapter.randomness import random_states, set_random_states
 from towers.program.voice import warn
 
@@ -73,7 +72,7 @@ def give_back(
     """
     if (history := getattr(model, "history", None)) is not None:
         history.epoch = states["history"]["epoch"]
-        history.history = rename_keys(states["history"]["history"])
+        history.history = states["history"]["history"]
     known = list(states["callbacks"])
     for callback in callbacks:
         name = callback.__class__.__name__

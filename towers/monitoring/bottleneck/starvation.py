@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
-from towers._deprecated import accepts_old_names
 from towers.model import fit_call
 from towers.monitoring.bottleneck import tfdata_stats, uneven
 from towers.monitoring.bottleneck.verdict import News, SpeedVerdict, bound_by, verdict
@@ -19,7 +18,6 @@ _LOOK_EVERY_S = 1.0
 
 
 @fit_call.changes_no_variable
-@accepts_old_names
 class Starvation(StepTime):
     """Says what limits the speed of training, when that changes and at the end.
 

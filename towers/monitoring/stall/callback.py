@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from towers._deprecated import accepts_old_names
 from towers.hosts import group
 from towers.keras_adapter.models import batches_done, builds_graph, called_callback
 from towers.lifecycle.checkpoint import Checkpoint
@@ -35,7 +34,6 @@ STALLED = 4
 
 
 @fit_call.changes_no_variable
-@accepts_old_names
 class Stall(keras.callbacks.Callback):
     """Says on stderr what the run waits for, if no batch ends for a while.
 

@@ -14,7 +14,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2, summary
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import summary as hparams_summary
 
-from towers._deprecated import accepts_old_names
 from towers.keras_adapter import runtime
 from towers.lifecycle.checkpoints.store import reason
 from towers.model import fit_call
@@ -164,7 +163,6 @@ def _while_it_works(write):
 
 
 @fit_call.changes_no_variable
-@accepts_old_names
 class TensorBoard(keras.callbacks.Callback):
     """Writes TensorBoard logs of a run, as the runs `train` and `validation`.
 

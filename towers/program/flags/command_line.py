@@ -13,7 +13,6 @@ from typing import TypeVar
 # Logging defines --verbosity.
 from absl import flags, logging  # noqa: F401
 
-from towers._deprecated import rename_flags
 from towers.program import voice
 from towers.program.flags import old_flags, table
 from towers.program.flags.suggestions import unknown_flag
@@ -96,9 +95,6 @@ def read_given(
     values.set_gnu_getopt(True)
     try:
         arguments = values.read_flags_from_files([*argv[1:]], force_gnu=False)
-        arguments, notes = rename_flags(arguments, values)
-        for note in () if quiet else notes:
-            voice.say(note)
         rest = values([argv[0], *arguments])
     except UnicodeDecodeError as error:
         raise ValueError(_no_text(argv)) from error

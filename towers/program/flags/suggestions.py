@@ -35,6 +35,7 @@ _ALIASES = {
     "clean": "overwrite force fresh restart",
     "overwrite": "force clean",
     "variable_update": "strategy distribution_strategy distribute builder",
+    "split_ratios": "tower_shares shares",
     "enable_xla": "xla jit jit_compile use_xla",
     "steps_per_loop": "steps_per_execution iterations_per_loop",
     "log_steps": "log_every log_interval print_freq log_every_n_steps display_every",

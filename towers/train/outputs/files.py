@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from towers._deprecated import with_old_keys
 from towers.elastic import requests
 from towers.input_pipeline.records import quarantine
 from towers.lifecycle.checkpoints import store
@@ -137,7 +136,7 @@ def end(job: Job, summary: dict[str, Any]) -> None:
             with job.checkpoint.as_in(best["checkpoint"], job.model):
                 _save_model(job, best["model"])
         path = os.path.join(job.model_dir, "summary.json")
-        whole_file.write_json(path, with_old_keys(summary))
+        whole_file.write_json(path, summary)
 
 
 def read(job: Job, name: str) -> str | None:

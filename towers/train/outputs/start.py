@@ -6,14 +6,15 @@ import platform
 import shutil
 import subprocess
 import unicodedata
-from importlib import metadata
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers.keras_adapter.variables import bytes_of
 from towers.program import words
+from towers.program.features import feature
 from towers.train import continued
 from towers.train.job import BAD_RECORDS, Job
 from towers.train.outputs import files
@@ -179,12 +180,12 @@ def summary_text(model: keras.Model) -> str:
 
 def versions() -> dict[str, str]:
     """Returns versions by what they are of; what is not there is left out."""
-    built = tf.sysconfig.get_build_info()
+    built = feature("doctor.gpus.built").of_tensorflow()
     found = {
         "Python": platform.python_version(),
         "TensorFlow": tf.__version__,
-        "Keras": metadata.version("keras"),
-        "NumPy": metadata.version("numpy"),
+        "Keras": keras.__version__,
+        "NumPy": np.__version__,
         # What TensorFlow was built for.
         "CUDA": built.get("cuda_version", ""),
         "cuDNN": built.get("cudnn_version", ""),

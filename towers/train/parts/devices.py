@@ -54,7 +54,7 @@ def _say_doubts(settings, devices):
     others_may_hold = settings.finds_free or settings.share_gpus is not None
     cards = map(nvml.gpu, devices.every.physical if devices else ())
     for line in feature("doctor.gpus.at_start").doubts(
-        dict(tf.sysconfig.get_build_info()),
+        feature("doctor.gpus.built").of_tensorflow(),
         len(tf.config.list_physical_devices("GPU")),
         {card.uuid for card in cards if card is not None},
         looks_at_memory=not others_may_hold,
