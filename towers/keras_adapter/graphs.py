@@ -271,7 +271,10 @@ def function_graph(
         tf.errors.NotFoundError: There is no such function.
     """
     definition = function_definition(name)
-    nodes, names = function_def_to_graph_def(definition, [*shapes])
+    # In a graph that is being built, TensorFlow would look for the functions that this
+    # one calls there, and not among all.
+    with context.eager_mode():
+        nodes, names = function_def_to_graph_def(definition, [*shapes])
     for node in nodes.node:
         node.attr.pop("_class", None)
     graph = FuncGraph(definition.signature.name)

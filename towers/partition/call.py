@@ -280,7 +280,11 @@ class PartitionedCall:
         self._checks += [op for op in created if calls_functions(op)]
 
     def _wait_for_checks(self):
-        """Makes home wait until all checks have passed, as one device does."""
+        """Makes home wait until the checks of all phases so far have passed.
+
+        An update does not wait for the check of a later phase, and may have been
+        applied when that check fails.
+        """
         if self._checks:
             gates = [] if self._gate is None else [self._gate]
             with tf.control_dependencies([*self._checks, *gates]), tf.device(HOST):

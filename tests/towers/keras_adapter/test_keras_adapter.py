@@ -1668,6 +1668,11 @@ def _():
     "function_graph, keep_functions, nodes_of",
     "makes a graph of a function that was traced; its definition can be kept",
 )
+@contract(
+    "tensorflow.python.eager.context.eager_mode",
+    "function_graph",
+    "lets functions be found while a graph is being built that has none of them",
+)
 def _():
     factor = tf.Variable([[2.0, 3.0, 4.0]])
 
@@ -1679,8 +1684,17 @@ def _():
     def outer(x):
         return double(x)[0] + 1
 
-    graph = outer.get_concrete_function(tf.TensorSpec([None, 3])).graph
-    (call,) = (op for op in graph.get_operations() if "Call" in op.type)
+    def call_in(function):
+        graph = function.get_concrete_function(tf.TensorSpec([None, 3])).graph
+        (call,) = (op for op in graph.get_operations() if "Call" in op.type)
+        return graph, call
+
+    _, call = call_in(tf.function(lambda x: outer(x)))
+    shapes = [tensor.shape for tensor in call.inputs]
+    with tf.Graph().as_default():
+        inner = graphs.function_graph(call.get_attr("f").name, call.inputs, shapes)
+    assert any("Call" in op.type for op in inner.get_operations())
+    graph, call = call_in(outer)
     shapes = [call.inputs[0].shape, None]
     inner = graphs.function_graph(call.get_attr("f").name, call.inputs, shapes)
     assert inner.inputs[0].shape.as_list() == [None, 3]

@@ -244,6 +244,118 @@ def test_loops_run_with_copies_of_variables(way, caplog):
     assert not _check(caplog, way, **options)
 
 
+def _turns(turn, x):
+    return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, turn(i, y)), [0, x])[
+        1
+    ]
+
+
+def _check_turn(i, y):
+    del i
+    tf.debugging.assert_less(y, 1e6)
+    return 2.0 * y
+
+
+def _branch(i, y):
+    return tf.cond(i < 2, lambda: 2.0 * y, lambda: tf.tanh(y))
+
+
+def _case(i, y):
+    first, second = (i < 1, lambda: 2.0 * y), (i < 2, lambda: tf.tanh(y))
+    return tf.case([first, second], lambda: y + 1.0)
+
+
+def _switch(i, y):
+    return tf.switch_case(i, [lambda: 2.0 * y, lambda: tf.tanh(y), lambda: y + 1.0])
+
+
+@tf.function
+def _called(y):
+    return tf.tanh(y) + 1.0
+
+
+def _python(i, y):
+    factor = tf.py_function(lambda i: tf.cast(i, tf.float32), [i], tf.float32)
+    return y * tf.ensure_shape(tf.stop_gradient(factor), [])
+
+
+def _if_wide(function, x):
+    """A branch that depends on no example."""
+    return tf.cond(tf.shape(x)[1] > 1, lambda: function(x), lambda: x)
+
+
+def _over_time(turn, x):
+    """Folds each example's values over time; `turn` takes those of one time."""
+    x = x[..., None] * tf.constant([1.0, 2.0, 3.0])
+    return tf.reduce_sum(turn(tf.transpose(x, [2, 0, 1])), 0)
+
+
+# Functions that call functions, which call others.
+NESTS = {
+    "check in while": lambda x: _turns(_check_turn, x),
+    "cond in while": lambda x: _turns(_branch, x),
+    "case in while": lambda x: _turns(_case, x),
+    "switch in while": lambda x: _turns(_switch, x),
+    "function in while": lambda x: _turns(lambda _, y: _called(y), x),
+    "py_function in while": lambda x: _turns(_python, x),
+    "while in while": lambda x: _turns(lambda _, y: _turns(_branch, y), x),
+    "while in cond": lambda x: _if_wide(lambda x: _turns(_branch, x), x),
+    "check in cond": lambda x: _if_wide(lambda x: _check_turn(0, x), x),
+    "check in scan": lambda x: _over_time(
+        lambda x: tf.scan(lambda y, x: _check_turn(0, x + y), x), x
+    ),
+    "check in map_fn": lambda x: _over_time(
+        lambda x: tf.map_fn(lambda x: _check_turn(0, x), x), x
+    ),
+    "check in map_fn of examples": lambda x: tf.map_fn(
+        lambda row: _check_turn(0, row), x
+    ),
+}
+
+
+class Nest(keras.layers.Layer):
+    """Computes what a function does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        """Returns a row for each example."""
+        return self.function(x)
+
+    def compute_output_shape(self, shape):
+        """Each function keeps the shape."""
+        return shape
+
+
+@pytest.mark.quick_one_in(4)
+@pytest.mark.parametrize("name", NESTS)
+def test_functions_within_functions(name):
+    x = X[:, 0]
+
+    def results(wrap):
+        keras.utils.set_random_seed(0)
+        dense, another = keras.layers.Dense(FEATURES), keras.layers.Dense(1)
+        nest = Nest(NESTS[name])
+        model = wrap(keras.Sequential([keras.Input([FEATURES]), dense, nest, another]))
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        given = {"batch_size": 4, "verbose": 0}
+        yield model.predict(x, **given)
+        yield model.predict_on_batch(x)
+        yield model.evaluate(x, Y, **given)
+        yield model.test_on_batch(x, Y)
+        yield model.train_on_batch(x, Y)
+        yield model.fit(x, Y, shuffle=False, **given).history["loss"]
+
+    ours, theirs = (
+        results(lambda model: multi_gpu_model(model, 2)),
+        results(lambda m: m),
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
 class Branching(keras.Model):
     """Adds, to its loss, a branch with a sum that a gradient needs as well."""
 
