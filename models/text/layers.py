@@ -131,6 +131,7 @@ class SelfAttention(keras.layers.Layer):
         if not self.rotary:
             return ops.split(projected, 3, axis=2)
         # Queries and keys turn together: half as many operations, in a smaller graph.
+        # For parts of different sizes, Keras's `split` makes several operations.
         both, value = tf.split(projected, [2 * self.heads, self.heads], axis=2)
         query, key = ops.split(turned(both, start), 2, axis=2)
         return query, key, value

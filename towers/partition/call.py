@@ -329,8 +329,9 @@ class PartitionedCall:
                 values = [self._on_tower(k, taken) for taken in phase.takes]
                 if phase.draws:
                     values.append(self._rows(k))
-                # All that towers do besides computing is to check, in any order. Calls
-                # that take variables are ordered by these alone.
+                # TensorFlow would run calls with checks one after the other. Towers
+                # may check in any order. A call that takes variables waits only for
+                # other calls that take them, so it needs no exemption.
                 with nullcontext() if phase.captured else without_auto_control_deps():
                     outputs = self._call_on_tower(k, phase, values)
                 self._towers[k].update(zip(map(key, phase.makes), outputs, strict=True))
